@@ -157,8 +157,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[GenerationOutput, None]:
         """The answer while it is written: all of it so far, or (`delta`) what is new.
 
-        Closing the generator ends the request; with best_of or beams the end alone is told. Raises
-        BatonError.
+        Closing the generator ends the request; with best_of or beams the end alone is
+        reported. Raises BatonError.
         """
         params = sampling_params or self._llm.get_default_sampling_params()
         # Off the loop: a long text takes a while to encode.
@@ -211,15 +211,15 @@ class AsyncLLM:
     async def _outputs(
         self, answer: CollectedAnswer, delta: bool
     ) -> AsyncGenerator[GenerationOutput, None]:
-        request_id, told = answer.request.id, 0
+        request_id, num_returned = answer.request.id, 0
         try:
             async with aclosing(self._streams.run(answer.request)) as events:
                 async for event in events:
                     if answer.take(event):
                         self._streams.stop_sample(request_id, event.sample)
-                    early = answer.tells_early and answer.num_tokens > told
+                    early = answer.reports_early and answer.num_tokens > num_returned
                     if answer.finished or early:
-                        told = answer.num_tokens
+                        num_returned = answer.num_tokens
                         yield answer.output(delta)
                     if answer.finished:
                         return

@@ -125,15 +125,15 @@ class LLM:
     ) -> Generator[GenerationOutput, None, None]:
         """One prompt's answer while it is written: all of it so far, or (`delta`) what is new.
 
-        Closing the generator ends the request. With best_of or beams the end alone is told. Raises
-        as `generate` does.
+        Closing the generator ends the request. With best_of or beams the end alone is
+        reported. Raises as `generate` does.
         """
         answer = self.inputs.answer(prompt, sampling_params or self._defaults, lora_request)
         with self._running([answer]):
             while not answer.finished:
                 before = answer.num_tokens
                 self._step()
-                if answer.finished or (answer.tells_early and answer.num_tokens > before):
+                if answer.finished or (answer.reports_early and answer.num_tokens > before):
                     yield answer.output(delta)
 
     def chat(
@@ -193,7 +193,7 @@ class LLM:
     ) -> list[list[float]]:
         """The probabilities of each prompt's classes: of a reranker no and yes, in this order.
 
-        Raises UnsupportedFeature for a model that was not made to tell classes.
+        Raises UnsupportedFeature for a model that was not made to name classes.
         """
         if not self.inputs.is_reranker:
             raise UnsupportedFeature("this model has no classes: it is no reranker", field="model")
@@ -330,7 +330,7 @@ def _one_each(given: Any, number: int, name: str) -> list[Any]:
 
 @contextmanager
 def _bar(total: int, wanted: Bar) -> Generator[Any, None, None]:
-    """What is told of each prompt that has ended; shown on a terminal only."""
+    """What is reported of each prompt that has ended; shown on a terminal only."""
     if callable(wanted):
         bar = wanted(total=total, desc="prompts")
     else:

@@ -46,7 +46,7 @@ Adapter = LoRARequest | str | None
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """A search for the most probable continuations; its `beam_width` best are told, best first."""
+    """A search for the most probable continuations; its `beam_width` best are the result."""
 
     beam_width: int
     max_tokens: int

@@ -95,7 +95,7 @@ class CollectedAnswer:
         return all(sample.finish_reason is not None for sample in self._samples)
 
     @property
-    def tells_early(self) -> bool:
+    def reports_early(self) -> bool:
         """Whether its samples are known before their end: which ones are best is not."""
         return len(self._samples) == self.request.params.n and not self.request.params.beam_width
 
@@ -121,8 +121,8 @@ class CollectedAnswer:
         params = self.request.params
         chosen = self._samples
         if len(chosen) > params.n and not params.beam_width:
-            told = [[each[0].logprob for each in sample.logprobs] for sample in chosen]
-            chosen = [chosen[index] for index in best_samples(told, params.n)]
+            known = [[each[0].logprob for each in sample.logprobs] for sample in chosen]
+            chosen = [chosen[index] for index in best_samples(known, params.n)]
         samples = tuple(sample.output(delta) for sample in chosen[: params.n])
         request, of_prompt = self.request, self._prompt_logprobs
         if delta:
@@ -145,8 +145,8 @@ class _Sample:
         self._pieces: list[str] = []
         self._decoder = None if tokenizer is None else tokenizer.stream(params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
-        self._told_tokens = 0
-        self._told_pieces = 0
+        self._returned_tokens = 0
+        self._returned_pieces = 0
 
     def take(self, event: TokenEvent) -> bool:
         """See CollectedAnswer.take."""
@@ -188,8 +188,8 @@ class _Sample:
         return found.matched is not None
 
     def output(self, delta: bool) -> SampleOutput:
-        tokens, pieces = (self._told_tokens, self._told_pieces) if delta else (0, 0)
-        self._told_tokens, self._told_pieces = len(self.token_ids), len(self._pieces)
+        tokens, pieces = (self._returned_tokens, self._returned_pieces) if delta else (0, 0)
+        self._returned_tokens, self._returned_pieces = len(self.token_ids), len(self._pieces)
         return SampleOutput(
             self._index,
             tuple(self.token_ids[tokens:]),

@@ -1,6 +1,6 @@
 """What guided decoding costs a step: `python -m bench.engine_guided`.
 
-A synthetic vocabulary of 152k words, a few typical places of a few grammars, both backends.
+A synthetic vocabulary of 152k words, a few typical places of a few grammars.
 Medians, microseconds of this thread's CPU time per row:
     compile   the grammar, once per request at most
     fill      the mask of the next token, from the matcher
@@ -23,10 +23,9 @@ import torch
 from baton.engine.running import masks
 from baton.engine.running.runner import Asked
 from baton.engine.state.interface import SequenceChunk
-from baton.guided.base import Backend, Matcher, Vocabulary
 from baton.guided.guide import Grammar
-from baton.guided.llguidance import LlguidanceBackend
-from baton.guided.xgrammar import XgrammarBackend
+from baton.guided.matcher import GrammarCompiler, Matcher
+from baton.guided.vocabulary import Vocabulary
 from baton.protocol.sampling import GuidedDecoding
 from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 
@@ -109,13 +108,13 @@ def _apply(matcher: Matcher, logits: torch.Tensor) -> None:
     masks.apply(logits, [Asked(SequenceChunk("r", (), 0, (), guide=guide), 0, ())])
 
 
-def measure(backend: Backend, size: int, repetitions: int) -> list[dict[str, Any]]:
+def measure(compiler: GrammarCompiler, size: int, repetitions: int) -> list[dict[str, Any]]:
     """A row per place."""
     rows: list[dict[str, Any]] = []
     words = np.zeros((1, -(-size // 32)), np.int32)
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
     for place, guided, text in PLACES:
-        start = backend.compile(guided)
+        start = compiler.compile(guided)
         matcher = start.clone()
         taken = [median_us(lambda m, t=token: m.advance(t), 1, lambda m=matcher: m)
                  for token in text]  # fmt: skip
@@ -125,7 +124,7 @@ def measure(backend: Backend, size: int, repetitions: int) -> list[dict[str, Any
             {
                 "place": place,
                 "allowed": int(np.unpackbits(words.view(np.uint8)).sum()),
-                "compile us": median_us(lambda _, g=guided: backend.compile(g), 3, start.clone),
+                "compile us": median_us(lambda _, g=guided: compiler.compile(g), 3, start.clone),
                 "fill us": fill,
                 "fill and apply us": apply,
                 "take us": statistics.median(taken),
@@ -140,13 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare(given)
     began = time.thread_time()
     words = vocabulary(VOCAB_SIZE)
-    first = LlguidanceBackend(words)
+    first = GrammarCompiler(words)
     made = time.thread_time() - began
     parts = [
         TimedPart("llguidance", measure(first, VOCAB_SIZE, 400 if given.full else 60)),
-        TimedPart(
-            "xgrammar", measure(XgrammarBackend(words), VOCAB_SIZE, 400 if given.full else 60)
-        ),
         TimedPart("once", [{"vocabulary and llguidance's trie, s": made}]),
     ]
     tell(parts, given.json)

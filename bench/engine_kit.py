@@ -22,7 +22,7 @@ from rich.table import Table
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel
-from baton.engine.core.assembly import assemble
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import LayerGroups, one_group
@@ -120,7 +120,7 @@ def instant_engine(
         model_impl="lean",
     )
     arena = KVArena(groups, num_blocks, block_size, info.kv_dtype)
-    return assemble(config, ActiveModel(runner or InstantRunner()), arena, info)
+    return assemble(EngineParts(config, ActiveModel(runner or InstantRunner()), arena, info))
 
 
 def plain_request(name: str, prompt: Sequence[int], output: int, **params: object) -> Request:

@@ -27,7 +27,7 @@ from typing import Any
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel
-from baton.engine.core.assembly import assemble
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena, bytes_per_block
@@ -206,7 +206,7 @@ def share_beams(model: LoadedModel, width: int, means: tuple[int, int, float], c
     arena = KVArena(info.layers, 2048, 16, info.kv_dtype, model.device)
     config = EngineConfig(model="demo", max_num_seqs=64)
     watcher = Watcher(ModelRunner(model, arena), sharing.seen)
-    engine = assemble(config, ActiveModel(watcher), arena, info)
+    engine = assemble(EngineParts(config, ActiveModel(watcher), arena, info))
     requests = [
         plain_request(
             f"r{i}", random_prompt(each.prompt, i, info.vocab_size), each.output,

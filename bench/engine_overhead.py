@@ -27,7 +27,7 @@ from torch import Tensor
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import activate
-from baton.engine.core.assembly import assemble
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.lora import Adapter
@@ -178,7 +178,8 @@ def measure_outside(kind: str, num_sequences: int, num_steps: int) -> dict[str, 
     config = EngineConfig(
         model="none", max_num_seqs=num_sequences, max_num_batched_tokens=2048, measure_limits=False
     )
-    engine = assemble(config, activate(loaded, None, config, pool, Utilization()), pool, info)
+    active = activate(loaded, None, config, pool, Utilization())
+    engine = assemble(EngineParts(config, active, pool, info))
     for index in range(num_sequences):
         prompt = random_prompt(PROMPT, index, LARGE_VOCAB)
         engine.add(plain_request(f"r{index}", prompt, WARM_UP + num_steps + 8, **KINDS[kind]))

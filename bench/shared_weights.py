@@ -34,8 +34,8 @@ PROGRAM: Final = "bench.shared_weights"
 
 
 @dataclass(slots=True)
-class Found:
-    """Figures of the rounds, by name."""
+class SharingFigures:
+    """SharingFigures of the rounds, by name."""
 
     values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -83,7 +83,7 @@ class Loaded:
         return json.loads(self._process.stdout.readline())
 
 
-def one_round(model: Path, quantization: str, found: Found) -> None:
+def one_round(model: Path, quantization: str, found: SharingFigures) -> None:
     """Private and shared, one after the other."""
     memory: dict[str, float] = {}
     decode: dict[str, float] = {}
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         child(options.model, options.quantization, options.shared)
         return 0
-    found = Found()
+    found = SharingFigures()
     for _ in range(options.rounds):
         one_round(options.model, options.quantization, found)
     sys.stdout.write("\n".join(found.lines()) + "\n")

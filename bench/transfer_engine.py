@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import build_engine
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import EngineParts, assemble, load_parts
 from baton.engine.memory.kv_cache import MakeMemory
 from baton.engine.state.interface import Task
 from baton.protocol.errors import BatonError
@@ -116,8 +115,8 @@ class PrefillTimes:
 class PrefillEngine:
     """One engine; prompts one at a time, each on a thread, exported by the prefill node's hooks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, parts: EngineParts) -> None:
+        self.engine = assemble(parts, self)
         self._exports: PrefillExports | None = None
         self._running: asyncio.Future[PrefillTimes] | None = None
         self._admitted: asyncio.Future[KVHandle] | None = None
@@ -132,12 +131,11 @@ class PrefillEngine:
             model, block_size=32, num_kv_blocks=4 * blocks, threads=threads,
             enable_prefix_caching=False,
         )  # fmt: skip
-        return cls(build_engine(config, memory))
+        return cls(load_parts(config, memory))
 
     def attach(self, connector: Connector) -> None:
         """Export through `connector`, whose memory is this engine's arena."""
-        self._exports = PrefillExports(self.engine, connector, self._tell, self._lost)
-        self.engine.set_hooks(self)
+        self._exports = PrefillExports(connector, self._exported, self._lost)
 
     def unpin(self, blocks: BlockLists) -> None:
         """An export's blocks are free again, from the next prompt on. Any thread."""
@@ -156,11 +154,12 @@ class PrefillEngine:
         self._last_layer_at = time.monotonic()
         self._exports.layer_written(layer, progress)
 
-    def _tell(self, request: Request, handle: KVHandle) -> None:
+    def _exported(self, request: Request, handle: KVHandle) -> None:
         assert self._admitted is not None, "a prompt was begun"
         self._admitted.get_loop().call_soon_threadsafe(self._admitted.set_result, handle)
 
     def _lost(self, request: Request, error: BatonError) -> None:
+        self.engine.abort(request.id)
         assert self._admitted is not None, "a prompt was begun"
         if not self._admitted.done():
             self._admitted.get_loop().call_soon_threadsafe(self._admitted.set_exception, error)

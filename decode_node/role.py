@@ -27,7 +27,7 @@ from baton.engine.state.interface import Reservation, Task
 from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
-from baton.node.role import RoleContext
+from baton.node.role import MakeThread, RoleContext
 from baton.protocol.errors import InvalidRequest, KVTimeout, UnsupportedFeature
 from baton.protocol.events import FirstToken, NodeStep, Subscribed, TokenEvent
 from baton.protocol.handles import KVHandle
@@ -87,10 +87,10 @@ class Seat:
 class DecodeRole:
     """baton.node.role.NodeRole of a decode node."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, make_thread: MakeThread) -> None:
         self._context = context
-        self._thread = context.thread
-        self._pooling = PoolingDesk(context)
+        self.thread = make_thread(None)
+        self._pooling = PoolingDesk(self)
         self._stepped: set[str] = set()  # requests of the last step, kept for failpoints alone
         self._admission = FetchAdmission(
             context.config.max_queued_fetches, context.config.max_ready_fetches
@@ -111,22 +111,22 @@ class DecodeRole:
             return await self._pooling.serve(entry, entry.pool)
         seat = Seat(entry)
         try:
-            grammar = await prepared(self._context.engine.grammars, entry.request.params.guided)
+            grammar = await prepared(self.thread.engine.grammars, entry.request.params.guided)
             if entry.handle is None:
-                await self._thread.call(seat.add)
+                await self.thread.call(seat.add)
             else:
                 await self._hand_over(entry, entry.handle, seat)
             del grammar  # kept until the engine had it
             await asyncio.shield(entry.ended)
         finally:
-            self._thread.post(lambda engine: self._leave(engine, seat))
+            self.thread.post(lambda engine: self._leave(engine, seat))
 
     async def _hand_over(self, entry: NodeRequest, handle: KVHandle, seat: Seat) -> None:
         """Reserve, fetch, enter the engine. Raises BatonError; KVErrors are retryable."""
         request = entry.request
         ticket = self._admission.ticket(ready=entry.prefilled.is_set())
         try:
-            await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
+            await self.thread.call(lambda engine: engine.validate(request, Task.LOCAL))
             admitted = self._admitted(entry, handle, seat, ticket)
             reservation = await self._while_leased(handle, request.epoch, admitted)
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
@@ -142,7 +142,7 @@ class DecodeRole:
         finally:
             ticket.release()
         self._context.observe_fetch(fetched.seconds)
-        await self._thread.call(lambda engine: seat.add_computed(engine, fetched.first_tokens))
+        await self.thread.call(lambda engine: seat.add_computed(engine, fetched.first_tokens))
 
     async def _admitted(
         self, entry: NodeRequest, handle: KVHandle, seat: Seat, ticket: FetchTicket
@@ -151,7 +151,7 @@ class DecodeRole:
         connector = self._context.connector
         precision, adopting = connector.precision_of(handle), connector.adopts(handle)
         reservation = await ticket.admit(
-            lambda: self._thread.call(
+            lambda: self.thread.call(
                 lambda engine: seat.reserve(engine, handle.num_tokens, precision, adopting)
             )
         )
@@ -205,7 +205,7 @@ class DecodeRole:
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return event.finish_reason is not None and entry.sample_ended(event.sample)
 
-    def told(self, events: Sequence[TokenEvent]) -> None:
+    def written(self, events: Sequence[TokenEvent]) -> None:
         """Nothing waits for it."""
 
     def blocks_freed(self) -> None:

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, cast
 
 from starlette.types import ASGIApp
 
 from baton.async_llm import TokenStreams
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.thread import EngineThread
 from baton.node.pooling import PoolingDesk
@@ -40,7 +40,7 @@ from router.request.pool import PoolAsk, groups
 from router.request.trace import RequestTrace
 from router.server.app import create_app
 from router.services import RouterServices
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
 
 NODE: Final = "engine"
@@ -155,7 +155,7 @@ def record_of(engine: Engine, model: ServedModel) -> NodeRecord:
 async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[ASGIApp]:
     """The HTTP app over a loaded engine; `api` names the same model. Raises ConfigError,
     ModelRefused."""
-    engine = await asyncio.to_thread(partial(Engine.load, config))
+    engine = await asyncio.to_thread(build_engine, config)
     dispatcher = EngineDispatcher(engine)
     info = engine.info
     model = ServedModel(

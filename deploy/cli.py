@@ -33,7 +33,7 @@ from baton.runtime.tls import TlsFiles
 from baton.runtime.vllm_flags import add_idle
 from bench.sse import StreamError
 from deploy.flags import add_flags, given_flags
-from deploy.hub import local_model
+from deploy.hub import is_gguf, local_model
 from deploy.plan import DEMO_MODEL, UpOptions
 from deploy.preflight import check_machine, check_options
 from deploy.trust import add_trust, client_tls, trust_of
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
     text = "probe the KV lanes between two nodes, and this machine"
     _add_doctor(commands.add_parser("doctor", help=text))
-    text = "make safetensors and tokenizer.json for an older checkpoint: DIR [--out DIR2]"
+    text = "an older checkpoint, or FILE.gguf, as a folder that is served: DIR [--out DIR2]"
     commands.add_parser("convert", help=text, add_help=False)
     text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
     commands.add_parser("estimate", help=text, add_help=False)
@@ -189,8 +189,11 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
     else:
         given = str(flags["model"])
         flags["model"] = str(local_model(given))
-        if "/" in given and not Path(given).expanduser().is_dir():
-            flags.setdefault("served_model_name", (given,))  # a hub id, not the cache's folder
+        # Not the cache's folder, but the file's name or the hub's.
+        if is_gguf(given):
+            flags.setdefault("served_model_name", (Path(given).stem,))
+        elif "/" in given and not Path(given).expanduser().is_dir():
+            flags.setdefault("served_model_name", (given,))
     check_options(options, flags)
     return options, flags
 

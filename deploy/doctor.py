@@ -43,7 +43,7 @@ from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from bench.transfer_link import PeerError, ShapedLink
 from deploy.machine import MachineFacts, machine_facts
-from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.session import NodeSession, SessionContext
 
 ANSWER_S: Final = 120.0
@@ -234,7 +234,7 @@ class ProbedNode:
     ) -> AsyncGenerator[asyncio.Queue[NodeEvent], None]:
         """Send `message` and yield the queue of what the node says of the request."""
         events: asyncio.Queue[NodeEvent] = asyncio.Queue()
-        self.session.attach(Attachment(request.id, request.epoch, events.put_nowait))
+        self.session.attach(Attempt(request.id, request.epoch, events.put_nowait))
         try:
             self.session.send(message)
             yield events

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder, is_gguf
 from baton.protocol.errors import ModelRefused
 
 # As in baton/engine/checkpoint/checkpoint.py, which cannot be imported without torch: never a
@@ -17,10 +18,15 @@ SKIPPED = ("original/*", "onnx/*", "consolidated*")
 
 
 def local_model(model: str, fetch: Callable[[str], str] | None = None) -> Path:
-    """The directory of `model`, a path or `owner/name`. Raises ModelRefused, naming the way out."""
+    """The directory of `model`, a path (a GGUF file's lies in the cache) or `owner/name`.
+
+    Raises ModelRefused, naming the way out.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return _whole(path.resolve())
+    if is_gguf(path):
+        return gguf_folder(path)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         text = f"--model {model} is neither a directory nor a Hugging Face hub id (owner/name)"
         raise ModelRefused(text, field="model")
@@ -41,7 +47,8 @@ def _whole(path: Path) -> Path:
     if not (path / "config.json").is_file():
         text = f"--model {path}: there is no config.json in it, so it is no model"
         raise ModelRefused(text, field="model")
-    for wanted in ("*.safetensors", "tokenizer.json"):
+    weights = WEIGHTS if (path / WEIGHTS).is_file() else "*.safetensors"
+    for wanted in (weights, "tokenizer.json"):
         if not any(path.glob(wanted)):
             text = f"--model {path}: there is no {wanted} in it; make it with: baton convert {path}"
             raise ModelRefused(text, field="model")

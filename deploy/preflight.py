@@ -112,10 +112,13 @@ def weight_bytes(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     config: dict[str, Any] = checkpoint.text_config
     name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     before = _DTYPE_BYTES.get(name)
-    if before is None or checkpoint.config.get("quantization_config"):
+    quantized: dict[str, Any] = checkpoint.config.get("quantization_config") or {}
+    types: dict[str, int] = quantized.get("types") or {}  # a GGUF file's, by numbers
+    if before is None or (quantized and not types):
         return 0 if engine.quantization in _ROUNDED_BYTES else stored
     after = before if engine.dtype == "auto" else _DTYPE_BYTES[engine.dtype]
-    return int(stored / before * _ROUNDED_BYTES.get(engine.quantization, after))
+    numbers = sum(types.values()) or stored / before
+    return int(numbers * _ROUNDED_BYTES.get(engine.quantization, after))
 
 
 def _gb(num_bytes: int) -> str:

@@ -5,7 +5,7 @@ The life of a request here:
     admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
     layer_written()  -> each layer of each chunk is published: a receiver may read it already
     on_step()        -> token 1 goes to the router with the step's message
-    told()           -> it is on the wire: the export is complete, and what was not sent yet follows
+    written()        -> it is on the wire: the export is complete, and what was not sent yet follows
 The export outlives the request: the receiver's ACK, the router's release or the lease's end unpin
 the blocks. Vectors instead of tokens are baton/node/pooling.py's.
 """
@@ -16,7 +16,6 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import prepared
@@ -24,7 +23,7 @@ from baton.engine.state.interface import Task
 from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
-from baton.node.role import RoleContext
+from baton.node.role import MakeThread, RoleContext
 from baton.protocol.errors import BatonError, KVStale, UnsupportedFeature
 from baton.protocol.events import FirstToken, HandleReady, NodeStep, TokenEvent
 from baton.protocol.handles import KVHandle
@@ -40,19 +39,18 @@ log = logging.getLogger(__name__)
 class PrefillExports:
     """EngineHooks: exports of prompts whose token 1 is not sampled yet. Engine thread only.
 
-    `tell(request, handle)` and `lost(request, error)` are called on that thread.
+    Called on that thread: `exported(request, handle)` when an export begins, `lost(request, error)`
+    when nobody can fetch it any more, so computing on would be for nothing.
     """
 
     def __init__(
         self,
-        engine: Engine,
         connector: KVConnector,
-        tell: Callable[[Request, KVHandle], None],
+        exported: Callable[[Request, KVHandle], None],
         lost: Callable[[Request, BatonError], None],
     ) -> None:
-        self._engine = engine
         self._connector = connector
-        self._tell = tell
+        self._exported = exported
         self._lost = lost
         self._open: dict[str, tuple[Request, KVHandle]] = {}
 
@@ -66,7 +64,7 @@ class PrefillExports:
         """Export the pinned blocks. If that raises, the engine unpins them and fails the step."""
         handle = self._connector.export(request, 0, blocks, num_tokens)
         self._open[request.id] = (request, handle)
-        self._tell(request, handle)
+        self._exported(request, handle)
 
     def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
         if layer == 0 and progress:
@@ -76,9 +74,7 @@ class PrefillExports:
             if request is None or handle is None:
                 continue  # given up in an earlier layer of this step
             if not self._connector.publish(handle, layer, upto):
-                # Nobody can fetch it any more: computing on would be for nothing.
                 del self._open[request_id]
-                self._engine.abort(request_id)
                 self._lost(request, KVStale("the export was released before token 1"))
 
     def computed(
@@ -96,8 +92,8 @@ class PrefillExports:
             self._connector.complete(*due)
 
     def give_up(self, request_id: str) -> KVHandle | None:
-        """Stop computing `request_id`; returns its unfinished export for the caller to release."""
-        self._engine.abort(request_id)
+        """Nobody computes `request_id` further; returns its unfinished export for the caller to
+        release."""
         _, handle = self._open.pop(request_id, (None, None))
         return handle
 
@@ -105,10 +101,10 @@ class PrefillExports:
 def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
     """What END carries of one request's events: token 1 of each sample, or the candidates that its
     search begins with."""
-    told: list[FirstToken] = []
+    tokens: list[FirstToken] = []
     for event in events:
         last = len(event.token_ids) - 1
-        told += (
+        tokens += (
             FirstToken(
                 position=event.position + index,
                 token_id=token,
@@ -118,19 +114,11 @@ def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
             )
             for index, token in enumerate(event.token_ids)
         )
-        told += (
+        tokens += (
             FirstToken(event.position, each.token_id, rank, cumulative_logprob=each.logprob)
             for rank, each in enumerate(event.candidates)
         )
-    return tuple(told)
-
-
-@dataclass(slots=True, eq=False)
-class _Serving:
-    """A request here; `handle` is its export, as long as that ends with the request."""
-
-    entry: NodeRequest
-    handle: KVHandle | None = None
+    return tuple(tokens)
 
 
 def _add(engine: Engine, request: Request) -> None:
@@ -141,17 +129,15 @@ def _add(engine: Engine, request: Request) -> None:
 class PrefillRole:
     """baton.node.role.NodeRole of a prefill node."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, make_thread: MakeThread) -> None:
         self._context = context
-        self._serving: dict[str, _Serving] = {}
-        self._pooling = PoolingDesk(context)
+        self._serving: dict[str, NodeRequest] = {}
         # Computed, with token 1 on its way to the router: added to by the engine thread only, and
         # taken from by the event loop only.
-        self._untold: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
-        self._exports = PrefillExports(
-            context.engine, context.connector, self._handle_ready, self._export_lost
-        )
-        context.engine.set_hooks(self._exports)
+        self._unwritten: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
+        self._exports = PrefillExports(context.connector, self._handle_ready, self._export_lost)
+        self.thread = make_thread(self._exports)
+        self._pooling = PoolingDesk(self)
 
     @property
     def fetching(self) -> int:
@@ -165,27 +151,27 @@ class PrefillRole:
         if entry.pool is not None:
             return await self._pooling.serve(entry, entry.pool)
         request = entry.request
-        serving = self._serving[request.id] = _Serving(entry)
+        self._serving[request.id] = entry
         try:
-            grammar = await prepared(self._context.engine.grammars, request.params.guided)
-            await self._context.thread.call(lambda engine: _add(engine, request))
+            grammar = await prepared(self.thread.engine.grammars, request.params.guided)
+            await self.thread.call(lambda engine: _add(engine, request))
             del grammar  # kept until the engine had it
             await asyncio.shield(entry.ended)
-            serving.handle = None  # from now on the export has a life of its own
+            entry.export = None  # from now on it has a life of its own
         finally:
             del self._serving[request.id]
             # Idempotent, and behind the add in the thread's order; after token 1 it finds nothing.
-            self._context.thread.post(lambda engine: self._gone(engine, request.id))
-            if serving.handle is not None:
-                self._release(serving.handle)
+            self.thread.post(lambda engine: self._gone(engine, request.id))
+            if entry.export is not None:
+                self._release(entry.export)
 
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return True  # all samples' events come in one step
 
-    def told(self, events: Sequence[TokenEvent]) -> None:
+    def written(self, events: Sequence[TokenEvent]) -> None:
         # Not before: the data plane would send megabytes on the core that is to send token 1.
         for event in events:
-            due = self._untold.pop((event.request_id, event.epoch), None)
+            due = self._unwritten.pop((event.request_id, event.epoch), None)
             if due is not None:
                 self._context.connector.complete(*due)
 
@@ -207,18 +193,19 @@ class PrefillRole:
             FAILPOINTS.hit("p.done")
             due = self._exports.computed(request_id, events)
             if due is not None:
-                self._untold[request_id, events[0].epoch] = due
+                self._unwritten[request_id, events[0].epoch] = due
         for failed in report.failed:
-            self._leave(failed.request_id)
+            self._leave(self.thread.engine, failed.request_id)
         self._context.connector.want_back(report.short_of_room)
 
-    def _leave(self, request_id: str) -> None:
+    def _leave(self, engine: Engine, request_id: str) -> None:
+        engine.abort(request_id)
         handle = self._exports.give_up(request_id)
         if handle is not None:
             self._context.loop.call_soon_threadsafe(self._release, handle)
 
     def _gone(self, engine: Engine, request_id: str) -> None:
-        self._leave(request_id)
+        self._leave(engine, request_id)
         # It may have been the one who waited for room, and no step may follow to say so.
         self._context.connector.want_back(engine.short_of_room)
 
@@ -226,29 +213,27 @@ class PrefillRole:
         self._context.loop.call_soon_threadsafe(self._send_handle, request, handle)
 
     def _export_lost(self, request: Request, error: BatonError) -> None:
+        self.thread.engine.abort(request.id)
         self._context.loop.call_soon_threadsafe(self._break_off, request, error)
 
     # ---- event loop ----
 
     def _send_handle(self, request: Request, handle: KVHandle) -> None:
-        serving = self._find(request)
-        if serving is None:  # aborted while the engine admitted it
+        entry = self._find(request)
+        if entry is None:  # aborted while the engine admitted it
             self._release(handle)
             return
-        serving.handle = handle
-        ready = HandleReady(request.id, request.epoch, handle)
-        serving.entry.send(NodeStep(handles=(ready,)))
+        entry.export = handle
+        entry.send(NodeStep(handles=(HandleReady(request.id, request.epoch, handle),)))
 
     def _break_off(self, request: Request, error: BatonError) -> None:
-        serving = self._find(request)
-        if serving is not None:
-            serving.entry.break_off(error)
+        entry = self._find(request)
+        if entry is not None:
+            entry.break_off(error)
 
     def _release(self, handle: KVHandle) -> None:
         self._context.spawn(self._context.connector.release(handle, "the prefill was aborted"))
 
-    def _find(self, request: Request) -> _Serving | None:
-        serving = self._serving.get(request.id)
-        if serving is None or serving.entry.request.epoch != request.epoch:
-            return None
-        return serving
+    def _find(self, request: Request) -> NodeRequest | None:
+        entry = self._serving.get(request.id)
+        return None if entry is None or entry.request.epoch != request.epoch else entry

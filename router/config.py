@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
+from baton.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from baton.protocol.errors import ConfigError
 from baton.protocol.request import Resume
 from baton.runtime.addresses import is_loopback
@@ -13,7 +14,6 @@ from baton.runtime.config import option
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from router.tenants.keys import KeyRing
 
 MAX_LOGPROBS: Final = 20  # OpenAI's

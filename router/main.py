@@ -44,8 +44,7 @@ from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.metrics.failures import WatchedParts, watch_failures
-from router.metrics.gate import watch_gate
+from router.metrics.parts import WatchedParts, watch_failures, watch_gate
 from router.metrics.resumable import watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
 from router.nodes.directory import RedisDirectory
@@ -66,10 +65,9 @@ from router.server.http_guard import HttpLimits, uvicorn_settings
 from router.server.listeners import bind, join, listen, release
 from router.services import RouterServices
 from router.store.base import RequestStore
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
 from router.store.redis_store import RedisStore, connect, longest_s
-from router.store.token_log import TokenLog
 from router.workers import Supervisor
 
 log = logging.getLogger(__name__)
@@ -136,7 +134,7 @@ class Router:
                 secret=config.secret,
                 timing=replace(config.timing, stall_s=config.stall_s),
                 clock=clock,
-                log=TokenLog(self.guard),
+                log=self.guard,
                 addresses=dict.fromkeys(config.prefill_node, Role.PREFILL)
                 | dict.fromkeys(config.decode_node, Role.DECODE),
                 directory=None if self._redis is None else RedisDirectory(self._redis, patience_s),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from router.request.dispatcher import Dispatcher
     from router.request.pool import Pools
     from router.resumable.runs import Runs
-    from router.store.ledger import StoreGuard
+    from router.store.guard import StoreGuard
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from baton.client import AsyncClient, Generation
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import build_engine
+from baton.engine.core.assembly import load_parts
 from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
@@ -196,17 +196,17 @@ async def _member(
     names = plan.lanes or (("shm", "grpc") if plan.shared else ("grpc",))
     place = PoolPlace(names, plan.shared or Path("/dev/shm"))
     stack.callback(place.close)
-    engine = build_engine(engine_config, memory=place.memory)
+    parts = load_parts(engine_config, memory=place.memory)
     config = NodeConfig(
         kv_lanes=",".join(names), kv_adopt=plan.adopt, kv_wire_codec=plan.wire_codec
     )
-    settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
+    settings = LaneSettings(plan.timing, pool=parts.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
     around = Surroundings(plan.timing, plan.clock, lanes)
-    node = NodeProcess(program, config, engine, around)
+    node = NodeProcess(program, config, parts, around)
     stack.push_async_callback(node.stop)
     await node.start()
-    return Member(node, engine)
+    return Member(node, node.engine)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel
-from baton.engine.core.assembly import assemble
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
-from baton.engine.sampling.proposer import DraftAsk
+from baton.engine.sampling.proposer import DraftAsk, Proposer
 from baton.engine.state.beam import BeamSearch
 from baton.engine.state.interface import ChunkResult, EngineHooks, ModelInfo, Sampled, SequenceChunk
 from baton.protocol.events import TokenLogprob
@@ -371,6 +371,7 @@ def fake_engine(
     block_size: int = 4,
     hooks: EngineHooks | None = None,
     info: ModelInfo | None = None,
+    proposer: Proposer | None = None,
     **options: object,
 ) -> tuple[Engine, FakeRunner]:
     """A real engine over FakeRunner, with invariants proven after every step."""
@@ -381,8 +382,8 @@ def fake_engine(
     runner = arena.runner = FakeRunner(num_blocks, block_size, arena.groups.windows)
     clock = FakeClock()
     runner.clock = clock
-    engine = assemble(config, ActiveModel(runner), arena, info, clock)
-    engine.set_hooks(hooks)
+    active = ActiveModel(runner, proposer=proposer)
+    engine = assemble(EngineParts(config, active, arena, info), hooks, clock)
     if engine.steps.ahead is not None:
         engine.steps.ahead.thread = StepThread(runner)
     return engine, runner

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import llguidance
 
-from baton.guided.grammars import llguidance_grammar
+from baton.guided.grammar_text import limits, llguidance_grammar, reason_of
+from baton.guided.spec import FIELD, check_size
+from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding
 
 TOKENS = [bytes([byte]) for byte in range(256)] + [b"<end>", b"[X]", b"</x>"]
@@ -43,3 +45,13 @@ def takes(tokenizer: llguidance.LLTokenizer, guided: GuidedDecoding, text: str) 
     matcher = llguidance.LLMatcher(tokenizer, llguidance_grammar(guided, SPECIALS), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher.consume_tokens(spelled(text)) and matcher.is_accepting()
+
+
+def check_grammar(guided: GuidedDecoding) -> None:
+    """Raise InvalidRequest (UnsupportedFeature for tags that cannot be written) if llguidance could
+    not follow it. Needs no vocabulary, and has no budget."""
+    check_size(guided)
+    text = llguidance_grammar(guided)
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    if failed:
+        raise InvalidRequest(f"guided: {reason_of(messages[0])}", field=FIELD)

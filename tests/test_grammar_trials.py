@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.guided.grammar_trials import TRIAL, GrammarTrials
+from baton.guided.trials import TRIAL, GrammarTrials
 from baton.protocol.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from baton.runtime.children import ChildBudget
@@ -87,9 +87,9 @@ def test_what_is_refused_is_refused_alone(guided: GuidedDecoding, why: str) -> N
     )
 
 
-def test_what_only_another_backend_knows(trials: GrammarTrials) -> None:
+def test_what_is_not_supported_is_said_so(trials: GrammarTrials) -> None:
     with pytest.raises(UnsupportedFeature):
-        trials.run(GuidedDecoding("structural_tag", '{"format": {"type": "dispatch"}}'))
+        trials.run(GuidedDecoding("structural_tag", '{"format": {"type": "exclude_token"}}'))
 
 
 def test_too_much_memory_ends_one_child() -> None:
@@ -170,11 +170,11 @@ def test_a_child_ends_with_its_input() -> None:
 
 
 def _children() -> set[int]:
-    """Processes of baton.guided.grammar_trial that this one started, from any thread, and still
+    """Processes of baton.guided.trials that this one started, from any thread, and still
     has."""
     found: set[int] = set()
     for listed in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, listed.read_text().split()):
-            if b"grammar_trial" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"baton.guided.trials" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found

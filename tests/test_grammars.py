@@ -8,18 +8,13 @@ from typing import Any
 import llguidance
 import pytest
 
-from baton.guided.grammars import (
-    MAX_GRAMMAR_BYTES,
-    check_grammar,
-    check_size,
-    json_schema,
-    lenient,
-)
+from baton.guided.grammar_text import json_schema
+from baton.guided.spec import MAX_GRAMMAR_BYTES, check_size, lenient
 from baton.guided.structural_tags import Dialect, lark_of
 from baton.guided.structural_tags import unanchored as bare
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
-from tests.grammar_texts import byte_tokenizer, takes
+from tests.grammar_texts import byte_tokenizer, check_grammar, takes
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +120,29 @@ MATCHES: list[tuple[GuidedDecoding, list[str], list[str]]] = [
       parameter("city", "a") + parameter("days", "x"),
       parameter("city", "a") + parameter("zip", "12")]),
     (tag(one("qwen_xml_parameter", json_schema={})), [""], ["x"]),
+    (tag(one("json_schema", json_schema=PAIR, style="qwen_xml")), [parameter("a", "true")], [""]),
+    (tag(one("json_schema", json_schema=PAIR, style="json")), ['{"a":true}'], ["true"]),
+    (tag(one("any_text", excludes=["a/b", "x", "\n "])), ["", "a", "/b\n"],
+     ["xa", "a/b", "ca/bc", "\n "]),
+    (tag(one("tag", begin="<t>", content=one("any_text", excludes=["b"]), end="</t>")),
+     ["<t>x<y</t>"], ["<t>b</t>", "<t>x</t>y"]),
+    (tag(one("sequence", elements=[one("any_text", excludes=["b"]), const("!")])), ["a!"],
+     ["b!", "a"]),
+    (tag(one("sequence", elements=[one("any_text"), one("tag", begin="<t>", content=regex("a+"),
+     end="</t>")])), ["b<t>aa</t>", "<t>a</t>"], ["b", "b<t>a</t>c"]),
+    (tag({**FREE, "excludes": ["no"]}), ["n", "n<f=1>a</f>o"], ["no", "no<f=1>a</f>", "[X]1"]),
+    (tag(one("dispatch", rules=[["<a", const("!")], ["[X]", regex("b+")]])),
+     ["", "x<a!y<a!", "[X]bb", "<a![X]b"], ["<ab", "[X]a", "x<a"]),
+    (tag(one("dispatch", rules=[["<a", const("!")]], loop=False)), ["x", "x<a!"], ["<a!x"]),
+    (tag(one("dispatch", rules=[["<a", const("!")]], excludes=["b"])), ["x<a!"], ["b<a!", "<a!b"]),
+    (tag(one("token", token="[X]")), ["[X]"], ["", "[X][X]"]),
+    (tag(one("any_tokens", exclude_tokens=["</x>"])), ["", "ab"], ["[X]", "a</x>"]),
+    (tag(one("tag", begin=one("token", token="[X]"), content=one("any_tokens"),
+             end=one("token", token="</x>"))), ["[X]ab</x>", "[X]</x>"], ["[X]", "a</x>"]),
+    (tag(one("token_triggered_tags", trigger_tokens=["[X]"], tags=[
+        one("tag", begin=one("token", token="[X]"), content=regex("a+"), end="!")])),
+     ["", "b[X]aa!c"], ["[X]b!", "[X]"]),
+    (tag(one("token_dispatch", rules=[["[X]", const("!")]])), ["", "a[X]!b[X]!"], ["[X]a"]),
 ]  # fmt: skip
 
 
@@ -180,8 +198,17 @@ REFUSED: list[tuple[GuidedDecoding, type[InvalidRequest], str]] = [
     (GuidedDecoding("structural_tag", json.dumps(
         {"triggers": ["a"], "structures": [{"begin": "a", "schema": "{"}]})), InvalidRequest,
      "not JSON"),
-    (tag({"type": "dispatch"}), UnsupportedFeature, "'dispatch'"),
-    (tag({"type": "any_text", "excludes": ["a"]}), UnsupportedFeature, "excludes"),
+    (tag({"type": "exclude_token"}), UnsupportedFeature, "'exclude_token'"),
+    (tag({"type": "dispatch"}), InvalidRequest, "rules must be"),
+    (tag({"type": "dispatch", "rules": [["a"]]}), InvalidRequest, "each of the rules"),
+    (tag({"type": "any_text", "max_tokens": 3}), UnsupportedFeature, "max_tokens"),
+    (tag({"type": "any_text", "excludes": 3}), InvalidRequest, "excludes must be"),
+    (tag(one("tag", begin="a", content=one("any_text", max_chars=3), end="b")), UnsupportedFeature,
+     "max_chars"),
+    (tag({**regex("a"), "excludes": ["b"]}), UnsupportedFeature, "fills a tag"),
+    (GuidedDecoding("free", ""), InvalidRequest, "no grammar"),
+    (tag({"type": "json_schema", "style": "glm_xml"}), UnsupportedFeature, "style 'glm_xml'"),
+    (tag({"type": "token", "token": 7}), UnsupportedFeature, "must be a text"),
     (tag(one("tag", begin={"type": "token"}, content=const("a"), end="")), UnsupportedFeature,
      "begin"),
     (tag(one("sequence", elements=[one("any_text"), regex("a")])), UnsupportedFeature,

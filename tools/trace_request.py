@@ -39,7 +39,7 @@ def findings(traced: Traced) -> Findings:
     return Findings(
         counts(traced.entries),
         first_entries(traced.entries),
-        report(traced.made),
+        report(traced.made, len(traced.texts)),
         traced.idle,
         traced.texts,
     )
@@ -136,7 +136,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(found), indent=1))
         return 0
     lines = table(found)
-    lines += type_lines(found.types, list(Kind) if options.list else [Kind.CARRIER, Kind.SIDE_CAR])
+    kinds = list(Kind) if options.list else [Kind.CARRIER, Kind.ROW, Kind.SIDE_CAR]
+    lines += type_lines(found.types, kinds)
     if options.list:
         lines += function_lines(found.functions)
     if found.idle:

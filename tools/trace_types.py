@@ -4,18 +4,22 @@ Made while the request was served, an object is
 
     a carrier     one of its fields holds the request itself (its id, its prompt as text or as
                   tokens) or a piece of its answer, or is a carrier
+    a row         a carrier that is made anew for each step or for each frame: one function made as
+                  many objects of its class as the answer has tokens, or more (an engine's step
+                  yields one token); or its class is one of kv_transfer.protocol, whose values are
+                  the frames of a transfer's session and what the session does about each
     a side-car    a carrier's field or collection holds it, or a side-car's
     a batch       holds carriers, but only in collections
     another       none of these: what nodes report of themselves, what a step is made of
 
 Enums, exceptions and protobuf's messages are not looked at. A type is what at least one object of
-it is, the first of these that fits.
+it is, the first of these that fits; carriers are sorted into carriers and rows by class.
 """
 
 from __future__ import annotations
 
 import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AnySet
 from dataclasses import dataclass, field
@@ -24,12 +28,14 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+FRAMES = "kv_transfer.protocol."  # the package whose carriers are rows
 DEPTH = 4  # of plain collections within a field
 MOST = 512  # elements of a collection that are looked at
 
 
 class Kind(Enum):
     CARRIER = "carrier"
+    ROW = "row"
     SIDE_CAR = "side-car"
     BATCH = "batch"
     OTHER = "other"
@@ -166,8 +172,14 @@ def kinds(made: Sequence[Made]) -> list[Kind]:
     return [kind(number) for number in range(len(made))]
 
 
-def report(made: Sequence[Made]) -> list[TypeReport]:
-    """Every class, in the order in which its first object was made."""
+def is_row(made: Sequence[Made], num_tokens: int) -> bool:
+    """Whether a class of carriers, of which these are all objects, is one of rows."""
+    makers = Counter((each.file, each.function) for each in made)
+    return made[0].name.startswith(FRAMES) or max(makers.values()) >= num_tokens
+
+
+def report(made: Sequence[Made], num_tokens: int) -> list[TypeReport]:
+    """Every class, in the order in which its first object was made. `num_tokens`: of the answer."""
     sorted_out = kinds(made)
     names = {id(each.object): each.name.rpartition(".")[2] for each in made}
     first = list(Kind)
@@ -183,10 +195,13 @@ def report(made: Sequence[Made]) -> list[TypeReport]:
             for one in ids
             if one in names and one != id(each.object)
         }
+        kind = min((kind for _, kind in ours), key=first.index)
+        if kind is Kind.CARRIER and is_row([each for each, _ in ours], num_tokens):
+            kind = Kind.ROW
         reports.append(
             TypeReport(
                 name,
-                min((kind for _, kind in ours), key=first.index),
+                kind,
                 len(ours),
                 tuple(dict.fromkeys(f"{each.file}:{each.function}" for each, _ in ours)),
                 tuple(sorted({one for each, _ in ours for one in each.marked})),

@@ -132,7 +132,7 @@ class EngineConfig:
     speculative_model: str | None = option(None, "checkpoint of the draft model")
     guided_decoding_backend: GuidedBackend = option(
         "auto",
-        "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
+        "accepted, and changes nothing: llguidance follows all grammars",
         choices=spelled(get_args(GuidedBackend), guidance="llguidance"),
     )
     memory_bandwidth: float | None = option(
@@ -193,7 +193,9 @@ class EngineConfig:
         if names:
             return names if isinstance(names, str) else names[0]  # one text, from Python
         path = Path(self.model).expanduser()
-        return path.resolve().name if path.is_dir() else self.model
+        if path.is_dir():
+            return path.resolve().name
+        return path.stem if path.suffix == ".gguf" else self.model
 
 
 def head_quantization(head: str, weights: str) -> str:

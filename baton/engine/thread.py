@@ -48,7 +48,8 @@ class _EngineCall:
 
 
 class EngineThread:
-    """Runs `engine` on one thread. After start() the engine is touched only through here.
+    """Runs `engine` on one thread. After start() the engine is touched only through here; other
+    threads may read what never changes in it, or is replaced as a whole (config, info).
 
     `on_step` runs on the engine thread after each step and must not block; it may use the engine.
     """
@@ -56,7 +57,7 @@ class EngineThread:
     def __init__(
         self, engine: Engine, on_step: Callable[[StepReport], None], name: str = "engine"
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._on_step = on_step
         self._condition = threading.Condition()
         self._inbox: deque[_EngineCall] = deque()
@@ -152,7 +153,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._serve_inbox():
-                if self._engine.has_work and not self._held:
+                if self.engine.has_work and not self._held:
                     self._step()
                     self._rest()
         finally:
@@ -169,20 +170,20 @@ class EngineThread:
             self._inbox.clear()
         for call in calls:
             try:
-                call.run(self._engine)
+                call.run(self.engine)
             except Exception:
                 log.exception("a call on the engine thread failed")
         return True
 
     def _may_step(self) -> bool:
-        return self._engine.has_work and not (self._engine.stalled or self._held)
+        return self.engine.has_work and not (self.engine.stalled or self._held)
 
     def _rest(self) -> None:
         """Once there is no more to do, what can wait until then."""
-        if self._engine.has_work or self._engine.when_idle is None:
+        if self.engine.has_work or self.engine.when_idle is None:
             return
         try:
-            self._engine.when_idle()
+            self.engine.when_idle()
         except Exception:
             log.exception("what an idle engine does failed")
 
@@ -190,31 +191,31 @@ class EngineThread:
         events: list[TokenEvent] = []
         failed: list[RequestFailed] = []
         try:
-            events = self._engine.step()
+            events = self.engine.step()
         except Exception as error:
             log.exception("an engine step failed")
             failed = self._fail_step(error)
-        failed += self._engine.take_failed()
+        failed += self.engine.take_failed()
         report = StepReport(
             events,
             failed,
-            self._engine.take_block_events(),
-            self._engine.current_load(),
-            self._engine.short_of_room,
+            self.engine.take_block_events(),
+            self.engine.current_load(),
+            self.engine.short_of_room,
         )
         try:
             self._on_step(report)
         except Exception:
             log.exception("the receiver of engine steps failed")
-            self._end_untold(report)
+            self._end_unreported(report)
 
-    def _end_untold(self, report: StepReport) -> None:
+    def _end_unreported(self, report: StepReport) -> None:
         """Nobody will hear of these tokens, so their requests end here, and that is reported."""
-        untold = {(event.request_id, event.epoch) for event in report.events}
-        for request_id, _ in untold:
-            self._engine.abort(request_id)
-        ended = [_ended(*of_request, "a step's results were lost") for of_request in untold]
-        load = self._engine.current_load()
+        unreported = {(event.request_id, event.epoch) for event in report.events}
+        for request_id, _ in unreported:
+            self.engine.abort(request_id)
+        ended = [_ended(*of_request, "a step's results were lost") for of_request in unreported]
+        load = self.engine.current_load()
         try:
             self._on_step(replace(report, events=[], failed=report.failed + ended, load=load))
         except Exception:
@@ -223,7 +224,7 @@ class EngineThread:
     def _fail_step(self, error: Exception) -> list[RequestFailed]:
         # What went wrong inside is for the log; clients get an opaque message.
         known = error if isinstance(error, BatonError) else InternalError("an engine step failed")
-        failed = self._engine.fail_step()
+        failed = self.engine.fail_step()
         return [_ended(request.id, request.epoch, known.message) for request in failed]
 
     def _close_inbox(self) -> None:

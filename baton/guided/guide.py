@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.guided.base import Matcher
-from baton.guided.thought import FREE, Thinking, ThoughtEnd, ThoughtLimit
+from baton.guided.matcher import FREE, Matcher
+from baton.guided.thought import Thinking, ThoughtEnd, ThoughtLimit
 
 
 @dataclass(frozen=True, eq=False, slots=True)

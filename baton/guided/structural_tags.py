@@ -3,11 +3,10 @@
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}
     {"type": "structural_tag", "format": {"type": "triggered_tags", ...}}
 
-The first spelling is the older one. What is not understood raises UnsupportedFeature, so that
-another backend may try. Text that is a special token of the model must be met as that token: where
-`specials` knows it, the token takes its place. Pure; no I/O.
+The first spelling is the older one; tag_formats.py reads both. Text that is a special token of the
+model must be met as that token: where `specials` knows it, the token takes its place. Pure; no I/O.
 
-Source: xgrammar's structural tag formats; llguidance's Lark syntax (docs/syntax.md).
+Source: llguidance's Lark syntax (docs/syntax.md).
 """
 
 from __future__ import annotations
@@ -20,28 +19,21 @@ from typing import Any, Final, cast
 
 import llguidance
 
+from baton.guided.spec import FIELD
+from baton.guided.tag_formats import (
+    excludes_of,
+    format_of_tag,
+    known,
+    object_of,
+    objects_of,
+    text_of,
+    wrong,
+)
 from baton.guided.xml_parameters import QWEN, parameters
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 
 MAX_NESTING: Final = 32
 _ANY: Final = "/(.|\\n)*/"
-_ALLOWED: Final[dict[str, frozenset[str]]] = {
-    "const_string": frozenset({"value"}),
-    "json_schema": frozenset({"json_schema"}),
-    "qwen_xml_parameter": frozenset({"json_schema"}),
-    "any_text": frozenset(),
-    "regex": frozenset({"pattern", "excludes"}),  # what the text of a tag must not hold
-    "grammar": frozenset({"grammar"}),
-    "sequence": frozenset({"elements"}),
-    "or": frozenset({"elements"}),
-    "optional": frozenset({"content"}),
-    "plus": frozenset({"content"}),
-    "star": frozenset({"content"}),
-    "repeat": frozenset({"content", "min", "max"}),
-    "tag": frozenset({"begin", "content", "end"}),
-    "triggered_tags": frozenset({"triggers", "tags", "at_least_one", "stop_after_first"}),
-    "tags_with_separator": frozenset({"tags", "separator", "at_least_one", "stop_after_first"}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +48,14 @@ class Dialect:
 def lark_of(text: str, dialect: Dialect) -> str:
     """A llguidance grammar for a structural tag given as JSON.
 
-    Raises InvalidRequest (field `guided`) for what is none, UnsupportedFeature for what only
-    another backend may know.
+    Raises InvalidRequest (field `guided`) for what is none, UnsupportedFeature for what cannot be
+    written.
     """
     writer = _Writer(dialect)
-    writer.rules["start"] = writer.format(format_of(text))
+    writer.rules["start"] = writer.format(format_of_tag(text))
     lines = ["%llguidance {}", *(f"{name}: {body}" for name, body in writer.rules.items())]
     grammars = [{"name": "tags", "lark_grammar": "\n".join(lines) + "\n"}, *writer.embedded]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
-
-
-def holds_json(form: Mapping[str, Any]) -> bool:
-    """Whether the values of a format are JSON throughout; texts of other styles stand bare."""
-    return form.get("type") == "json_schema" and form.get("style") in (None, "json")
-
-
-def format_of(text: str) -> dict[str, Any]:
-    """The format of a structural tag in either spelling. Raises InvalidRequest."""
-    try:
-        given: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"it is not JSON: {error}") from error
-    tag = _object(given, "it")
-    if "format" in tag:
-        return _object(tag["format"], "format")
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
-        raise _wrong("it needs either format, or structures and triggers")
-    tags: list[dict[str, Any]] = []
-    for item in cast("list[object]", structures):
-        one = _object(item, "structures")
-        schema = one.get("schema", True)
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise _wrong(f"a schema is not JSON: {error}") from error
-        content = {"type": "json_schema", "json_schema": schema}
-        tags.append({"begin": one.get("begin"), "content": content, "end": one.get("end", "")})
-    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
 class _Writer:
@@ -109,7 +70,7 @@ class _Writer:
             "const_string": self._const_string,
             "json_schema": self._json_schema,
             "qwen_xml_parameter": self._qwen_xml_parameter,
-            "any_text": lambda _: self._any(),
+            "any_text": lambda form: self._any(excludes_of(form)),
             "regex": self._regex,
             "grammar": self._grammar,
             "sequence": self._sequence,
@@ -125,104 +86,105 @@ class _Writer:
 
     def format(self, form: Mapping[str, Any]) -> str:
         """The expression of any format. Mutates the rules."""
-        kind = form.get("type")
-        allowed = _ALLOWED.get(kind) if isinstance(kind, str) else None
-        extra = [] if allowed is None else [
-            key for key, value in form.items() if value and key != "type" and key not in allowed
-        ]  # fmt: skip
-        if allowed is None or extra:
-            raise UnsupportedFeature(
-                f"structural_tag: {extra[0] if extra else repr(kind)} is not supported",
-                field="guided",
-            )
+        form = known(form)
         self._depth += 1
         if self._depth > MAX_NESTING:
-            raise _wrong(f"it is nested more than {MAX_NESTING} deep")
-        expression = self._write[str(kind)](form)
+            raise wrong(f"it is nested more than {MAX_NESTING} deep")
+        expression = self._write[form["type"]](form)
         self._depth -= 1
         return expression
 
     # ---- leaves ----
 
     def _const_string(self, form: Mapping[str, Any]) -> str:
-        return self.literal(_text(form.get("value"), "value"))
+        return self.literal(text_of(form.get("value"), "value"))
 
     def _json_schema(self, form: Mapping[str, Any]) -> str:
+        if form.get("style") not in (None, "json"):
+            message = f"structural_tag: style {str(form['style'])[:80]!r} is not supported"
+            raise UnsupportedFeature(message, field=FIELD)
         return self.json(form.get("json_schema", True))
 
     def _regex(self, form: Mapping[str, Any]) -> str:
         if form.get("excludes"):
             message = "structural_tag: excludes of a regex are supported where it fills a tag"
-            raise UnsupportedFeature(message, field="guided")
-        return self.regex(_text(form.get("pattern"), "pattern"))
+            raise UnsupportedFeature(message, field=FIELD)
+        return self.regex(text_of(form.get("pattern"), "pattern"))
 
     def _grammar(self, form: Mapping[str, Any]) -> str:
         name = f"g{len(self.embedded)}"
-        lark = _text(form.get("grammar"), "grammar")
+        lark = text_of(form.get("grammar"), "grammar")
         self.embedded.append({"name": name, "lark_grammar": lark_text(lark)})
         return f"@{name}"
 
     def _qwen_xml_parameter(self, form: Mapping[str, Any]) -> str:
-        tagged = parameters(_object(form.get("json_schema") or {}, "json_schema"), QWEN)
+        tagged = parameters(object_of(form.get("json_schema") or {}, "json_schema"), QWEN)
         return self._group([self.format(one) for one in tagged], " ") if tagged else '""'
 
     # ---- combinations ----
 
     def _sequence(self, form: Mapping[str, Any]) -> str:
-        elements = _objects(form, "elements")
+        elements = [known(element) for element in objects_of(form, "elements")]
         parts: list[str] = []
         for index, element in enumerate(elements):
-            free = element.get("type") == "any_text"
-            if index and elements[index - 1].get("type") == "any_text":
+            before = elements[index - 1] if index else {}
+            if before.get("type") == "any_text":
                 # Free text is a lexeme of its own that would swallow what follows it.
-                if element.get("type") != "const_string":
-                    message = "structural_tag: any_text is supported before const_string and last"
-                    raise UnsupportedFeature(message, field="guided")
-                parts.append(self.until(_text(element.get("value"), "value")))
-            elif not free or index == len(elements) - 1:
+                if element.get("type") not in ("const_string", "tag"):
+                    message = (
+                        "structural_tag: any_text is supported before const_string, tag and last"
+                    )
+                    raise UnsupportedFeature(message, field=FIELD)
+                is_tag = element["type"] == "tag"
+                text = text_of(element.get("begin" if is_tag else "value"), "value")
+                parts.append(self.until(text, excludes_of(before)))
+                parts += [self._rest(element)] if is_tag else []
+            elif element.get("type") != "any_text" or index == len(elements) - 1:
                 parts.append(self.format(element))
         return self._group(parts, " ")
 
     def _or(self, form: Mapping[str, Any]) -> str:
-        return self._group([self.format(element) for element in _objects(form, "elements")], " | ")
+        return self._group(
+            [self.format(element) for element in objects_of(form, "elements")], " | "
+        )
 
     def _repeat(self, form: Mapping[str, Any]) -> str:
         least, most = form.get("min", 0), form.get("max", -1)
         if type(least) is not int or type(most) is not int or least < 0:
-            raise _wrong("repeat needs whole numbers min and max")
+            raise wrong("repeat needs whole numbers min and max")
         return self._repeated(form, f"{{{least},{'' if most == -1 else most}}}")
 
     def _repeated(self, form: Mapping[str, Any], times: str) -> str:
-        return f"({self.format(_object(form.get('content'), 'content'))}){times}"
+        return f"({self.format(object_of(form.get('content'), 'content'))}){times}"
 
     def _tag(self, form: Mapping[str, Any]) -> str:
-        begin = _text(form.get("begin"), "begin")
+        begin = text_of(form.get("begin"), "begin")
         return self._group([self.literal(begin), self._rest(form)], " ")
 
     def _tags_with_separator(self, form: Mapping[str, Any]) -> str:
-        one = self.rule(self._group([self._tag(tag) for tag in _objects(form, "tags")], " | "))
-        separator = self.literal(_text(form.get("separator"), "separator", empty=True))
+        one = self.rule(self._group([self._tag(tag) for tag in objects_of(form, "tags")], " | "))
+        separator = self.literal(text_of(form.get("separator"), "separator", empty=True))
         several = one if form.get("stop_after_first") else f"{one} ({separator} {one})*"
         return f"({several})" if form.get("at_least_one") else f"({several})?"
 
     def _triggered_tags(self, form: Mapping[str, Any]) -> str:
         """Text up to a trigger, then one of its tags; each tag begins with one trigger."""
-        given = form.get("triggers")
+        given, excludes = form.get("triggers"), excludes_of(form)
         if not isinstance(given, list) or not given:
-            raise _wrong("triggers must be a list of texts")
-        triggers = [_text(trigger, "triggers") for trigger in cast("list[object]", given)]
+            raise wrong("triggers must be a list of texts")
+        triggers = [text_of(trigger, "triggers") for trigger in cast("list[object]", given)]
         followers: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for tag in _objects(form, "tags"):
-            begin = _text(tag.get("begin"), "begin")
+        for tag in objects_of(form, "tags"):
+            begin = text_of(tag.get("begin"), "begin")
             trigger = next((text for text in triggers if begin.startswith(text)), None)
             if trigger is None:
-                raise _wrong(f"no trigger starts {begin[:80]!r}")
+                raise wrong(f"no trigger starts {begin[:80]!r}")
             rest = [self.literal(begin[len(trigger) :]), self._rest(tag)]
             followers[trigger].append(self._group(rest, " "))
         tagged = self.rule(
             self._group(
                 [
-                    f"{self.until(trigger)} {self._group(ends, ' | ')}"
+                    f"{self.until(trigger, excludes)} {self._group(ends, ' | ')}"
                     for trigger, ends in followers.items()
                     if ends
                 ],
@@ -230,17 +192,17 @@ class _Writer:
             )
         )
         if form.get("stop_after_first"):
-            return tagged if form.get("at_least_one") else f"({tagged} | {self._any()})"
+            return tagged if form.get("at_least_one") else f"({tagged} | {self._any(excludes)})"
         times = "+" if form.get("at_least_one") else "*"
-        return f"({tagged}{times} {self._any()})"
+        return f"({tagged}{times} {self._any(excludes)})"
 
     def _rest(self, tag: Mapping[str, Any]) -> str:
         """Content and end of a tag. Free text goes up to the first occurrence of the end."""
-        content, end = _object(tag.get("content"), "content"), tag.get("end", "")
+        content, end = known(object_of(tag.get("content"), "content")), tag.get("end", "")
         ends = cast("list[object]", end) if isinstance(end, list) else [end]
-        texts = [_text(one, "end", empty=True) for one in ends]
+        texts = [text_of(one, "end", empty=True) for one in ends]
         if content.get("type") == "any_text" and all(texts):
-            return self._group([self.until(text) for text in texts], " | ")
+            return self._group([self.until(text, excludes_of(content)) for text in texts], " | ")
         if content.get("type") == "regex":
             return self._group([self.match(content, text) for text in texts], " | ")
         closing = self._group([self.literal(text) for text in texts], " | ")
@@ -267,10 +229,7 @@ class _Writer:
         would take as much as it can."""
         at, _ = self._next_special(end)
         first = json.dumps(end[:at], ensure_ascii=False) if at else ""
-        text = self.regex(_text(form.get("pattern"), "pattern"))
-        for without in cast("list[object]", form.get("excludes") or []):
-            escaped = re.escape(_text(without, "excludes")).replace("/", "\\/")
-            text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"
+        text = _without(self.regex(text_of(form.get("pattern"), "pattern")), excludes_of(form))
         lexeme = self._terminal(f"{text} {first}".rstrip())
         return lexeme if at == len(end) else f"{lexeme} {self.literal(end[at:])}"
 
@@ -286,12 +245,13 @@ class _Writer:
             text = text[at + len(special) :]
         return " ".join(parts) or '""'
 
-    def until(self, end: str) -> str:
-        """Any text up to the first `end`, and that."""
+    def until(self, end: str, excludes: Sequence[str] = ()) -> str:
+        """Any text without `excludes` up to the first `end`, and that."""
         at, special = self._next_special(end)
         if special and at == 0:
-            return f"{self._any()} {self.literal(end)}"
-        return self._terminal(f"{_ANY} {json.dumps(end, ensure_ascii=False)}", lazy=True)
+            return f"{self._any(excludes)} {self.literal(end)}"
+        text = _without(_ANY, excludes)
+        return self._terminal(f"{text} {json.dumps(end, ensure_ascii=False)}", lazy=True)
 
     def _next_special(self, text: str) -> tuple[int, str]:
         """Where the first special token stands, and which; the end and "" without one."""
@@ -305,14 +265,14 @@ class _Writer:
         at, _, special = min(found)
         return at, special
 
-    def _any(self) -> str:
-        return self._terminal(_ANY)
+    def _any(self, excludes: Sequence[str] = ()) -> str:
+        return self._terminal(_without(_ANY, excludes))
 
     def _terminal(self, body: str, lazy: bool = False) -> str:
         """The rule of a lexeme, one for all places that need it."""
         prefix = "l" if lazy else "T"
-        for name, known in self.rules.items():
-            if known == body and name.startswith(prefix):
+        for name, written in self.rules.items():
+            if written == body and name.startswith(prefix):
                 return name.removesuffix("[lazy]")
         name = f"{prefix}{len(self.rules)}"
         self.rules[name + ("[lazy]" if lazy else "")] = body
@@ -333,9 +293,7 @@ def lark_text(grammar: str) -> str:
         return any_to_lark(grammar)
     except Exception as error:  # its parser raises whatever comes
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequest(
-            f"guided: the grammar cannot be read: {why}", field="guided"
-        ) from error
+        raise InvalidRequest(f"guided: the grammar cannot be read: {why}", field=FIELD) from error
 
 
 def unanchored(pattern: str) -> str:
@@ -346,26 +304,9 @@ def unanchored(pattern: str) -> str:
     return body if pattern.endswith("$") and not escaped else pattern
 
 
-def _object(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong(f"{name} must be an object")
-    return cast("dict[str, Any]", value)
-
-
-def _objects(form: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    items = form.get(name)
-    if not isinstance(items, list) or not items:
-        raise _wrong(f"{name} must be a list that is not empty")
-    return [_object(item, name) for item in cast("list[object]", items)]
-
-
-def _text(value: object, name: str, empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise UnsupportedFeature(f"structural_tag: {name} must be a text", field="guided")
-    if not value and not empty:
-        raise _wrong(f"{name} must not be empty")
-    return value
-
-
-def _wrong(why: str) -> InvalidRequest:
-    return InvalidRequest(f"structural_tag: {why}", field="guided")
+def _without(text: str, excludes: Sequence[str]) -> str:
+    """An expression of the texts of `text` in which none of `excludes` occurs."""
+    for without in excludes:
+        escaped = re.escape(without).replace("/", "\\/").replace("\\\n", "\\n")
+        text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"
+    return text

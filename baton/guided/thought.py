@@ -8,14 +8,10 @@ end the thought and say more at once is ruled out: what it said more would have 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
 
-import numpy as np
-
-from baton.guided.base import Vocabulary
+from baton.guided.vocabulary import Vocabulary
 
 
 class ThoughtEnd:
@@ -102,24 +98,3 @@ class Thinking:
         if self.waiting is not None or not 0 <= index < len(self.limit.end_ids):
             return None
         return self.limit.end_ids[index]
-
-
-class FreeMatcher:
-    """Implements base.Matcher: whatever comes is allowed. It has no state."""
-
-    error = ""
-
-    def fill(self, row: np.ndarray) -> None:
-        row.fill(-1)
-
-    def advance(self, token_id: int) -> bool:
-        return True
-
-    def accepts(self, token_ids: Sequence[int]) -> int:
-        return len(token_ids)
-
-    def clone(self) -> FreeMatcher:
-        return self
-
-
-FREE: Final = FreeMatcher()

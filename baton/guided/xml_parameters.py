@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from baton.guided.schema_kinds import says_nothing
+from baton.guided.spec import OPTIONS, Format
 
-Format = dict[str, Any]
-_OPTIONS: Final = "x-guidance"
 _DEFINITIONS: Final = ("$defs", "definitions")
 
 
@@ -84,7 +83,7 @@ def _choices(spec: Mapping[str, Any]) -> list[object]:
 
 def json_form(spec: Mapping[str, Any], root: Mapping[str, Any]) -> Format:
     """A JSON value of a part of the schema `root`: with its options, and what references need."""
-    keys = (_OPTIONS, *_DEFINITIONS) if _refers(spec) else (_OPTIONS,)
+    keys = (OPTIONS, *_DEFINITIONS) if _refers(spec) else (OPTIONS,)
     shared = {key: root[key] for key in keys if key in root}
     return {"type": "json_schema", "json_schema": {**spec, **shared}}
 

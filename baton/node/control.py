@@ -1,7 +1,7 @@
 """NodeControl: what operators do to a node through its routers. Event loop only.
 
     reset_prefix_cache   what the pool has cached is forgotten; those who run keep theirs
-    pause, resume        told to routers with the load: they refuse new requests, or let them queue;
+    pause, resume        sent to routers with the load: they refuse new requests, or let them queue;
                          held, a decode node makes no step. What is under way may end
     sleep, wake          requests and exports end first; then weights and KV memory are given back
     load_adapter, unload_adapter     LoRA; requests under way keep what they began with
@@ -59,7 +59,7 @@ class ControlledShell(Protocol):
     def sessions(self) -> frozenset[RouterSession]: ...
     async def until_quiet(self) -> None: ...
     def send_load(self) -> None: ...
-    def tell_blocks(self, engine: Engine) -> None: ...
+    def report_blocks(self, engine: Engine) -> None: ...
 
 
 class NodeControl:
@@ -74,7 +74,7 @@ class NodeControl:
         self._leaving: dict[str, float] = {}  # adapter id -> when a request last wanted it
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told: AdapterList | None = None
+        self._reported: AdapterList | None = None
 
     @property
     def asleep(self) -> bool:
@@ -89,8 +89,8 @@ class NodeControl:
 
     def attached(self, session: RouterSession) -> None:
         """A router that comes may have read an older record."""
-        if self._told is not None:
-            session.send(NodeStep(adapters=self._told))
+        if self._reported is not None:
+            session.send(NodeStep(adapters=self._reported))
 
     def act(self, session: RouterSession, order: ControlNode) -> None:
         """Carry out an order, and answer it on its session."""
@@ -115,7 +115,7 @@ class NodeControl:
             await asyncio.wait(tasks)
 
     async def _answer(self, session: RouterSession, order: ControlNode) -> None:
-        told = Controlled(order.number)
+        answer = Controlled(order.number)
         try:
             async with self._lock:
                 await self._do(order)
@@ -124,11 +124,11 @@ class NodeControl:
             if isinstance(error, ConfigError):  # of files that an operator named
                 error = InvalidRequest(error.message, field=error.field)
             log.warning("%s: %s", order.action, error.message)
-            told = Controlled(order.number, error.code, error.message, error.field)
+            answer = Controlled(order.number, error.code, error.message, error.field)
         except Exception:
             log.exception("%s failed", order.action)
-            told = Controlled(order.number, InternalError.code, "internal error")
-        session.send(NodeStep(controlled=(told,)))
+            answer = Controlled(order.number, InternalError.code, "internal error")
+        session.send(NodeStep(controlled=(answer,)))
 
     async def _do(self, order: ControlNode) -> None:
         match order.action:
@@ -149,7 +149,7 @@ class NodeControl:
 
     def _clear(self, engine: Engine) -> None:
         engine.pool.clear_cache()
-        self._shell.tell_blocks(engine)
+        self._shell.report_blocks(engine)
 
     def _set_pause(self, mode: str) -> None:
         self.pause = mode
@@ -186,7 +186,7 @@ class NodeControl:
         if engine.has_work or engine.pool.num_used:
             return False
         sleeping.fall_asleep(engine)
-        self._shell.tell_blocks(engine)
+        self._shell.report_blocks(engine)
         return True
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
@@ -200,7 +200,7 @@ class NodeControl:
             loaded = await asyncio.to_thread(sleeping.reload, config)
             await thread.call(lambda engine: sleeping.wake(engine, loaded))
             self._released.discard("weights")
-            self._tell_adapters()
+            self._report_adapters()
         self._shell.send_load()
 
     # ---- adapters ----
@@ -235,7 +235,7 @@ class NodeControl:
         now = self._shell.clock.monotonic()
         for id_ in ids:
             self._leaving[id_] = now
-        self._tell_adapters()
+        self._report_adapters()
 
     async def _detach(self, id_: str) -> None:
         async with self._lock:
@@ -244,12 +244,12 @@ class NodeControl:
             if await self._shell.thread.call(lambda engine: adapters.detach(engine, id_)):
                 del self._leaving[id_]
                 log.info("adapter %s: its weights are released", id_)
-                self._tell_adapters()
+                self._report_adapters()
 
-    def _tell_adapters(self) -> None:
-        self._told = self.adapters
+    def _report_adapters(self) -> None:
+        self._reported = self.adapters
         for session in self._shell.sessions:
-            session.send(NodeStep(adapters=self._told))
+            session.send(NodeStep(adapters=self._reported))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -73,7 +73,7 @@ class HandOn:
         try:
             await self._connector.renew(handle)
         except BatonError as error:
-            # Its receiver may have just acknowledged it: only a failed fetch is worth telling.
+            # Its receiver may have just acknowledged it: only a failed fetch is worth a report.
             log.debug("request %s: no renewal: %s", handle.request_id, error.message)
 
     async def release(self, handle: KVHandle, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Heartbeat: each interval the node refreshes its load and tells its routers and Redis.
+"""Heartbeat: each interval the node refreshes its load and reports it to its routers and Redis.
 
 Redis is optional twice: a node without `--redis-url` is given to routers by address, and a Redis
 that is away costs one log line; the record comes back with the first beat that reaches it.

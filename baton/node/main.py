@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.engine.config import EngineConfig, parse_bytes
-from baton.engine.core.assembly import build_engine
+from baton.engine.core.assembly import EngineParts, load_parts
 from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
-from baton.node.role import NodeRole, RoleContext
+from baton.node.role import MakeThread, NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
 from baton.protocol.clock import Clock, SystemClock
@@ -65,7 +65,7 @@ class NodeProgram:
 
     role: Role
     description: str
-    make_role: Callable[[RoleContext], NodeRole]
+    make_role: Callable[[RoleContext, MakeThread], NodeRole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,18 @@ class NodeProcess:
     """One node of any role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
 
     def __init__(
-        self, program: NodeProgram, config: NodeConfig, engine: Engine, around: Surroundings
+        self, program: NodeProgram, config: NodeConfig, parts: EngineParts, around: Surroundings
     ) -> None:
+        """`parts`: of the engine, which is made here. Whoever keeps them keeps the model in
+        memory, also while the node sleeps."""
         self._config = config
-        self._engine = engine
         boot_id = secrets.token_hex(16)
         node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
 
         def make_connector(on_released: OnReleased) -> Connector:
-            info = engine.info
+            info = parts.info
             return Connector(
-                memory=memory_of(engine.arena, around.timing.kv_progress_s),
+                memory=memory_of(parts.arena, around.timing.kv_progress_s),
                 boot_id=boot_id,
                 fingerprint=layout_fingerprint(info.digest, info.rope, info.layers),
                 secret=config.secret.encode(),
@@ -110,7 +111,7 @@ class NodeProcess:
                 config=config,
                 timing=around.timing,
                 clock=around.clock,
-                engine=engine,
+                engine=parts,
                 make_connector=make_connector,
                 make_role=program.make_role,
             )
@@ -122,6 +123,10 @@ class NodeProcess:
             self._registry = RedisRegistry(config.redis_url, around.timing)
         self._metrics: RunningServer | None = None
         self.address = ""
+
+    @property
+    def engine(self) -> Engine:
+        return self.shell.engine
 
     async def start(self) -> None:
         """Bind, start everything, register. Raises ConfigError if an address cannot be bound, or
@@ -152,10 +157,10 @@ class NodeProcess:
             "kv_address": lanes[0].address if lanes else None,
             "kv_lanes": [lane.name for lane in lanes],
             "metrics_port": self._metrics.port if self._metrics else None,
-            "model": self._engine.config.model_name,
-            "model_impl": self._engine.info.model_impl,
-            "block_size": self._engine.pool.block_size,
-            "num_blocks": self._engine.pool.num_blocks,
+            "model": self.engine.config.model_name,
+            "model_impl": self.engine.info.model_impl,
+            "block_size": self.engine.pool.block_size,
+            "num_blocks": self.engine.pool.num_blocks,
         }
 
     @property
@@ -185,8 +190,8 @@ class NodeProcess:
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
             self._metrics = None
-        if self._engine.ranks is not None:
-            await asyncio.to_thread(self._engine.ranks.close)
+        if self.engine.ranks is not None:
+            await asyncio.to_thread(self.engine.ranks.close)
 
     async def _beat(self) -> None:
         self.shell.ask_engine()
@@ -249,20 +254,26 @@ async def _run(
     timing = replace(Timing(), drain_s=config.drain_s)
     if config.redis_url:
         await check_redis(config.redis_url, timing.heartbeat_s, NODE_CALL)
-    try:
-        engine = await _load(engine_config, place, first)
-        if engine is None:
-            log.info("stopped before the model was loaded")
-            return 0
-        if engine.ranks is not None:
-            engine.ranks.on_lost(_end_without_ranks)
+
+    def node_of(parts: EngineParts) -> NodeProcess:
+        model = parts.active.model
+        ranks = None if model is None else model.ranks
+        if ranks is not None:
+            ranks.on_lost(_end_without_ranks)
         settings = LaneSettings.of(config, timing)
         # Lanes that read a pool by themselves would find one rank's heads: no pool for them.
-        pool = engine.arena if engine.ranks is None else None
+        pool = parts.arena if ranks is None else None
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
         around = Surroundings(timing, SystemClock(), lanes)
-        await _serve(NodeProcess(program, config, engine, around), health, first, second)
+        return NodeProcess(program, config, parts, around)
+
+    try:
+        node = await _load(engine_config, place, first, node_of)
+        if node is None:
+            log.info("stopped before the model was loaded")
+            return 0
+        await _serve(node, health, first, second)
     finally:
         place.close()
     return 0
@@ -331,20 +342,25 @@ async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
         raise outcome
 
 
-async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> Engine | None:
-    """The loaded engine, its pool in `place`; None if `stop` came first. Raises ConfigError as
-    build_engine does."""
+async def _load(
+    config: EngineConfig,
+    place: PoolPlace,
+    stop: asyncio.Event,
+    node_of: Callable[[EngineParts], NodeProcess],
+) -> NodeProcess | None:
+    """The node over the loaded parts, its pool in `place`; None if `stop` came first. Raises
+    ConfigError as load_parts does."""
     loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[Engine] = loop.create_future()
+    loaded: asyncio.Future[EngineParts] = loop.create_future()
 
     def work() -> None:
         try:
             FAILPOINTS.hit("loading")
-            engine = build_engine(config, place.memory)
+            parts = load_parts(config, place.memory)
         except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
             finish = partial(loaded.set_exception, error)
         else:
-            finish = partial(loaded.set_result, engine)
+            finish = partial(loaded.set_result, parts)
         with suppress(RuntimeError):  # the loop has closed: a signal was faster
             loop.call_soon_threadsafe(finish)
 
@@ -354,4 +370,4 @@ async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> 
     waiter = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loaded, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()
-    return loaded.result() if loaded.done() else None
+    return node_of(loaded.result()) if loaded.done() else None

@@ -1,15 +1,23 @@
-"""A node's counters in the shape of baton/runtime/metrics.py. Endpoint:
-baton/node/metrics_server.py."""
+"""A node's metrics: where the values of its list (baton/node/metric_list.py) come from.
+
+Nodes do not push: a scrape asks for the figures of that moment. Endpoint:
+baton/node/metrics_server.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
 
 from baton.engine.state.stats import EngineStats
+from baton.node.metric_list import NODE
 from baton.protocol.handles import NodeLoad
-from baton.runtime.metrics import EngineTotals, LaneTotals, NodeFigures, TransferTotals
+from baton.runtime.metrics import Sums, Values, cache_usage, render
 from kv_transfer.connector import Connector
-from kv_transfer.stats import LaneStats
+from kv_transfer.stats import LaneStats, TransferStats
 
 
 def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> NodeLoad:
@@ -34,78 +42,153 @@ def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> N
     )
 
 
-def snapshot(
-    load: NodeLoad, stats: EngineStats, connector: Connector, kv_waste: float = 0.0
-) -> NodeFigures:
-    """One scrape. Any thread; reads plain numbers only."""
-    transfer = connector.stats
+@dataclass(frozen=True, slots=True)
+class NodeFigures:
+    """Everything a node shows at one scrape. `kv_waste`: share of allocated slots without a token,
+    as of the last heartbeat."""
+
+    load: NodeLoad
+    engine: EngineStats
+    transfer: TransferStats
+    active_exports: int = 0
+    kv_waste: float = 0.0
+
+
+class NodeMetrics:
+    """A node's metrics: `figures` is called at each scrape, on its thread, and must not block."""
+
+    def __init__(
+        self, model: str, node_id: str, role: str, figures: Callable[[], NodeFigures]
+    ) -> None:
+        self.registry = CollectorRegistry()
+        node = (model, node_id, role)
+        NODE.watch(self.registry, lambda: values_of(figures()), node)
+        spec = NODE["baton_kv_transfer_seconds"]
+        self._fetch_seconds = Histogram(
+            spec.name, spec.meaning, spec.labels, buckets=spec.buckets, registry=self.registry
+        ).labels(*node)
+
+    def observe_fetch(self, seconds: float) -> None:
+        """A KV fetch ended well after `seconds`. Any thread."""
+        self._fetch_seconds.observe(seconds)
+
+    def render(self) -> bytes:
+        return render(self.registry)
+
+
+def values_of(now: NodeFigures) -> dict[str, Values]:
+    """Name -> values of all metrics of one node, without its own labels."""
+    transfer, engine = now.transfer, now.engine
     fetches = {"ok": transfer.fetches, **dict(transfer.failures)}
-    return NodeFigures(
-        load=load,
-        engine=EngineTotals(
-            steps=stats.num_steps,
-            steps_ahead=stats.num_steps_ahead,
-            prefill_chunks=stats.num_prefill_chunks,
-            prompt_tokens=stats.num_prompt_tokens,
-            generation_tokens=stats.num_generated_tokens,
-            prefix_queries=stats.num_prefix_query_tokens,
-            prefix_hits=stats.num_prefix_hit_tokens,
-            preemptions=stats.num_preemptions,
-            swapped_out_blocks=stats.num_swapped_out_blocks,
-            swapped_in_blocks=stats.num_swapped_in_blocks,
-            forks=stats.num_forks,
-            copied_blocks=stats.num_copied_blocks,
-            window_freed_blocks=stats.num_window_freed_blocks,
-            export_refusals=stats.num_export_refusals,
-            drafted_tokens=stats.num_drafted_tokens,
-            accepted_tokens=stats.num_accepted_tokens,
-            replayed_tokens=stats.num_replayed_tokens,
-            pooled_prompts=stats.num_pooled_prompts,
-            pooled_tokens=stats.num_pooled_tokens,
-            departures=dict(stats.departures),
-            left_behind_tokens=stats.num_left_behind_tokens,
-            busy_seconds=stats.utilization.busy_seconds,
-            read_bytes=stats.utilization.read_bytes,
-            flops=stats.utilization.flops,
-        ),
-        limits=_limits(stats),
-        transfer=TransferTotals(
-            sent_bytes=transfer.total_sent,
-            received_bytes=transfer.total_received,
-            exports=transfer.exports,
-            active_exports=connector.active_exports,
-            export_bytes=connector.export_bytes,
-            expired_leases=transfer.expired_leases,
-            held_back=transfer.held_back,
-            window_bytes=transfer.window_bytes,
-            lanes={name: lane_totals(lane) for name, lane in dict(transfer.lanes).items()},
-            fetches=fetches,
-        ),
-        kv_waste=kv_waste,
-    )
+    tokens = engine.num_prompt_tokens + engine.num_generated_tokens
+    lanes = sorted(dict(transfer.lanes).items())
+    return {
+        **_gauges(now),
+        **_engine_counters(engine),
+        **_transfer_counters(transfer),
+        "baton_kv_transfer_fetches": {(name,): count for name, count in sorted(fetches.items())},
+        "baton_departures": {
+            (name,): count for name, count in sorted(dict(engine.departures).items())
+        },
+        # Only sum and count are kept.
+        "vllm:iteration_tokens_total": {(): Sums((("+Inf", engine.num_steps),), tokens)},
+        "vllm:num_requests_waiting_by_reason": {
+            ("capacity",): now.load.waiting,
+            ("deferred",): now.load.fetching,
+        },
+        **{
+            name: {(lane,): value_of(stats) for lane, stats in lanes}
+            for name, value_of in _OF_LANE.items()
+        },
+    }
 
 
-def _limits(stats: EngineStats) -> tuple[float, float]:
-    limits = stats.utilization.limits
-    return (0.0, 0.0) if limits is None else (limits.read_bytes_per_s, limits.flops_per_s)
+def _gauges(now: NodeFigures) -> Mapping[str, float]:
+    load, limits = now.load, now.engine.utilization.limits
+    return {
+        "vllm:num_requests_running": load.running,
+        "vllm:num_requests_waiting": load.waiting,
+        "vllm:kv_cache_usage_perc": cache_usage(load),
+        "baton_kv_blocks_free": load.free_blocks,
+        "baton_kv_blocks_total": load.total_blocks,
+        "baton_kv_waste": now.kv_waste,
+        "vllm:num_requests_swapped": load.swapped,
+        "baton_waiting_tokens": load.waiting_tokens,
+        "baton_step_seconds": load.step_seconds,
+        "baton_mbu": load.mbu,
+        "baton_mfu": load.mfu,
+        # 0 = unknown.
+        "baton_memory_bandwidth_bytes_per_second": limits.read_bytes_per_s if limits else 0.0,
+        "baton_peak_flops": limits.flops_per_s if limits else 0.0,
+        "baton_draining": float(load.draining),
+        "baton_kv_transfer_fetching": load.fetching,
+        "baton_kv_transfer_active_exports": now.active_exports,
+        "baton_kv_transfer_export_bytes": load.export_bytes,
+    }
 
 
-def lane_totals(lane: LaneStats) -> LaneTotals:
-    """Of one lane. Any thread."""
-    return LaneTotals(
-        sent_bytes=lane.bytes_sent,
-        received_bytes=lane.bytes_received,
-        adopted_bytes=lane.bytes_adopted,
-        sent_frames=lane.frames_sent,
-        received_frames=lane.frames_received,
-        fetches=lane.fetches,
-        fetch_seconds=lane.fetch_seconds,
-        tails=lane.tails,
-        tail_seconds=lane.tail_seconds,
-        corrupt_frames=lane.corrupt,
-        retries=lane.retries,
-        fallbacks=lane.fallbacks,
-        connections=lane.connections,
-        reused_connections=lane.reused,
-        expired_leases=lane.expired,
-    )
+def _engine_counters(engine: EngineStats) -> Mapping[str, float]:
+    utilization = engine.utilization
+    return {
+        "vllm:prompt_tokens": engine.num_prompt_tokens,
+        "vllm:generation_tokens": engine.num_generated_tokens,
+        "vllm:num_preemptions": engine.num_preemptions,
+        "vllm:prefix_cache_queries": engine.num_prefix_query_tokens,
+        "vllm:prefix_cache_hits": engine.num_prefix_hit_tokens,
+        "baton_prompt_tokens": engine.num_prompt_tokens,
+        "baton_generation_tokens": engine.num_generated_tokens,
+        "baton_preemptions": engine.num_preemptions,
+        "baton_prefix_cache_queries": engine.num_prefix_query_tokens,
+        "baton_prefix_cache_hits": engine.num_prefix_hit_tokens,
+        "baton_swapped_out_blocks": engine.num_swapped_out_blocks,
+        "baton_swapped_in_blocks": engine.num_swapped_in_blocks,
+        "baton_forks": engine.num_forks,
+        "baton_copied_blocks": engine.num_copied_blocks,
+        "baton_window_freed_blocks": engine.num_window_freed_blocks,
+        "baton_export_refusals": engine.num_export_refusals,
+        "vllm:spec_decode_num_draft_tokens": engine.num_drafted_tokens,
+        "vllm:spec_decode_num_accepted_tokens": engine.num_accepted_tokens,
+        "baton_replayed_tokens": engine.num_replayed_tokens,
+        "baton_engine_steps": engine.num_steps,
+        "baton_engine_steps_ahead": engine.num_steps_ahead,
+        "baton_engine_busy_seconds": utilization.busy_seconds,
+        "baton_read_bytes": utilization.read_bytes,
+        "baton_flops": utilization.flops,
+        "vllm:estimated_read_bytes_per_gpu": utilization.read_bytes,
+        "vllm:estimated_flops_per_gpu": utilization.flops,
+        "baton_pooled_prompts": engine.num_pooled_prompts,
+        "baton_pooled_tokens": engine.num_pooled_tokens,
+        "baton_left_behind_tokens": engine.num_left_behind_tokens,
+        "baton_prefill_chunks": engine.num_prefill_chunks,
+    }
+
+
+def _transfer_counters(transfer: TransferStats) -> Mapping[str, float]:
+    return {
+        "baton_kv_transfer_exports": transfer.exports,
+        "baton_kv_transfer_expired_leases": transfer.expired_leases,
+        "baton_kv_transfer_held_back": transfer.held_back,
+        "baton_kv_transfer_window_bytes": transfer.window_bytes,
+        "baton_kv_transfer_sent_bytes": transfer.total_sent,
+        "baton_kv_transfer_bytes": transfer.total_received,
+    }
+
+
+# One series for each lane that was used.
+_OF_LANE: Final[Mapping[str, Callable[[LaneStats], float]]] = {
+    "baton_kv_lane_sent_bytes": lambda lane: lane.bytes_sent,
+    "baton_kv_lane_received_bytes": lambda lane: lane.bytes_received,
+    "baton_kv_lane_adopted_bytes": lambda lane: lane.bytes_adopted,
+    "baton_kv_lane_sent_frames": lambda lane: lane.frames_sent,
+    "baton_kv_lane_received_frames": lambda lane: lane.frames_received,
+    "baton_kv_lane_fetches": lambda lane: lane.fetches,
+    "baton_kv_lane_fetch_seconds": lambda lane: lane.fetch_seconds,
+    "baton_kv_lane_exposed_tails": lambda lane: lane.tails,
+    "baton_kv_lane_exposed_tail_seconds": lambda lane: lane.tail_seconds,
+    "baton_kv_lane_corrupt_frames": lambda lane: lane.corrupt,
+    "baton_kv_lane_retries": lambda lane: lane.retries,
+    "baton_kv_lane_fallbacks": lambda lane: lane.fallbacks,
+    "baton_kv_lane_connections": lambda lane: lane.connections,
+    "baton_kv_lane_reused_connections": lambda lane: lane.reused,
+    "baton_kv_lane_expired_leases": lambda lane: lane.expired,
+}

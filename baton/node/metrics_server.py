@@ -1,7 +1,7 @@
-"""A node's /metrics endpoint, on threads of its own. What it tells: baton/node/metrics.py.
+"""A node's /metrics endpoint, on threads of its own. What it shows: baton/node/metrics.py.
 
 Beyond loopback it wants `Authorization: Bearer TOKEN`, a token made of the deployment's secret that
-does not tell the secret (`metrics_token`), and is encrypted like the rest of the node.
+does not reveal the secret (`metrics_token`), and is encrypted like the rest of the node.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class ThreadOwner(Protocol):
 class PoolingDesk:
     """Runs the pooling of one engine; any number at once, their forwards one after another."""
 
-    def __init__(self, context: ThreadOwner) -> None:
-        self._thread = context.thread
+    def __init__(self, owner: ThreadOwner) -> None:
+        self._thread = owner.thread
         self._freed = asyncio.Event()
         # Of all jobs together one forward stands between two steps: requests wait for no more.
         self._turn = asyncio.Lock()

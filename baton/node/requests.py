@@ -22,8 +22,9 @@ from baton.protocol.request import Request
 class NodeRequest:
     """One request here. `ended` is done when its last event was sent, or it cannot go on.
 
-    `prefilled`: token 1 is there, or nobody will tell. `cancelled`: nobody wants it any more.
-    `leaving`: it was asked to go to another node.
+    `prefilled`: token 1 is there, or nobody will report it. `cancelled`: nobody wants it any more.
+    `leaving`: it was asked to go to another node. `export`: of a prompt, as long as it ends with
+    the request.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class NodeRequest:
     cancelled: bool = False
     leaving: bool = False
     pool: SubmitPool | None = None  # vectors are asked for, not tokens
+    export: KVHandle | None = None
     live: set[int] = field(init=False)  # samples (of a search, results) that have not ended here
     stopped: set[int] = field(default_factory=set[int])  # those that nobody wants any more
 
@@ -83,7 +85,7 @@ class NodeRequest:
 
 
 def failure(request: Request, error: BatonError) -> RequestFailed:
-    """What a router is told when `request` ends in `error`."""
+    """What is sent to a router when `request` ends in `error`."""
     return RequestFailed(
         request.id, request.epoch, error.code, error.message, error.retryable, error.field
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from baton.engine.core.engine import Engine
+from baton.engine.state.interface import EngineHooks
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.config import NodeConfig
 from baton.node.requests import NodeRequest
@@ -23,18 +24,20 @@ from baton.protocol.request import Request
 from baton.runtime.timing import Timing
 from kv_transfer.protocol.base import KVConnector
 
+# Makes the node's engine, which exports prompts through these hooks (None: it exports none), and
+# the engine's thread. A role calls it once, in its constructor, and does not keep it: it refers to
+# the model.
+MakeThread: TypeAlias = Callable[[EngineHooks | None], EngineThread]
+
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
     """What the shell gives its role.
 
-    `engine` is for hooks, which run on the engine thread; everything else goes through `thread`.
     `spawn` runs a coroutine as a task that the shell keeps, logs and ends. `observe_fetch` takes
     the seconds of a successful KV fetch.
     """
 
-    engine: Engine
-    thread: EngineThread
     connector: KVConnector
     loop: asyncio.AbstractEventLoop
     config: NodeConfig
@@ -46,6 +49,11 @@ class RoleContext:
 
 class NodeRole(Protocol):
     """PrefillRole and DecodeRole."""
+
+    @property
+    def thread(self) -> EngineThread:
+        """What MakeThread gave; the shell starts and stops it."""
+        ...
 
     @property
     def fetching(self) -> int:
@@ -76,7 +84,7 @@ class NodeRole(Protocol):
         """After each step, on the engine thread, before routers hear of it. Must not block."""
         ...
 
-    def told(self, events: Sequence[TokenEvent]) -> None:
+    def written(self, events: Sequence[TokenEvent]) -> None:
         """These are on the wire to their router, or nobody wants them any more. Event loop."""
         ...
 

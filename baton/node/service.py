@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NoReturn, Protocol
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.node.config import NodeConfig, join_address
-from baton.node.secret_guard import SecretGuard
 from baton.node.session import RouterSession
 from baton.protocol import wire
 from baton.protocol.clock import Clock
@@ -26,13 +25,21 @@ from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, Unaut
 from baton.protocol.events import NodeStep, RequestFailed
 from baton.protocol.handles import NodeRecord
 from baton.protocol.kv_spec import PROTOCOL_VERSION
-from baton.protocol.messages import SECRET_METADATA, RouterMessage, SessionHello, session_mac
+from baton.protocol.messages import (
+    ROUTER_METADATA,
+    SECRET_METADATA,
+    RouterMessage,
+    SessionHello,
+    session_mac,
+)
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 SERVICE: Final = "baton.node.v1.Node"
+OPEN_PREFIX: Final = "/grpc.health.v1.Health/"  # needs no secret
+REFUSAL: Final = "the deployment's secret was not proven"
 _END = grpc.aio.EOF
 
 
@@ -156,6 +163,46 @@ def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestF
     return RequestFailed(
         request.id, request.epoch, error.code, error.message, error.retryable, error.field
     )
+
+
+class SecretGuard(grpc.aio.ServerInterceptor):
+    """No call reaches the server unless it proves the deployment's secret (not empty).
+
+    Every method is closed, known or not, but the health check: the probes of Kubernetes and Docker
+    can prove nothing, and what it answers is one word. The proof is checked on the call's metadata,
+    before a byte of any message is read; Node.Session checks once more that the router calls itself
+    the same in its hello. Not here: the proof itself (baton/protocol/messages.py), nor the KV
+    lanes', whose handshake is mutual (kv_transfer/protocol/identity.py).
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._denial = grpc.unary_unary_rpc_method_handler(_deny)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        details = handler_call_details
+        if str(details.method).startswith(OPEN_PREFIX) or self._proven(details.invocation_metadata):
+            return await continuation(details)
+        log.info("refused: a call without proof of the secret")
+        return self._denial
+
+    def _proven(self, metadata: Iterable[tuple[str, Any]] | None) -> bool:
+        """Whether there is one router's name, and one proof for it."""
+        items = list(metadata or ())
+        names = [value for key, value in items if key == ROUTER_METADATA]
+        proofs = [value for key, value in items if key == SECRET_METADATA]
+        if len(names) != 1 or len(proofs) != 1 or not isinstance(names[0], bytes):
+            return False
+        try:
+            expected = session_mac(self._secret, names[0].decode())
+        except UnicodeDecodeError:
+            return False
+        return hmac.compare_digest(str(proofs[0]).encode(), expected.encode())
+
+
+async def _deny(_: Any, context: Any) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+    raise Unauthenticated(REFUSAL)  # abort has raised
 
 
 class NodeServer:

@@ -1,4 +1,4 @@
-"""One router's session with this node: its bounded outbox, and what that router has been told.
+"""One router's session with this node: its bounded outbox, and what it has reported to that router.
 
 The life: opened by the service after the router's hello, attached to the shell (which sends a
 snapshot of all block hashes), fed by the shell, read by the service's writer, cut when the router
@@ -11,20 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from baton.node.step_parts import in_parts
 from baton.protocol.errors import BatonError, Overloaded
-from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.events import NodeStep
 from baton.protocol.handles import NodeLoad
-
-
-@dataclass(slots=True)
-class Share:
-    """One session's part of a step."""
-
-    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
-    failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
 
 
 @dataclass(eq=False)
@@ -81,12 +73,12 @@ class RouterSession:
         self._wake.set()
 
     def changed_load(self, load: NodeLoad) -> NodeLoad | None:
-        """`load` if this router was last told another state.
+        """`load` if another state was last reported to this router.
 
         Counters alone are no news: they travel with the next state, at the latest with a heartbeat.
         """
-        told = self.last_load
-        known = told is not None and told.without_counters() == load.without_counters()
+        last = self.last_load
+        known = last is not None and last.without_counters() == load.without_counters()
         return None if known else load
 
     def cut(self, reason: BatonError) -> None:

@@ -15,20 +15,21 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import baton
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.state.stats import EngineStats
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.config import NodeConfig
 from baton.node.control import NodeControl
 from baton.node.hand_on import HandOn
-from baton.node.metrics import snapshot, with_counters
+from baton.node.metrics import NodeFigures, NodeMetrics, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
-from baton.node.role import NodeRole, RoleContext
-from baton.node.session import RouterSession, Share
+from baton.node.role import MakeThread, NodeRole, RoleContext
+from baton.node.session import RouterSession
 from baton.protocol.clock import Clock
 from baton.protocol.errors import (
     BatonError,
@@ -40,7 +41,7 @@ from baton.protocol.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.protocol.events import BlockEvent, NodeStep
+from baton.protocol.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
 from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import BlockLists
 from baton.protocol.messages import (
@@ -59,17 +60,21 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.runtime.log import request_context
-from baton.runtime.metrics import NodeFigures, NodeMetrics
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.protocol.base import OnReleased
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+OfSession: TypeAlias = dict[RouterSession, list[T]]
+
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a shell is made of. The two makers run in its constructor, on the event loop."""
+    """What a shell is made of: its engine of the parts in `engine`. The two makers run in its
+    constructor, on the event loop. The shell does not keep this: a node that sleeps frees the
+    model."""
 
     node_id: str
     boot_id: str
@@ -77,9 +82,9 @@ class NodeParts:
     config: NodeConfig
     timing: Timing
     clock: Clock
-    engine: Engine
+    engine: EngineParts
     make_connector: Callable[[OnReleased], Connector]
-    make_role: Callable[[RoleContext], NodeRole]
+    make_role: Callable[[RoleContext, MakeThread], NodeRole]
 
 
 class NodeShell:
@@ -94,27 +99,21 @@ class NodeShell:
         self.boot_id = parts.boot_id
         self.requests = RequestTable()
         self.draining = False
-        self._engine = parts.engine
         self._loop = asyncio.get_running_loop()
         self._address = ""
         self._sessions: set[RouterSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._engine_load = parts.engine.current_load()
-        self._engine_stats = parts.engine.stats.copy()
         self._kv_waste = 0.0
         self._kv_token_bytes = parts.engine.info.kv_token_bytes
         self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
-        self.thread = EngineThread(parts.engine, self._on_step)
         self.connector = parts.make_connector(self._on_released)
         self.metrics = NodeMetrics(
             parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
         )
         self.role = parts.make_role(
             RoleContext(
-                engine=parts.engine,
-                thread=self.thread,
                 connector=self.connector,
                 loop=self._loop,
                 config=parts.config,
@@ -122,10 +121,14 @@ class NodeShell:
                 clock=parts.clock,
                 spawn=self._spawn,
                 observe_fetch=self.metrics.observe_fetch,
-            )
+            ),
+            lambda hooks: EngineThread(assemble(parts.engine, hooks), self._on_step),
         )
-
-        self.control = NodeControl(self, parts.engine)
+        self.thread = self.role.thread
+        self.engine = self.thread.engine
+        self._engine_load = self.engine.current_load()
+        self._engine_stats = self.engine.stats.copy()
+        self.control = NodeControl(self, self.engine)
         self._leaving = HandOn(self.thread, self.connector, self.role, self._spawn)
 
     @property
@@ -141,7 +144,7 @@ class NodeShell:
         self.thread.start()
 
     def begin_drain(self) -> None:
-        """Take no new requests from now on, and tell the routers. Twice is safe."""
+        """Take no new requests from now on, and report that to the routers. Twice is safe."""
         if not self.draining:
             self.draining = True
             self.connector.drain()
@@ -204,7 +207,7 @@ class NodeShell:
 
     def record(self) -> NodeRecord:
         """What this node says of itself, now."""
-        info, config = self._engine.info, self._engine.config
+        info, config = self.engine.info, self.engine.config
         adapters = self.control.adapters
         return NodeRecord(
             node_id=self.node_id,
@@ -213,7 +216,7 @@ class NodeShell:
             address=self._address,
             model=config.model_name,
             model_digest=info.digest,
-            block_size=self._engine.pool.block_size,
+            block_size=self.engine.pool.block_size,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             endpoint=self.connector.endpoint(),
@@ -240,7 +243,7 @@ class NodeShell:
         )
 
     def send_load(self, *, beat: bool = False) -> None:
-        """Tell the routers the load, counters included: all of them with a heartbeat (to them a
+        """Send the routers the load, counters included: all of them with a heartbeat (to them a
         silent node hangs), else where it changed."""
         load = self.load()
         for session in self._sessions:
@@ -249,14 +252,15 @@ class NodeShell:
 
     def ask_engine(self) -> None:
         """A heartbeat. Load and counters come between two steps; in a long one, those before it."""
-        if self.progress.ask(self._engine.stats.num_layers):
+        if self.progress.ask(self.engine.stats.num_layers):
             self.thread.post(self._answer)
         else:
             self.send_load(beat=True)
 
     def scrape(self) -> NodeFigures:
         """Everything /metrics shows, as of the last step or beat. Any thread."""
-        return snapshot(self.load(), self._engine_stats, self.connector, self._kv_waste)
+        stats, exports = self.connector.stats, self.connector.active_exports
+        return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_waste)
 
     # ---- sessions ----
 
@@ -352,7 +356,7 @@ class NodeShell:
         self._keep(entry.task)
 
     async def _serve(self, entry: NodeRequest, older: NodeRequest | None) -> None:
-        """One request, from its submission to its last event; exactly one end of it is told."""
+        """One request, from its submission to its last event; exactly one end of it is reported."""
         limit = asyncio.timeout(self._seconds_left(entry.request.deadline))
         with request_context(entry.request.id):
             try:
@@ -371,8 +375,8 @@ class NodeShell:
                 self._fail(entry, InternalError("internal error"))
 
     def _fail(self, entry: NodeRequest, error: BatonError) -> None:
-        told = entry.ended.done() and entry.ended.exception() is None
-        if not told:
+        reported = entry.ended.done() and entry.ended.exception() is None
+        if not reported:
             entry.send(NodeStep(failed=(failure(entry.request, error),)))
 
     def _seconds_left(self, deadline: float | None) -> float | None:
@@ -397,7 +401,7 @@ class NodeShell:
 
     def _on_step(self, report: StepReport) -> None:
         self.role.on_step(report)
-        stats = self._engine.stats.copy()
+        stats = self.engine.stats.copy()
         self._loop.call_soon_threadsafe(self._deliver, report, stats)
 
     def _answer(self, engine: Engine) -> None:
@@ -408,13 +412,13 @@ class NodeShell:
         )
         self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
 
-    def tell_blocks(self, engine: Engine) -> None:
+    def report_blocks(self, engine: Engine) -> None:
         """Changes of the prefix map go out now, between steps. Engine thread."""
         events = tuple(engine.take_block_events())
-        self._loop.call_soon_threadsafe(self._send_step, {}, events)
+        self._loop.call_soon_threadsafe(self._send_step, {}, {}, events)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
-        # Taken together, and delivered in the order of the steps: nothing is told twice or missed.
+        # Taken together, and delivered in the order of the steps: no event is sent twice or missed.
         pending = engine.take_block_events()
         everything = engine.pool.snapshot_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
@@ -431,9 +435,9 @@ class NodeShell:
     # ---- back on the event loop ----
 
     def _answered(
-        self, told: ProgressAnswer, load: NodeLoad, stats: EngineStats, kv_waste: float
+        self, answer: ProgressAnswer, load: NodeLoad, stats: EngineStats, kv_waste: float
     ) -> None:
-        self.progress.answered(told, self.connector.active_exports + self.role.fetching > 0)
+        self.progress.answered(answer, self.connector.active_exports + self.role.fetching > 0)
         self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
         self.send_load(beat=True)
 
@@ -445,41 +449,44 @@ class NodeShell:
     def _synchronise(
         self, session: RouterSession, pending: list[BlockEvent], everything: list[BlockEvent]
     ) -> None:
-        self._send_step({}, tuple(pending))
+        self._send_step({}, {}, tuple(pending))
         session.synced = True
         session.send(NodeStep(load=self.load(), block_events=tuple(everything)))
 
     def _deliver(self, report: StepReport, stats: EngineStats) -> None:
         """One step's results: a message to each session it concerns."""
         self._engine_load, self._engine_stats = report.load, stats
-        shares: defaultdict[RouterSession, Share] = defaultdict(Share)
+        tokens: OfSession[TokenEvent] = defaultdict(list)
+        failures: OfSession[RequestFailed] = defaultdict(list)
         for event in report.events:
             entry = self.requests.find(event.request_id, event.epoch)
             if entry is None:  # aborted while the step ran
-                self.role.told((event,))
+                self.role.written((event,))
                 continue
-            shares[entry.session].tokens.append(event)
+            tokens[entry.session].append(event)
             if self.role.ends(entry, event):
                 entry.end()
         for failed in report.failed:
             entry = self.requests.find(failed.request_id, failed.epoch)
             if entry is not None:
-                shares[entry.session].failed.append(failed)
+                failures[entry.session].append(failed)
                 entry.end()
-        self._send_step(shares, tuple(report.block_events))
+        self._send_step(tokens, failures, tuple(report.block_events))
         self.role.blocks_freed()
 
     def _send_step(
-        self, shares: dict[RouterSession, Share], block_events: tuple[BlockEvent, ...]
+        self,
+        tokens: OfSession[TokenEvent],
+        failures: OfSession[RequestFailed],
+        block_events: tuple[BlockEvent, ...],
     ) -> None:
         load = self.load()
-        for session in self._sessions | shares.keys():
-            share = shares.get(session, Share())
+        for session in self._sessions | tokens.keys() | failures.keys():
             step = NodeStep(
-                tokens=tuple(share.tokens),
-                failed=tuple(share.failed),
+                tokens=tuple(tokens.get(session, ())),
+                failed=tuple(failures.get(session, ())),
                 load=session.changed_load(load),
                 block_events=block_events if session.synced else (),
             )
             if step.tokens or step.failed or step.load or step.block_events:
-                session.send(step, partial(self.role.told, step.tokens) if step.tokens else None)
+                session.send(step, partial(self.role.written, step.tokens) if step.tokens else None)

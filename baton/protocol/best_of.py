@@ -17,7 +17,7 @@ def best_samples(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
     """
 
     def mean(sample: int) -> float:
-        told = logprobs[sample]
-        return math.fsum(told) / len(told) if told else -math.inf
+        known = logprobs[sample]
+        return math.fsum(known) / len(known) if known else -math.inf
 
     return sorted(range(len(logprobs)), key=lambda sample: -mean(sample))[:n]

@@ -1,4 +1,4 @@
-"""What a node tells its routers: tokens, handles, failures, load, block events. Frozen values."""
+"""What a node reports to routers: tokens, handles, failures, load, block events. Frozen values."""
 
 from __future__ import annotations
 

@@ -126,6 +126,6 @@ class NodeRecord:
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     leaving_adapters: tuple[str, ...] = ()  # of these, who serve requests under way alone
-    max_num_seqs: int = 0  # most sequences that run at once; 0 = not told
-    precision: str = ""  # what it computes and keeps KV in, "bfloat16, KV int8"; "" = not told
+    max_num_seqs: int = 0  # most sequences that run at once; 0 = not reported
+    precision: str = ""  # what it computes and keeps KV in, "bfloat16, KV int8"; "" = not reported
     deterministic: bool = False

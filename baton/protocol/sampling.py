@@ -46,7 +46,7 @@ _bounded: Final = attrgetter(*BOUNDS)  # one call for all of them
 
 @dataclass(frozen=True, slots=True)
 class GuidedDecoding:
-    """A grammar that the output must match; each kind's text is read by baton/guided/grammars.py.
+    """A grammar that the output must match; baton/guided/grammar_text.py reads each kind's text.
 
     `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
     the default). `starts_after`: the output is free up to and with this text ("" = it starts at
@@ -177,7 +177,7 @@ class SamplingParams:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that an engine tells of: every sample, or the n best beams."""
+        """Outputs that an engine reports: every sample, or the n best beams."""
         return self.n if self.beam_width else max(self.n, self.best_of or 1)
 
     @property

@@ -9,20 +9,19 @@ reply.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import orjson
+from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import BatonError, InvalidRequest
-from router.api.calls import CallRunner
+from router.api.exchange import respond
 from router.api.openai.bodies import ChatBody, SamplingFields, checked
-from router.api.sse import StreamReply
 from router.api.unserved import GENERATING
-from router.api.whole import WholeReply
-from router.request.completion import Completion, Delta
+from router.request.completion import CallRunner, Completion, Delta
 
 Event = dict[str, Any]
 # Fields of a chat that every dialect takes under the same name: what chats and completions share,
@@ -87,14 +86,19 @@ def _within(field: str, head: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class DialectCall:
-    """One completion and the answer to it, as StreamReply and WholeReply want it. `after`: a stream
-    begins after the event of that `sequence_number`."""
+class DialectExchange:
+    """One completion and the answer to it (router/api/exchange.py). `after`: a stream begins after
+    the event of that `sequence_number`."""
 
     completion: Completion
     answer: DialectAnswer
+    runner: CallRunner
+    stream: bool
     timeout_s: float
     after: int = -1
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return respond(self, self.runner, scope, receive, send)
 
     @property
     def completions(self) -> tuple[Completion, ...]:
@@ -110,18 +114,15 @@ class DialectCall:
         return frames_of(self.answer.broken(error), self.after)
 
     async def whole(self, runner: CallRunner) -> bytes:
-        async with aclosing(runner.deltas(self.completion)) as deltas:
+        async with aclosing(self.completion.deltas(runner)) as deltas:
             async for delta in deltas:
                 self.answer.take(delta)
         await self.answer.last()
         return orjson.dumps(self.answer.whole())
 
-    def reply(self, runner: CallRunner, stream: bool | None) -> StreamReply | WholeReply:
-        return StreamReply(self, runner) if stream else WholeReply(self, runner)
-
 
 class EventFrames:
-    """Frames of one answer (openai_replies.Frames). It opens with the first delta, not before:
+    """Frames of one answer (exchange.Frames). It opens with the first delta, not before:
     only then is it known how much of the prompt was cached."""
 
     def __init__(self, answer: DialectAnswer, after: int) -> None:

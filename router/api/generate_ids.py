@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -16,11 +16,12 @@ from typing import Annotated, Any, Final
 import msgspec
 import orjson
 from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
 
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import BatonError, InvalidRequest, UnsupportedFeature
 from baton.protocol.events import TokenLogprob
-from router.api.calls import CallRunner
+from router.api.exchange import respond
 from router.api.http.reading import read_body
 from router.api.http.web_errors import error_object
 from router.api.http_api import HttpApi
@@ -33,12 +34,10 @@ from router.api.openai.bodies import (
     struct_of,
 )
 from router.api.openai.fields import Name, Priority, RequestId, TokenIds
-from router.api.openai.logprobs import FLOOR, name_of, told_count
-from router.api.openai.replies import DONE, ReplyRules, finish_reason_of, sse_frame
-from router.api.sse import StreamReply
-from router.api.whole import WholeReply
-from router.request.completion import Completion, Delta
-from router.request.request_ids import engine_id, note_body_id, reply_id
+from router.api.openai.logprobs import FLOOR, name_of, prompt_logprobs
+from router.api.openai.replies import DONE, finish_reason_of, sse_frame, told_count
+from router.request.completion import CallRunner, Completion, Delta
+from router.request.request_ids import engine_id, reply_id
 from router.request.terms import terms_of
 from router.services import RouterServices
 
@@ -99,16 +98,21 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensCall:
-    """A checked request on its way to its reply."""
+class TokensExchange:
+    """A checked request on its way to its reply; it is its own ASGI answer (exchange.py)."""
 
     id: str
-    model: str
+    body: GenerateBody
     completion: Completion
-    rules: ReplyRules
-    include_usage: bool
-    continuous_usage: bool
+    runner: CallRunner
     timeout_s: float
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return respond(self, self.runner, scope, receive, send)
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.stream)
 
     @property
     def completions(self) -> tuple[Completion, ...]:
@@ -119,7 +123,9 @@ class TokensCall:
 
     async def tail(self) -> bytes:
         """What a stream ends with."""
-        return (self.frame([], self.usage) if self.include_usage else b"") + DONE
+        told = self.body.stream_options
+        usage = told is not None and told.include_usage
+        return (self.frame([], self.usage) if usage else b"") + DONE
 
     def broken(self, error: BatonError) -> bytes:
         """How a stream ends that failed in the middle."""
@@ -128,21 +134,20 @@ class TokensCall:
     async def whole(self, runner: CallRunner) -> bytes:
         """The JSON of the whole answer."""
         outputs = [_Output() for _ in range(self.completion.num_choices)]
-        async with aclosing(runner.deltas(self.completion)) as deltas:
+        async with aclosing(self.completion.deltas(runner)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.sample]
                 output.ids += delta.token_ids
                 output.told += self.told(delta)
                 output.last = delta
         choices = [self.choice(i, each.ids, each.told, each.last) for i, each in enumerate(outputs)]
-        reply = GenerateReply(
-            self.id,
-            int(time.time()),
-            self.model,
-            choices,
-            self.usage,
-            prompt_logprobs=self.rules.told_of_prompt(self.completion),
-        )
+        it, told = self.completion, None
+        count = it.request.params.prompt_logprobs
+        if count is not None:
+            told = prompt_logprobs(it.prompt_logprobs, count, it.tokenizer)
+        model = adapter_name(it.request.adapter) or it.model
+        created = int(time.time())
+        reply = GenerateReply(self.id, created, model, choices, self.usage, prompt_logprobs=told)
         return msgspec.json.encode(reply)
 
     def frame(self, choices: list[GenerateChoice], usage: GenerateUsage | None) -> bytes:
@@ -156,12 +161,12 @@ class TokensCall:
             index,
             list(ids),
             None if last is None else finish_reason_of(last),
-            None if self.rules.logprobs is None else {"content": logprobs},
+            None if told_count(self.completion.request.params) is None else {"content": logprobs},
         )
 
     def told(self, delta: Delta) -> list[dict[str, Any]]:
         """Log-probabilities of one delta's tokens."""
-        count = self.rules.logprobs
+        count = told_count(self.completion.request.params)
         return [] if count is None else [spelled(row, count) for row in delta.logprobs]
 
     @property
@@ -177,8 +182,10 @@ class TokensCall:
 class TokensFrames:
     """SSE frames of one choice."""
 
-    def __init__(self, call: TokensCall) -> None:
+    def __init__(self, call: TokensExchange) -> None:
         self._call = call
+        told = call.body.stream_options
+        self._counts = told is not None and told.include_usage and told.continuous_usage_stats
         self._count = 0
 
     def opening(self) -> bytes:
@@ -188,7 +195,7 @@ class TokensFrames:
         call, last = self._call, None if delta.finish_reason is None else delta
         choice = call.choice(delta.sample, delta.token_ids, call.told(delta), last)
         self._count += len(delta.token_ids)
-        usage = call.usage_of(self._count) if call.continuous_usage else None
+        usage = call.usage_of(self._count) if self._counts else None
         return call.frame([choice], usage)
 
 
@@ -200,34 +207,20 @@ class GenerateApi:
         self._http = http
         self._runner = CallRunner(services.dispatcher, services.metrics, services.clock)
 
-    async def generate(self, request: HttpRequest) -> StreamReply | WholeReply:
+    async def generate(self, request: HttpRequest) -> TokensExchange:
         body = struct_of(object_of(await read_body(request)), GenerateBody)
         for name in ("features", "kv_transfer_params"):
             if getattr(body, name) is not None:
                 raise UnsupportedFeature(f"{name} is not supported by this server", field=name)
         ids = tuple(body.token_ids)
-        note_body_id(request, body.request_id)
-        id_ = body.request_id or reply_id("generate-", request)
-        terms = terms_of(request)
+        reply = reply_id("generate-", request, body.request_id)
+        id_, terms = body.request_id or reply, terms_of(request)
         with _named(body):
             asked = completion_body(body)
             completion = await self._http.of_tokens(asked, ids, engine_id(id_), terms)
         completion.guided_field = _own_name(body, completion.guided_field)
-        told = body.stream_options or StreamOptions()
-        call = TokensCall(
-            id_,
-            adapter_name(completion.request.adapter) or completion.model,
-            completion,
-            ReplyRules(
-                self._services.tokenizer,
-                told_count(completion.request.params),
-                completion.request.params.prompt_logprobs,
-            ),
-            bool(told.include_usage),
-            bool(told.include_usage and told.continuous_usage_stats),
-            self._services.config.request_timeout_s,
-        )
-        return StreamReply(call, self._runner) if body.stream else WholeReply(call, self._runner)
+        timeout_s = self._services.config.request_timeout_s
+        return TokensExchange(id_, body, completion, self._runner, timeout_s)
 
 
 def completion_body(body: GenerateBody) -> CompletionBody:

@@ -1,7 +1,7 @@
-"""The HTTP routes: read a body, parse, check, tokenize, hand a call to its reply.
+"""The HTTP routes: read a body, parse, check, tokenize, answer by an exchange.
 
 Bodies and their fields are in router/api/openai/bodies.py, the way from a body to a request in
-router/api/intake.py, streaming in router/api/sse.py, whole answers in router/api/whole.py, the
+router/api/intake.py, answers in router/api/openai/exchange.py and router/api/exchange.py, the
 dialects of /v1/responses and /v1/messages in packages of their own. All state is in the
 RouterServices passed in.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -19,20 +18,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton import __version__
-from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.runtime.metrics import CONTENT_TYPE
 from router.api.anthropic.api import AnthropicApi
-from router.api.calls import Api, Call, CallRunner
 from router.api.http.preparing import end_preparing
 from router.api.http.reading import read_body
-from router.api.intake import CheckedPrompt, Intake, countable, cut_prompt, length_of
+from router.api.intake import Intake, countable, cut_prompt, length_of, output_rules
 from router.api.openai.bodies import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    StreamOptions,
     TokenizeBody,
     check_common,
     parse,
@@ -40,22 +35,19 @@ from router.api.openai.bodies import (
     token_ids_below,
 )
 from router.api.openai.chat_rules import conversation_of
+from router.api.openai.exchange import OpenAIExchange
 from router.api.openai.guided_fields import asked_of, limited_text
-from router.api.openai.logprobs import told_count
-from router.api.openai.replies import ModelList, ReplyHead, ReplyRules
-from router.api.openai.reply_ids import created_at
+from router.api.openai.replies import ModelList
 from router.api.responses.api import ResponsesApi
-from router.api.served import cards
-from router.api.sse import StreamReply
-from router.api.whole import WholeReply
+from router.api.served import cards, served_model
 from router.prompts.reader import DEFAULT_MAX_TOKENS, PromptReader, TextInputs, room_for_output
-from router.request.completion import Completion
-from router.request.request_ids import engine_id, note_body_id, reply_id
+from router.request.completion import CallRunner, Completion
+from router.request.request_ids import engine_id, reply_id
 from router.request.terms import Terms, terms_of
 from router.services import RouterServices
 
 SPARE_COMMAS: Final = 64  # of a body beside its tokens
-# POST routes that are worth a short way (router/server/direct.py).
+# POST routes that are worth a short way (router/server/app.py).
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
@@ -97,59 +89,48 @@ class HttpApi:
 
     # ---- generation ----
 
-    async def completions(self, request: HttpRequest) -> WholeReply | StreamReply:
-        body = await self._read(request, CompletionBody)
-        note_body_id(request, body.request_id)
+    async def chat_completions(self, request: HttpRequest) -> OpenAIExchange:
+        body = parse(await read_body(request), ChatBody)
+        id_ = reply_id("chatcmpl-", request, body.request_id)
+        made = [await self._intake.chat(body, id_, request)]
+        return OpenAIExchange(self._services, self._runner, body, made, id_, request.scope)
+
+    async def completions(self, request: HttpRequest) -> OpenAIExchange:
+        body = parse(await read_body(request), CompletionBody)
+        id_ = reply_id("cmpl-", request, body.request_id)
         check_common(body)
-        model = self._intake.model(body.model)
-        id_ = reply_id("cmpl-", request)
-        terms = terms_of(request)
+        model, name, adapter = served_model(self._services, body.model)
+        terms = terms_of(request).with_body(body, self._services.config.receipts)
         guided = await self._prompts.checked(asked_of(body), terms.grant)
         special = body.add_special_tokens is not False
         length = length_of(body, model.max_model_len)
         asked = TextInputs(prompts_of(body), "prompt", length, terms.grant, special)
-        completions: list[Completion] = []
+        made: list[Completion] = []
         read = zip(await self._prompts.read(asked), asked.items, asked.fields, strict=True)
         for index, (all_ids, prompt, field) in enumerate(read):
             if not isinstance(prompt, str):
                 token_ids_below(prompt, model.vocab_size, field)
             ids = cut_prompt(body, all_ids, model.max_model_len)
             room = room_for_output(len(ids), model.max_model_len, field)
-            default = min(DEFAULT_MAX_TOKENS, room)
-            echo = prompt if body.echo and isinstance(prompt, str) else ""
-            if body.echo and not isinstance(prompt, str):
-                echo = await self._prompts.decode(ids, terms.grant)
+            text = prompt if isinstance(prompt, str) else ""
+            if not text and (body.echo or body.thinking_token_budget is not None):
+                text = await self._prompts.decode(ids, terms.grant)
             own = guided
             if body.thinking_token_budget is not None:
-                text = prompt if isinstance(prompt, str) else ""
-                text = text or await self._prompts.decode(ids, terms.grant)
                 own = limited_text(guided, body, text, self._intake.formats.reasoning)
-            one = CheckedPrompt(engine_id(id_, index), ids, default, terms, echo=echo, guided=own)
-            completions.append(self._intake.completion(body, one, model))
-        rules = self._rules(body, completions[0], echo=bool(body.echo))
-        head = self._head(id_, completions, request)
-        return self._reply("completion", head, rules, body, completions)
-
-    async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
-        body = await self._read(request, ChatBody)
-        note_body_id(request, body.request_id)
-        id_ = reply_id("chatcmpl-", request)
-        turn = await self._intake.chat(body, id_, request)
-        rules = replace(
-            self._rules(body, turn.completion),
-            parsed=turn.parsed,
-            draw_id=turn.draw_id,
-            role=turn.role,
-            lead=turn.lead,
-        )
-        head = self._head(id_, [turn.completion], request)
-        return self._reply("chat", head, rules, body, [turn.completion])
+            most = min(DEFAULT_MAX_TOKENS, room)
+            params = self._intake.params(body, model, len(ids), most, own)
+            one = engine_id(id_, index)
+            wanted = self._intake.request(body, one, ids, params, terms, adapter)
+            rules = output_rules(body, echo=text if body.echo else "")
+            made.append(self._intake.completion(wanted, name, rules, terms, own))
+        return OpenAIExchange(self._services, self._runner, body, made, id_, request.scope)
 
     async def of_tokens(
         self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
     ) -> Completion:
         """A completion of tokens, for router/api/generate_ids.py: up to what the model holds."""
-        model = self._intake.model(body.model)
+        model, name, adapter = served_model(self._services, body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
@@ -157,59 +138,24 @@ class HttpApi:
         if body.thinking_token_budget is not None:
             text = await self._prompts.decode(ids, terms.grant)
             guided = limited_text(guided, body, text, self._intake.formats.reasoning)
-        one = CheckedPrompt(id_, ids, room, terms, guided=guided)
-        return self._intake.completion(body, one, model)
-
-    def _rules(
-        self, body: CompletionBody | ChatBody, completion: Completion, echo: bool = False
-    ) -> ReplyRules:
-        """What the client wants told of each choice."""
-        params, by_id = completion.request.params, body.return_tokens_as_token_ids
-        if by_id is None:
-            by_id = self._services.config.return_tokens_as_token_ids
-        return ReplyRules(
-            self._services.tokenizer,
-            told_count(params),
-            params.prompt_logprobs if body.prompt_logprobs == -1 else body.prompt_logprobs,
-            echo=echo,
-            token_ids=bool(body.return_token_ids),
-            named_by_id=by_id,
-        )
-
-    def _head(self, id_: str, completions: Sequence[Completion], request: HttpRequest) -> ReplyHead:
-        name = adapter_name(completions[0].request.adapter) or completions[0].model
-        return ReplyHead(id_, name, created_at(request))
-
-    def _reply(
-        self,
-        api: Api,
-        head: ReplyHead,
-        rules: ReplyRules,
-        body: CompletionBody | ChatBody,
-        completions: list[Completion],
-    ) -> WholeReply | StreamReply:
-        told = body.stream_options or StreamOptions()
-        call = Call(
-            api,
-            head,
-            tuple(completions),
-            rules,
-            bool(told.include_usage),
-            self._services.config.request_timeout_s,
-            continuous_usage=bool(told.include_usage and told.continuous_usage_stats),
-        )
-        return StreamReply(call, self._runner) if body.stream else WholeReply(call, self._runner)
+        terms = terms.with_body(body, self._services.config.receipts)
+        params = self._intake.params(body, model, len(ids), room, guided)
+        wanted = self._intake.request(body, id_, ids, params, terms, adapter)
+        return self._intake.completion(wanted, name, output_rules(body), terms, guided)
 
     # ---- tokens ----
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        body = await self._read(request, TokenizeBody)
-        model = self._intake.model(body.model)
+        body = parse(await read_body(request), TokenizeBody)
+        model, *_ = served_model(self._services, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         terms, length = terms_of(request), countable(model.max_model_len)
         if body.messages is not None:
-            ids = (await self._prompts.chat(conversation_of(body, terms, length))).ids
+            chat, special = conversation_of(body), body.add_special_tokens is True
+            ids, _ = await self._prompts.chat(
+                chat, length, terms.grant, terms.salt(""), special, body.chat_template
+            )
         else:
             if body.chat_template is not None:
                 message = "chat_template is not supported with prompt: it renders messages"
@@ -230,14 +176,12 @@ class HttpApi:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         raw = await read_body(request)
-        model = self._intake.model(None)
+        model, *_ = served_model(self._services, None)
         most = countable(model.max_model_len).tokens
         if raw.count(b",") > most + SPARE_COMMAS:  # before a million numbers are made of it
             raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
         body = parse(raw, DetokenizeBody)
-        model = self._intake.model(body.model)
-        if min(body.tokens, default=0) < 0:
-            raise InvalidRequest("tokens: token ids are integers from 0 on", field="tokens")
+        model, *_ = served_model(self._services, body.model)
         ids = token_ids_below(tuple(body.tokens), model.vocab_size, "tokens")
         text = await self._prompts.decode(ids, terms_of(request).grant)
         return _json({"prompt": text})
@@ -250,7 +194,7 @@ class HttpApi:
 
     async def model(self, request: HttpRequest) -> Response:
         name = str(request.path_params["name"])
-        self._intake.model(name)
+        served_model(self._services, name)
         found = cards(self._services, self._started)
         return _json(next(card for card in found if card.id == name))
 
@@ -269,11 +213,6 @@ class HttpApi:
     async def metrics(self, _: HttpRequest) -> Response:
         body = self._services.metrics.render()
         return Response(body, headers={"content-type": CONTENT_TYPE})
-
-    # ---- shared ----
-
-    async def _read(self, request: HttpRequest, kind: type[Body]) -> Body:
-        return parse(await read_body(request), kind)
 
 
 def _json(content: object, status: int = 200) -> Response:

@@ -8,75 +8,63 @@ read here. All state is in the RouterServices passed in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import secrets
+from dataclasses import replace
+from operator import attrgetter
 from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
+from baton.parsers.message import MessageRules
+from baton.parsers.registry import Choice, formats_of
 from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.api.http.preparing import end_preparing
-from router.api.openai.allowed_tools import apply_allowed
 from router.api.openai.bodies import (
     ChatBody,
     CompletionBody,
     check_common,
     check_token_ids,
+    name_in,
     sampling_params,
     stops_of,
 )
-from router.api.openai.chat_rules import conversation_of, message_rules, said_first, tool_format
+from router.api.openai.chat_rules import (
+    apply_allowed,
+    conversation_of,
+    message_rules,
+    tool_format,
+)
 from router.api.openai.guided_fields import asked_of, asked_of_chat
-from router.api.openai.message import DrawId
-from router.api.openai.prompt_options import bad_word_ids, logprobs_within, truncated, useful_length
-from router.api.openai.reply_ids import call_ids
-from router.api.served import ServedName, adapter_of, model_name, served_model
-from router.parsers.message import MessageRules
-from router.parsers.registry import Choice, formats_of
+from router.api.openai.prompt_options import (
+    bad_word_ids,
+    logprobs_within,
+    truncated,
+    useful_length,
+)
+from router.api.served import ServedName, served_model
 from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
     Length,
     PromptReader,
+    beyond_room,
     check_logprobs,
     check_prompt_logprobs,
-    check_room,
     room_for_output,
+    whole_length,
 )
-from router.request.completion import Completion, OutputRules
-from router.request.draws import DRAWS
+from router.request.completion import PLAIN_OUTPUT, Completion, OutputRules
 from router.request.request_ids import engine_id
-from router.request.terms import STANDARD, Terms, terms_of
+from router.request.terms import Terms, terms_of
 from router.services import RouterServices
 
 COUNTED_CONTEXTS: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedPrompt:
-    """One prompt on its way to a Request."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    default_max_tokens: int
-    terms: Terms = STANDARD
-    echo: str = ""
-    message: MessageRules | None = None
-    guided: Constraint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTurn:
-    """A chat's answer to be. `parsed`: its text is taken apart; `draw_id` names its tool calls.
-
-    `fitted`: the client's max_tokens was more than the room, and lowered to it.
-    """
-
-    completion: Completion
-    parsed: bool
-    draw_id: DrawId
-    fitted: bool = False
-    short_ids: bool = False
-    role: str = "assistant"
-    lead: str = ""  # of the message that the answer goes on with
+# The fields that say what an answer must look like (router/api/openai/guided_fields.py).
+_form: Final = attrgetter(
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "guided_decoding_backend",
+)  # fmt: skip
+_NO_FORM: Final = (None,) * 7
 
 
 def cut_prompt(
@@ -90,6 +78,8 @@ def cut_prompt(
 
 def length_of(body: CompletionBody | ChatBody, max_model_len: int) -> Length:
     """How much of a body's prompt is of any use."""
+    if body.truncate_prompt_tokens is None:
+        return whole_length(max_model_len)
     side = body.truncation_side or "left"
     return useful_length(body.truncate_prompt_tokens, max_model_len, side)
 
@@ -98,6 +88,24 @@ def countable(max_model_len: int) -> Length:
     """Of prompts whose tokens are only counted: by how much one is too long may be asked."""
     most = max_model_len * COUNTED_CONTEXTS
     return Length(most, name=f"the limit for counting, {COUNTED_CONTEXTS} contexts,")
+
+
+def output_rules(
+    body: CompletionBody | ChatBody, message: MessageRules | None = None, echo: str = ""
+) -> OutputRules:
+    """How the tokens of an answer become what its client reads."""
+    shows_all = body.skip_special_tokens is False or body.include_stop_str_in_output
+    discard = isinstance(body, CompletionBody) and body.only_echo
+    if not (body.stop or shows_all or message or echo or discard):
+        return PLAIN_OUTPUT
+    return OutputRules(
+        stop=stops_of(body),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        message=message,
+        echo=echo,
+        discard=discard,
+    )
 
 
 class Intake:
@@ -115,103 +123,123 @@ class Intake:
             [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids],
         )
 
-    def model(self, asked: str | None) -> ServedName:
-        """See served_model."""
-        return served_model(self._services, asked)
-
-    def name(self, model: ServedName) -> str:
-        return model_name(self._services, model)
-
     async def chat(
         self, body: ChatBody, id_: str, request: HttpRequest, fit_room: bool = False
-    ) -> ChatTurn:
-        """Render a chat and make its request. `fit_room` mutates a max_tokens beyond the room.
+    ) -> Completion:
+        """Render a chat and make its request. `fit_room` lowers a max_tokens beyond the room, in
+        the body too.
 
         Raises InvalidRequest, naming the field of ChatBody.
         """
+        services, formats = self._services, self.formats
         check_common(body)
-        apply_allowed(body)
-        model = self.model(body.model)
-        formats = self.formats
-        calls = tool_format(body, formats)  # refused before anything is rendered
-        terms = terms_of(request)
-        asked = conversation_of(body, terms, length_of(body, model.max_model_len))
-        prompt = await self._prompts.chat(asked)
-        ids = cut_prompt(body, prompt.ids, model.max_model_len)
+        if isinstance(body.tool_choice, dict):
+            apply_allowed(body)
+        model, name, adapter = served_model(services, body.model)
+        tools = tool_format(body, formats)  # refused before anything is rendered
+        terms = terms_of(request).with_body(body, services.config.receipts)
+        chat = conversation_of(body)
+        ids, text = await self._prompts.chat(
+            chat,
+            length_of(body, model.max_model_len),
+            terms.grant,
+            terms.salt(body.cache_salt or ""),
+            body.add_special_tokens is True,
+            body.chat_template,
+        )
+        if body.truncate_prompt_tokens is not None:
+            ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")
-        fitted = fit_room and body.max_tokens is not None and body.max_tokens > room
-        if fitted:
-            body.max_tokens = room
-        own = asked_of(body)
-        message = message_rules(body, asked.chat, prompt, formats, own)
-        constraint = asked_of_chat(body, own, formats, message)
-        guided = await self._prompts.checked(constraint, terms.grant)
-        one = CheckedPrompt(engine_id(id_), ids, room, terms, message=message, guided=guided)
-        short = calls is not None and calls.short_ids
-        draw_id, parsed = call_ids(request, short), message is not None
-        completion = self.completion(body, one, model)
-        first = said_first(body, asked.chat, self._services.config.response_role)
-        return ChatTurn(completion, parsed, draw_id, fitted, short, *first)
+        if fit_room and body.max_tokens is not None:
+            body.max_tokens = min(body.max_tokens, room)
+        guided = own = asked_of(body) if _form(body) != _NO_FORM else None
+        message = message_rules(body, chat, text, tools, formats.reasoning, own)
+        if own is not None or body.tools or body.thinking_token_budget is not None:
+            constraint = asked_of_chat(body, own, formats, message)
+            guided = await self._prompts.checked(constraint, terms.grant)
+        params = self.params(body, model, len(ids), room, guided)
+        asked = self.request(body, engine_id(id_), ids, params, terms, adapter)
+        return self.completion(asked, name, output_rules(body, message), terms, guided)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
-        model = self.model(body.model)
+        model, *_ = served_model(self._services, body.model)
         apply_allowed(body)
-        length = countable(model.max_model_len)
-        asked = conversation_of(body, terms_of(request), length)
-        count = len((await self._prompts.chat(asked)).ids)
-        end_preparing(request.scope, count)
-        return count
+        terms, length = terms_of(request), countable(model.max_model_len)
+        chat, salt = conversation_of(body), terms.salt(body.cache_salt or "")
+        special = body.add_special_tokens is True
+        ids, _ = await self._prompts.chat(
+            chat, length, terms.grant, salt, special, body.chat_template
+        )
+        end_preparing(request.scope, len(ids))
+        return len(ids)
+
+    def params(
+        self,
+        body: CompletionBody | ChatBody,
+        model: ServedName,
+        num_prompt_tokens: int,
+        default_max_tokens: int,
+        guided: Constraint | None,
+    ) -> SamplingParams:
+        """A body's sampling parameters, checked against the model and the prompt. Raises
+        InvalidRequest, naming the body's field."""
+        services = self._services
+        defaults = {"max_tokens": default_max_tokens, "seed": secrets.randbits(64)}
+        params = sampling_params(body, {**defaults, **services.sampling_defaults})
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            field, most = name_in(body, "logprobs"), services.config.max_logprobs
+            params = logprobs_within(params, most, model.vocab_size, field)
+            check_logprobs(params, not body.stream, field)
+            field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            check_prompt_logprobs(num_prompt_tokens, params.prompt_logprobs, field)
+        if body.bad_words or guided is not None:
+            words = bad_word_ids(body.bad_words, services.tokenizer)
+            params = replace(
+                params, bad_words=words, guided=None if guided is None else guided.guided
+            )
+        if num_prompt_tokens + params.max_tokens > model.max_model_len:
+            field = name_in(body, "max_tokens")
+            raise beyond_room(num_prompt_tokens, params.max_tokens, model.max_model_len, field)
+        check_token_ids(params, model.vocab_size)
+        return params
+
+    def request(
+        self,
+        body: CompletionBody | ChatBody,
+        id_: str,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        terms: Terms,
+        adapter: str,
+    ) -> Request:
+        """The request that goes to the dispatcher. `terms`: also what the body says of them."""
+        config, now = self._services.config, self._services.clock.monotonic()
+        return terms.applied(
+            Request(
+                id=id_,
+                prompt_ids=ids,
+                params=params,
+                adapter=adapter,
+                priority=body.priority or 0,
+                tenant_salt=body.cache_salt or "",
+                deadline=now + config.request_timeout_s,
+                resume=config.resume,
+                traceparent=terms.traceparent,
+                arrival=now,
+            )
+        )
 
     def completion(
-        self, body: CompletionBody | ChatBody, asked: CheckedPrompt, model: ServedName
+        self,
+        request: Request,
+        model: str,
+        rules: OutputRules,
+        terms: Terms,
+        guided: Constraint | None,
     ) -> Completion:
-        """Everything checked and drawn: the request goes to the dispatcher as it is."""
-        defaults = {
-            "max_tokens": asked.default_max_tokens,
-            "seed": DRAWS.seed(),
-            **self._services.sampling_defaults,
-        }
-        field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        most = self._services.config.max_logprobs
-        params = sampling_params(body, defaults)
-        params = logprobs_within(params, most, model.vocab_size, field)
-        check_logprobs(params, not body.stream, field)
-        words = bad_word_ids(body.bad_words, self._services.tokenizer)
-        if words or asked.guided is not None:
-            guided = None if asked.guided is None else asked.guided.guided
-            params = replace(params, bad_words=words, guided=guided)
-        field = "max_tokens"
-        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-            field = "max_completion_tokens"
-        check_room(len(asked.prompt_ids), params.max_tokens, model.max_model_len, field)
-        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        check_prompt_logprobs(len(asked.prompt_ids), params.prompt_logprobs, field)
-        check_token_ids(params, model.vocab_size)
-        now = self._services.clock.monotonic()
-        rules = OutputRules(
-            stop=stops_of(body),
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            message=asked.message,
-            echo=asked.echo,
-            discard=isinstance(body, CompletionBody) and body.only_echo,
-        )
-        request = Request(
-            id=asked.id,
-            prompt_ids=asked.prompt_ids,
-            params=params,
-            adapter=adapter_of(self._services, body.model),
-            priority=body.priority or 0,
-            tenant_salt=body.cache_salt or "",
-            deadline=now + self._services.config.request_timeout_s,
-            resume=self._services.config.resume,
-            traceparent=asked.terms.traceparent,
-            arrival=now,
-        )
-        terms = asked.terms.with_body(body, self._services.config.receipts)
-        request = terms.applied(request)
-        made = Completion(request, self.name(model), rules, self._services.tokenizer, terms)
-        if asked.guided is not None:
-            made.guided_field = asked.guided.field
+        """The request, ready to run; `model`: as this router calls it."""
+        made = Completion(request, model, rules, self._services.tokenizer, terms)
+        if guided is not None:
+            made.guided_field = guided.field
         return made

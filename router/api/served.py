@@ -29,15 +29,21 @@ class ServedName(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def served_model(services: RouterServices, asked: str | None) -> ServedName:
-    """The served model. Raises ModelNotFound for a name that is neither its own nor an adapter's,
-    Unavailable without a node."""
+def served_model(services: RouterServices, asked: str | None) -> tuple[ServedName, str, str]:
+    """The served model, what this router calls it, and the id of the adapter that a client's
+    `model` names, "" for none.
+
+    Raises ModelNotFound for a name that is neither the model's nor an adapter's, Unavailable
+    without a node."""
     model: ServedName | None = services.registry.model()
     if model is None:
         raise Unavailable("no node has registered yet")
     names = model_names(services, model)
-    if asked is None or asked in names or adapter_of(services, asked):
-        return model
+    if asked is None or asked in names:
+        return model, names[0], ""
+    adapter = adapter_of(services, asked)
+    if adapter:
+        return model, names[0], adapter
     if not services.registry.records():
         raise Unavailable("no node is connected")  # nobody can say which adapters there are
     raise unknown(asked, [*names, *adapters(services)])
@@ -56,27 +62,18 @@ def model_names(services: RouterServices, model: ServedName) -> tuple[str, ...]:
     return services.config.served_model_name or (model.name,)
 
 
-def model_name(services: RouterServices, model: ServedName) -> str:
-    """As this router calls it."""
-    return model_names(services, model)[0]
-
-
 def adapters(services: RouterServices) -> list[str]:
     """Those that some connected node has for new requests, by name."""
     records = services.registry.records()
     return sorted({adapter_name(id_) for record in records for id_ in offered(record)})
 
 
-def adapter_of(services: RouterServices, asked: str | None) -> str:
-    """The id of the adapter that a client's `model` names, "" if it is the model itself (or
-    unknown).
+def adapter_of(services: RouterServices, asked: str) -> str:
+    """The id of the adapter that a client's `model` names, "" if it is unknown.
 
     While its weights are being replaced a name has several: one that each role has wins, then the
     one that most nodes offer.
     """
-    model: ServedName | None = services.registry.model()
-    if asked is None or model is None or asked in model_names(services, model):
-        return ""
     records = services.registry.records()
     found = sorted({id_ for record in records for id_ in ids_named(asked, offered(record))})
     if len(found) < 2:

@@ -7,15 +7,13 @@ requests: latencies and tokens of a request are counted once, by its run (router
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from router.tallies import counters
+from baton.runtime.metrics import Values
+from router.metrics.metric_list import ROUTER
 
 
 class Reading(enum.StrEnum):
@@ -51,31 +49,21 @@ class Watched(Protocol):
 
 def watch_runs(registry: CollectorRegistry, runs: Watched) -> None:
     """Export them in `registry`. Once per router."""
-    registry.register(_Runs(runs))
+    ROUTER.watch(registry, lambda: _values(runs))
 
 
-class _Runs(Collector):
-    def __init__(self, runs: Watched) -> None:
-        self._runs = runs
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._runs.stats
-        for name, text, value in (
-            ("baton_resumable_live", "Resumable requests that run here", self._runs.num_live),
-            ("baton_resumable_readers", "Answers to them under way", stats.readers),
-        ):
-            yield GaugeMetricFamily(name, text, value)
-        yield from counters(
-            ("baton_resumable_begun", "Resumable requests taken on", stats.begun),
-            ("baton_resumable_adopted", "Taken over from routers that are gone", stats.adopted),
-            ("baton_resumable_adopted_tokens", "Tokens in their logs", stats.adopted_tokens),
-            ("baton_resumable_not_adopted", "Claimed, and given up again", stats.not_adopted),
-            ("baton_resumable_abandoned", "Cancelled, for nobody read them", stats.abandoned),
-            ("baton_resumable_lost", "Taken over by another router", stats.lost),
-        )
-        readings = CounterMetricFamily(
-            "baton_resumable_readings", "Answers told from a log, by their start", labels=["start"]
-        )
-        for start, count in stats.readings.items():
-            readings.add_metric([start.value], count)
-        yield readings
+def _values(runs: Watched) -> dict[str, Values]:
+    stats = runs.stats
+    return {
+        "baton_resumable_live": runs.num_live,
+        "baton_resumable_readers": stats.readers,
+        "baton_resumable_begun": stats.begun,
+        "baton_resumable_adopted": stats.adopted,
+        "baton_resumable_adopted_tokens": stats.adopted_tokens,
+        "baton_resumable_not_adopted": stats.not_adopted,
+        "baton_resumable_abandoned": stats.abandoned,
+        "baton_resumable_lost": stats.lost,
+        "baton_resumable_readings": {
+            (start.value,): count for start, count in stats.readings.items()
+        },
+    }

@@ -1,55 +1,26 @@
 """The router's Prometheus metrics: latencies and counts of requests, the nodes' load as seen here.
 
-Each request has one RequestMeter, told of tokens as they are shown. Every histogram exists once and
-is exported under Baton's and vLLM's name.
+Each request has one RequestMeter, which counts tokens as they are shown. Names and meanings are in
+router/metrics/metric_list.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
-from baton.protocol.handles import NodeRecord
+from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.metrics import (
-    E2E_BUCKETS,
-    TPOT_BUCKETS,
-    TRANSFER_BUCKETS,
-    TTFT_BUCKETS,
-    cache_usage,
-    iterations,
-    render,
-    waiting_by_reason,
-)
+from baton.runtime.metrics import Sums, Values, cache_usage, render
 from baton.text.pieces import PieceStats
-from router.metrics.vllm import Finished, NodeInfo, VllmMetrics, VllmOfModel
+from router.metrics.metric_list import ROUTER
+from router.metrics.vllm import Finished, VllmMetrics, VllmOfModel, node_info
 from router.nodes.migration import MigrationStats
 from router.request.trace import RequestTrace
-from router.tallies import Counter, Histogram, counters
-
-_MODEL: Final = "model_name"
-# Own name -> vLLM's names for the same thing (its newer and older ones).
-_ALIASES: Final[dict[str, tuple[str, ...]]] = {
-    "baton_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
-    "baton_inter_token_latency_seconds": (
-        "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",
-    ),
-    "baton_request_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
-    "baton_e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
-    "baton_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
-    "baton_prompt_tokens": ("vllm:prompt_tokens",),
-    "baton_generation_tokens": ("vllm:generation_tokens",),
-    "baton_request_success": ("vllm:request_success",),
-    "baton_prefix_cache_queries": ("vllm:prefix_cache_queries",),
-    "baton_prefix_cache_hits": ("vllm:prefix_cache_hits",),
-}
+from router.tallies import Counter, Histogram
 
 
 class _OfModel:
@@ -95,19 +66,17 @@ class RouterMetrics:
     """All metrics of one router process, in its own registry."""
 
     def __init__(self) -> None:
-        self._own = CollectorRegistry()
         self.registry = CollectorRegistry()
-        self.instruments = _instruments(self._own)
         self._nodes: Callable[[], Sequence[NodeRecord]] = tuple
         self._migrations: Callable[[], MigrationStats] = MigrationStats
         self._adapters: Callable[[], set[str]] = set
         self._live = 0
         self._models: dict[str, _OfModel] = {}
         self.vllm = VllmMetrics(self.registry)
-        self.registry.register(_Exported(self._own))
-        self.registry.register(_Nodes(self._current_nodes, lambda: self._live))
-        self.registry.register(_Migrations(self._current_migrations))
-        self.registry.register(NodeInfo(self._current_nodes, self._current_adapters))
+        self.instruments = _instruments(self.registry)
+        ROUTER.watch(self.registry, lambda: _of_nodes(self._nodes(), self._live))
+        ROUTER.watch(self.registry, lambda: _of_migrations(self._migrations()))
+        ROUTER.watch(self.registry, lambda: node_info(self._nodes(), self._adapters()))
 
     def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         """Where the load of the nodes is read from at each scrape."""
@@ -125,15 +94,6 @@ class RouterMetrics:
     def live(self) -> int:
         """Requests under way here."""
         return self._live
-
-    def _current_nodes(self) -> Sequence[NodeRecord]:
-        return self._nodes()
-
-    def _current_adapters(self) -> set[str]:
-        return self._adapters()
-
-    def _current_migrations(self) -> MigrationStats:
-        return self._migrations()
 
     def begin(self, model: str, arrival: float) -> RequestMeter:
         """A request came in at `arrival` (the router's clock). Its meter must be ended."""
@@ -160,18 +120,13 @@ class RouterMetrics:
 
 def watch_pieces(registry: CollectorRegistry, stats: PieceStats) -> None:
     """Export what the tokenizer had kept. Once per tokenizer."""
-    registry.register(_Pieces(stats))
-
-
-class _Pieces(Collector):
-    def __init__(self, stats: PieceStats) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterable[Metric]:
-        yield from counters(
-            ("baton_tokenizer_cache_queries", "Characters of chats to encode", self._stats.asked),
-            ("baton_tokenizer_cache_hits", "Those whose tokens were kept", self._stats.kept),
-        )
+    ROUTER.watch(
+        registry,
+        lambda: {
+            "baton_tokenizer_cache_queries": stats.asked,
+            "baton_tokenizer_cache_hits": stats.kept,
+        },
+    )
 
 
 class RequestMeter:
@@ -235,140 +190,82 @@ class RequestMeter:
 
 
 def _instruments(registry: CollectorRegistry) -> _Instruments:
-    def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, [_MODEL], buckets=buckets, registry=registry)
+    def histogram(name: str) -> Histogram:
+        return Histogram(ROUTER[name], registry)
 
-    def counter(name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, [_MODEL, *labels], registry)
+    def counter(name: str) -> Counter:
+        return Counter(ROUTER[name], registry)
 
     return _Instruments(
-        first_token=histogram(
-            "baton_time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS
-        ),
-        inter_token=histogram(
-            "baton_inter_token_latency_seconds", "Between two tokens as shown", TPOT_BUCKETS
-        ),
-        per_token=histogram(
-            "baton_request_time_per_output_token_seconds", "Mean of a request", TPOT_BUCKETS
-        ),
-        e2e=histogram("baton_e2e_request_latency_seconds", "From arrival to the end", E2E_BUCKETS),
-        queue=histogram("baton_request_queue_time_seconds", "From arrival to a node", TTFT_BUCKETS),
-        handover=histogram(
-            "baton_handover_seconds", "From token 1 to the decode node's first", TRANSFER_BUCKETS
-        ),
-        prompt_tokens=counter("baton_prompt_tokens", "Tokens of prompts"),
-        generation_tokens=counter("baton_generation_tokens", "Tokens shown"),
-        success=counter("baton_request_success", "Requests that ended well", "finished_reason"),
-        failure=counter("baton_request_failure", "Requests that did not", "code"),
-        retries=counter("baton_request_retries", "Retries on other nodes"),
-        prefix_queries=counter("baton_prefix_cache_queries", "Prompt tokens looked up"),
-        prefix_hits=counter("baton_prefix_cache_hits", "Prompt tokens found on the node"),
-        nodes=counter("baton_node_requests", "Requests by the node that ran them", "role", "node"),
-        pooling=counter("baton_pooling_requests", "Embeddings, scores: calls", "outcome"),
+        first_token=histogram("baton_time_to_first_token_seconds"),
+        inter_token=histogram("baton_inter_token_latency_seconds"),
+        per_token=histogram("baton_request_time_per_output_token_seconds"),
+        e2e=histogram("baton_e2e_request_latency_seconds"),
+        queue=histogram("baton_request_queue_time_seconds"),
+        handover=histogram("baton_handover_seconds"),
+        prompt_tokens=counter("baton_prompt_tokens"),
+        generation_tokens=counter("baton_generation_tokens"),
+        success=counter("baton_request_success"),
+        failure=counter("baton_request_failure"),
+        retries=counter("baton_request_retries"),
+        prefix_queries=counter("baton_prefix_cache_queries"),
+        prefix_hits=counter("baton_prefix_cache_hits"),
+        nodes=counter("baton_node_requests"),
+        pooling=counter("baton_pooling_requests"),
     )
 
 
-class _Exported(Collector):
-    """The own metrics, each followed by its aliases."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
-            yield metric
-            for alias in _ALIASES.get(metric.name, ()):
-                copy = Metric(alias, metric.documentation, metric.type)
-                copy.samples = [
-                    Sample(
-                        alias + sample.name.removeprefix(metric.name),
-                        sample.labels,
-                        sample.value,
-                        sample.timestamp,
-                        sample.exemplar,
-                    )
-                    for sample in metric.samples
-                ]
-                yield copy
-
-
-class _Nodes(Collector):
+def _of_nodes(nodes: Sequence[NodeRecord], live: int) -> dict[str, Values]:
     """Load of the nodes at scrape time, one series per node."""
-
-    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]], live: Callable[[], int]) -> None:
-        self._nodes = nodes
-        self._live = live
-
-    def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("baton_live_requests", "Requests in flight here", self._live())
-        nodes = self._nodes()
-        labels = [_MODEL, "node", "role"]
-        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, _Value]] = [
-            (GaugeMetricFamily(name, text, labels=labels), value)
-            for name, text, value in _NODE_GAUGES
-        ]
-        families += [
-            (CounterMetricFamily(name, text, labels=labels), value)
-            for name, text, value in _NODE_COUNTERS
-        ]
-        for family, value in families:
-            for node in nodes:
-                family.add_metric([node.model, node.node_id, node.role.value], value(node))
-            yield family
-        named = [([node.model, node.node_id, node.role.value], node.load) for node in nodes]
-        yield waiting_by_reason(named, labels)
-        yield iterations(
-            [(values, (load.steps, load.step_tokens)) for values, load in named], labels
-        )
+    named = {(each.model, each.node_id, each.role.value): each.load for each in nodes}
+    found: dict[str, Values] = {"baton_live_requests": live}
+    for name, value_of in _OF_LOAD.items():
+        found[name] = {labels: value_of(load) for labels, load in named.items()}
+    found["vllm:num_requests_waiting_by_reason"] = {
+        (*labels, reason): count
+        for labels, load in named.items()
+        for reason, count in (("capacity", load.waiting), ("deferred", load.fetching))
+    }
+    found["vllm:iteration_tokens_total"] = {  # only sum and count are kept
+        labels: Sums((("+Inf", load.steps),), load.step_tokens) for labels, load in named.items()
+    }
+    return found
 
 
-class _Migrations(Collector):
+def _of_migrations(stats: MigrationStats) -> dict[str, Values]:
     """Running requests that changed their decode node."""
-
-    def __init__(self, stats: Callable[[], MigrationStats]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        moved = CounterMetricFamily(
-            "baton_migrations", "Requests asked to change their decode node", labels=["outcome"]
-        )
-        moved.add_metric(["done"], stats.done)
-        moved.add_metric(["given_back"], stats.given_back)
-        moved.add_metric(["failed"], stats.failed)
-        yield moved
-        yield CounterMetricFamily("baton_migrated_tokens", "Tokens whose KV moved", stats.tokens)
-        yield CounterMetricFamily(
-            "baton_migration_seconds", "Until the new node's first token, summed", stats.seconds
-        )
+    return {
+        "baton_migrations": {
+            ("done",): stats.done, ("given_back",): stats.given_back, ("failed",): stats.failed,
+        },
+        "baton_migrated_tokens": stats.tokens,
+        "baton_migration_seconds": stats.seconds,
+    }  # fmt: skip
 
 
-_Value = Callable[[NodeRecord], float]
-_NODE_GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
-    ("vllm:num_requests_running", "Requests in the running batch", lambda n: n.load.running),
-    ("vllm:num_requests_waiting", "Requests waiting", lambda n: n.load.waiting),
-    ("vllm:num_requests_swapped", "Requests swapped to host memory", lambda n: n.load.swapped),
-    ("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", lambda n: cache_usage(n.load)),
-    ("baton_kv_blocks_free", "KV blocks that a request could have", lambda n: n.load.free_blocks),
-    ("baton_kv_blocks_total", "KV blocks of the pool", lambda n: n.load.total_blocks),
-    ("baton_kv_transfer_fetching", "KV fetches under way or queued", lambda n: n.load.fetching),
-    ("baton_kv_transfer_export_bytes", "Bytes under leases", lambda n: n.load.export_bytes),
-    ("baton_waiting_tokens", "Prompt tokens not yet computed", lambda n: n.load.waiting_tokens),
-    ("baton_step_seconds", "Moving mean of engine steps", lambda n: n.load.step_seconds),
-    ("baton_stalled", "1 while its engine makes no progress", lambda n: float(n.load.stalled)),
-    ("baton_mbu", "Share of its read bandwidth, last steps", lambda n: n.load.mbu),
-    ("baton_mfu", "Share of its matrix products' rate", lambda n: n.load.mfu),
-    ("baton_draining", "1 while it takes no new requests", lambda n: float(n.load.draining)),
-)
-# As of each node's last heartbeat, since its start. Under the names of the nodes' own /metrics, but
-# where this router counts the same thing over its requests.
-_NODE_COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
-    ("baton_kv_transfer_bytes", "KV bytes received", lambda n: n.load.kv_received_bytes),
-    ("baton_kv_transfer_sent_bytes", "KV bytes sent", lambda n: n.load.kv_sent_bytes),
-    ("baton_kv_transfer_fetches", "KV fetches that ended well", lambda n: n.load.kv_fetches),
-    ("baton_kv_transfer_failures", "KV fetches that failed", lambda n: n.load.kv_fetch_failures),
-    ("vllm:num_preemptions", "Requests preempted", lambda n: n.load.preemptions),
-    ("baton_preemptions", "Requests preempted", lambda n: n.load.preemptions),
-    ("baton_node_prefix_queries", "Prompt tokens looked up", lambda n: n.load.prefix_query_tokens),
-    ("baton_node_prefix_hits", "Prompt tokens found", lambda n: n.load.prefix_hit_tokens),
-)
+_OF_LOAD: Final[Mapping[str, Callable[[NodeLoad], float]]] = {
+    "vllm:num_requests_running": lambda load: load.running,
+    "vllm:num_requests_waiting": lambda load: load.waiting,
+    "vllm:num_requests_swapped": lambda load: load.swapped,
+    "vllm:kv_cache_usage_perc": cache_usage,
+    "baton_kv_blocks_free": lambda load: load.free_blocks,
+    "baton_kv_blocks_total": lambda load: load.total_blocks,
+    "baton_kv_transfer_fetching": lambda load: load.fetching,
+    "baton_kv_transfer_export_bytes": lambda load: load.export_bytes,
+    "baton_waiting_tokens": lambda load: load.waiting_tokens,
+    "baton_step_seconds": lambda load: load.step_seconds,
+    "baton_stalled": lambda load: float(load.stalled),
+    "baton_mbu": lambda load: load.mbu,
+    "baton_mfu": lambda load: load.mfu,
+    "baton_draining": lambda load: float(load.draining),
+    # Counters as of the node's last heartbeat, since its start. Under the names of the nodes' own
+    # /metrics, but where this router counts the same thing over its requests.
+    "baton_kv_transfer_bytes": lambda load: load.kv_received_bytes,
+    "baton_kv_transfer_sent_bytes": lambda load: load.kv_sent_bytes,
+    "baton_kv_transfer_fetches": lambda load: load.kv_fetches,
+    "baton_kv_transfer_failures": lambda load: load.kv_fetch_failures,
+    "vllm:num_preemptions": lambda load: load.preemptions,
+    "baton_preemptions": lambda load: load.preemptions,
+    "baton_node_prefix_queries": lambda load: load.prefix_query_tokens,
+    "baton_node_prefix_hits": lambda load: load.prefix_hit_tokens,
+}

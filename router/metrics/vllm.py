@@ -1,37 +1,27 @@
 """vLLM's metrics that Baton has no own name for, so that vLLM's Grafana boards show data.
 
-Those with an own name are aliased in router/metrics/router.py. Times are the router's: prefill is
-from the first submission to a node to token 1, decode from there to the last token. docs/metrics.md
-lists all of them.
+Those with an own name are aliases in router/metrics/metric_list.py. Times are the router's: prefill
+is from the first submission to a node to token 1, decode from there to the last token.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from baton.protocol.adapters import adapter_name
 from baton.protocol.handles import NodeRecord
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
+from baton.runtime.metrics import Values, cache_usage
+from router.metrics.metric_list import ROUTER
 from router.tallies import Histogram
 
 if TYPE_CHECKING:
     from router.services import RouterServices
-
-_MODEL: Final = "model_name"
-# vLLM's: 1, 2, 5, 10, ... tokens.
-TOKEN_BUCKETS: Final = tuple(
-    base * 10**power for power in range(6) for base in (1, 2, 5) if base * 10**power <= 200_000
-)
-N_BUCKETS: Final = (1, 2, 5, 10, 20)
-PREEMPTION_BUCKETS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +74,18 @@ class VllmMetrics:
     """The histograms of requests, registered in `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, [_MODEL], buckets=buckets, registry=registry)
+        def histogram(name: str) -> Histogram:
+            return Histogram(ROUTER[f"vllm:request_{name}"], registry)
 
-        self.prompt = histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS)
-        self.output = histogram("request_generation_tokens", "Tokens generated", TOKEN_BUCKETS)
-        self.most = histogram(
-            "request_max_num_generation_tokens", "Tokens of a request's output", TOKEN_BUCKETS
-        )
-        self.n = histogram("request_params_n", "Samples asked for", N_BUCKETS)
-        self.max_tokens = histogram(
-            "request_params_max_tokens", "Most tokens asked for", TOKEN_BUCKETS
-        )
-        self.preemptions = histogram(
-            "request_num_preemptions", "How often a request lost its place", PREEMPTION_BUCKETS
-        )
-        self.prefill = histogram(
-            "request_prefill_time_seconds", "From a node to token 1", TTFT_BUCKETS
-        )
-        self.decode = histogram(
-            "request_decode_time_seconds", "From token 1 to the last", E2E_BUCKETS
-        )
-        self.inference = histogram(
-            "request_inference_time_seconds", "From a node to the last token", E2E_BUCKETS
-        )
+        self.prompt = histogram("prompt_tokens")
+        self.output = histogram("generation_tokens")
+        self.most = histogram("max_num_generation_tokens")
+        self.n = histogram("params_n")
+        self.max_tokens = histogram("params_max_tokens")
+        self.preemptions = histogram("num_preemptions")
+        self.prefill = histogram("prefill_time_seconds")
+        self.decode = histogram("decode_time_seconds")
+        self.inference = histogram("inference_time_seconds")
 
 
 def watch(services: RouterServices) -> None:
@@ -126,36 +104,23 @@ def watch(services: RouterServices) -> None:
     services.metrics.watch_adapters(running_adapters)
 
 
-class NodeInfo(Collector):
+def node_info(nodes: Sequence[NodeRecord], running_adapters: set[str]) -> dict[str, Values]:
     """Of each node, at scrape time: vLLM's cache_config_info, gpu_cache_usage_perc (the older name
     of kv_cache_usage_perc), and lora_requests_info where there are adapters."""
-
-    def __init__(
-        self, nodes: Callable[[], Sequence[NodeRecord]], adapters: Callable[[], set[str]]
-    ) -> None:
-        self._nodes = nodes
-        self._adapters = adapters
-
-    def collect(self) -> Iterable[Metric]:
-        nodes = self._nodes()
-        labels = [_MODEL, "node", "role"]
-        usage = GaugeMetricFamily("vllm:gpu_cache_usage_perc", "KV blocks in use", labels=labels)
-        more = ["block_size", "num_gpu_blocks", "cache_dtype"]
-        config = GaugeMetricFamily("vllm:cache_config_info", "Sizes", labels=[*labels, *more])
-        for node in nodes:
-            values = [node.model, node.node_id, node.role.value]
-            usage.add_metric(values, cache_usage(node.load))
-            blocks, dtype = str(node.load.total_blocks), node.endpoint.format.dtype
-            config.add_metric([*values, str(node.block_size), blocks, dtype], 1)
-        yield usage
-        yield config
-        known = {adapter_name(id_) for node in nodes for id_ in node.adapters}
-        if known:
-            yield self._lora(nodes[0].model, known)
-
-    def _lora(self, model: str, known: set[str]) -> Metric:
-        labels = [_MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-        found = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use", labels=labels)
-        running = ",".join(sorted(self._adapters()))
-        found.add_metric([model, str(len(known)), running, ""], time.time())
-        return found
+    usage: dict[tuple[str, ...], float] = {}
+    config: dict[tuple[str, ...], float] = {}
+    for node in nodes:
+        labels = (node.model, node.node_id, node.role.value)
+        usage[labels] = cache_usage(node.load)
+        blocks, dtype = str(node.load.total_blocks), node.endpoint.format.dtype
+        config[*labels, str(node.block_size), blocks, dtype] = 1
+    found: dict[str, Values] = {
+        "vllm:gpu_cache_usage_perc": usage,
+        "vllm:cache_config_info": config,
+    }
+    known = {adapter_name(id_) for node in nodes for id_ in node.adapters}
+    if known:
+        running = ",".join(sorted(running_adapters))
+        labels = (nodes[0].model, str(len(known)), running, "")
+        found["vllm:lora_requests_info"] = {labels: time.time()}
+    return found

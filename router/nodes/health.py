@@ -119,6 +119,8 @@ class NodeHealth:
         """Counts as one quarantine, however many names the node has."""
         settings = self._settings
         self.stats.quarantines += bool(cases)
+        if now >= self._last_until:
+            self._panicking = frozenset()  # that was over
         for case in cases:
             if now - case.until > settings.window_s:
                 case.relapses = 0  # it has behaved since
@@ -165,8 +167,8 @@ class Watchdog:
     the node's event loop hangs, although gRPC's own threads still answer pings. A node without
     requests of ours may be silent.
 
-    `busy`: has the node requests of ours? The life: heard() and began() as they happen, `bite` as a
-    task of each session.
+    `busy`: has the node requests of ours? The life: heard() for each message, and when the node
+    gets requests after a pause; `bite` as a task of each session.
     """
 
     def __init__(self, clock: Clock, stall_s: float, busy: Callable[[], bool]) -> None:
@@ -177,10 +179,6 @@ class Watchdog:
 
     def heard(self) -> None:
         self._since = self._clock.monotonic()
-
-    def began(self) -> None:
-        """It has a request of ours, and had none before."""
-        self.heard()
 
     async def bite(self) -> None:
         """Returns once the node has been silent for too long."""

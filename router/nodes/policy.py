@@ -8,11 +8,12 @@ affinity to the node that holds the prefix, and load overriding it, are the same
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
 from baton.protocol.block_hashes import chain, root_hash
-from baton.protocol.errors import ContextLengthExceeded, Unavailable
+from baton.protocol.errors import BatonError, ContextLengthExceeded, Unavailable
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from router.nodes.placement import Placement, Prompt, placement_costs, requests_on, tokens_ahead
 from router.nodes.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
@@ -24,6 +25,7 @@ PREFIX_WORTH: Final = (
 NO_ROOM_COST: Final = 1000.0  # a node that must first free blocks comes after all that need not
 SESSION_WORTH: Final = 4.0  # a session stays with its decode node up to so many requests more ...
 SESSION_SHARE: Final = 0.5  # ... or this share of those that run there, whichever is more
+MAX_LOST: Final = 1  # hand-overs of one request whose KV is lost, before it needs none
 FEW_WAITING: Final = 2
 SHARE_WAITING: Final = 0.125  # of those that run
 
@@ -74,26 +76,56 @@ class NodeSnapshot:
         return not (self.load.draining or self.load.asleep or self.shunned)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
-    """What a request needs of its nodes.
+    """What a request needs of its nodes, and what it has been through with them. Its owner writes
+    it, the policy reads it.
 
     `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
-    failed it). `model_digest`: the model that it began with, None at first. `session_boot`: the
-    decode node that served its session, "" for none. `width`: sequences that decode at once.
-    `local`: its KV was lost on the way too often, so the decode node computes the prompt.
+    failed it). `refusal`: the answer if nobody else will serve. `deaths`: boots that may have died
+    of it and have not come back, and whether they hung; `num_deaths` counts all; `guilty`: they are
+    too many, by the last verdict. `num_lost`: hand-overs whose KV was lost on the way.
+    `model_digest`: the model that it began with, None at first. `session_boot`: the decode node
+    that served its session, "" for none. `width`: sequences that decode at once. `local`: its KV
+    cannot travel, so the decode node computes the prompt.
     """
 
     known_ids: tuple[int, ...]
     tenant_salt: str = ""
     adapter: str = ""
     model_digest: str | None = None
-    excluded: frozenset[str] = frozenset()
-    avoided: frozenset[str] = frozenset()
+    excluded: AbstractSet[str] = frozenset()
+    avoided: AbstractSet[str] = frozenset()
+    refusal: BatonError | None = None
+    deaths: dict[str, bool] = field(default_factory=dict[str, bool])
+    num_deaths: int = 0
+    guilty: bool = False
+    num_lost: int = 0
     session_boot: str = ""
     slo: Slo = ANY
     width: int = 1
     local: bool = False
+
+    def refused(self, boot_id: str, error: BatonError) -> None:
+        """That node will not serve it."""
+        self.excluded |= {boot_id}
+        self.refusal = error
+
+    def avoid(self, boot_id: str) -> None:
+        """That node failed it, or is to be left alone."""
+        self.avoided |= {boot_id}
+
+    def lost_kv(self, boot_id: str) -> None:
+        """KV was lost on the way from that node: another exporter avoids both, node and way. Who
+        loses it there again has the prompt computed where it decodes."""
+        self.avoid(boot_id)
+        self.num_lost += 1
+        self.local |= self.num_lost > MAX_LOST
+
+    def blame(self, boot_id: str, *, hung: bool = False) -> None:
+        """That node may have died of it, or hangs because of it."""
+        self.num_deaths += 1
+        self.deaths[boot_id] = hung or self.deaths.get(boot_id, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,29 +160,24 @@ def choose_route(
 ) -> Route:
     """Pick nodes for a request; `tie` in [0, 1) decides between equals.
 
-    Raises Unavailable when no decode node can serve, ContextLengthExceeded when the prompt fits
-    into no node's pool.
+    Raises Unavailable or `ask.refusal` when no decode node can serve, ContextLengthExceeded when
+    the prompt fits into no node's pool.
     """
     usable = [node for node in nodes if is_usable(node, ask)]
     decoders = [node for node in usable if node.role is Role.DECODE]
     if not decoders:
-        raise Unavailable("no decode node is available")
+        raise ask.refusal or Unavailable("no decode node is available")
     cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
-    layouts = {node.fingerprint for node in decoders}
-    prefillers = [n for n in usable if n.role is Role.PREFILL and n.fingerprint in layouts]
-    if not prefillers or ask.local:
-        decode = pick_decode(ask, decoders, settings, tie, cached)
-        return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
-    prefill = _pick(
-        _drawn(_prefill_candidates(prefillers, ask, cached), ask, cached, settings, tie),
-        lambda node: prefill_cost(node, ask, cached.get(node.boot_id, 0), settings),
-        tie,
-    )
-    partners = [node for node in decoders if node.fingerprint == prefill.fingerprint]
-    decode = pick_decode(ask, partners, settings, tie, cached)
-    route = Route(decode, prefill, cached.get(prefill.boot_id, 0), cached.get(decode.boot_id, 0))
+    prefill = pick_prefill(ask, usable, settings, tie, cached)
+    if prefill is not None:
+        decoders = [node for node in decoders if node.fingerprint == prefill.fingerprint]
+    decode = pick_decode(ask, decoders, settings, tie, cached)
+    decode_cached = cached.get(decode.boot_id, 0)
+    if prefill is None:
+        return Route(decode, decode_cached=decode_cached)
+    route = Route(decode, prefill, cached.get(prefill.boot_id, 0), decode_cached)
     if _prefills_locally(len(ask.known_ids), route, prefill, settings):
-        return Route(decode, decode_cached=route.decode_cached)
+        return Route(decode, decode_cached=decode_cached)
     return route
 
 
@@ -169,16 +196,48 @@ def _prefills_locally(
 def choose_decode(
     ask: Ask, nodes: Sequence[NodeSnapshot], fingerprint: str, settings: PolicySettings, tie: float
 ) -> NodeSnapshot:
-    """A decode node for KV that exists already, in the layout `fingerprint`. Raises Unavailable."""
+    """A decode node for KV that exists already, in the layout `fingerprint`.
+
+    Raises as `choose_route`.
+    """
     partners = [
         node
         for node in nodes
         if node.role is Role.DECODE and node.fingerprint == fingerprint and is_usable(node, ask)
     ]
     if not partners:
-        raise Unavailable("no decode node is available")
+        raise ask.refusal or Unavailable("no decode node is available")
     cached = prefix_lengths(ask, partners) if settings.prefix_weight else {}
     return pick_decode(ask, partners, settings, tie, cached)
+
+
+def pick_prefill(
+    ask: Ask,
+    nodes: Sequence[NodeSnapshot],
+    settings: PolicySettings,
+    tie: float,
+    cached: dict[str, int],
+) -> NodeSnapshot | None:
+    """The cheapest prefill node of those that keep the request's time to token 1, of all if none
+    does. None: no decode node could fetch from any, or the request's KV must not travel.
+
+    Raises ContextLengthExceeded.
+    """
+    layouts = {node.fingerprint for node in nodes if node.role is Role.DECODE}
+    prefillers = [n for n in nodes if n.role is Role.PREFILL and n.fingerprint in layouts]
+    if ask.local or not prefillers:
+        return None
+    fitting = _fitting(prefillers, ask)
+    if ask.slo.ttft_s is not None:
+        in_time = [n for n in fitting if _starts_in_time(n, ask, cached.get(n.boot_id, 0))]
+        fitting = in_time or fitting
+    if settings.two_choices:
+        fitting = _drawn(fitting, ask, cached, tie)
+    return _cheapest(
+        fitting,
+        lambda node: prefill_cost(node, ask, cached.get(node.boot_id, 0), settings),
+        tie,
+    )
 
 
 def pick_decode(
@@ -188,27 +247,32 @@ def pick_decode(
     tie: float,
     cached: dict[str, int],
 ) -> NodeSnapshot:
-    """The cheapest of `decoders`. Raises ContextLengthExceeded."""
-    return _pick(
-        _drawn(_decode_candidates(decoders, ask), ask, cached, settings, tie),
+    """The cheapest of those that keep the request's time per token, of all if none does.
+
+    Raises ContextLengthExceeded.
+    """
+    fitting = _fitting(decoders, ask)
+    if ask.slo.tpot_s is not None:
+        fitting = [node for node in fitting if _streams_in_time(node, ask)] or fitting
+    if settings.two_choices:
+        fitting = _drawn(fitting, ask, cached, tie)
+    return _cheapest(
+        fitting,
         lambda node: decode_cost(node, ask, cached.get(node.boot_id, 0), settings),
         tie,
     )
 
 
 def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
+    """May it serve the request at all? A decode node must also hold its sequences at once."""
+    narrow = node.role is Role.DECODE and 0 < node.max_num_seqs < ask.width
     return (
         node.takes_requests
         and node.boot_id not in ask.excluded
         and ask.model_digest in (None, node.model_digest)
         and (not ask.adapter or ask.adapter in node.adapters)
-        and (node.role is not Role.DECODE or holds_width(node, ask.width))
+        and not narrow
     )
-
-
-def holds_width(node: NodeSnapshot, width: int) -> bool:
-    """Could so many sequences of one request ever run there at once?"""
-    return node.max_num_seqs == 0 or width <= node.max_num_seqs
 
 
 def is_full(node: NodeSnapshot) -> bool:
@@ -269,46 +333,21 @@ def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
     return lengths
 
 
-def _prefill_candidates(
-    nodes: Sequence[NodeSnapshot], ask: Ask, cached: dict[str, int]
-) -> Sequence[NodeSnapshot]:
-    """Those that keep its time to token 1, all if none does. Raises ContextLengthExceeded."""
-    fitting = _with_room(_prefer_unavoided(nodes, ask), ask)
-    limit_s = ask.slo.ttft_s
-    if limit_s is None:
-        return fitting
-    length = len(ask.known_ids)
-    return [
-        node
-        for node in fitting
-        if not _blocks_short(node, ask, cached.get(node.boot_id, 0))
-        and meets(expected_ttft_s(node, length - cached.get(node.boot_id, 0)), limit_s)
-    ] or fitting
+def _starts_in_time(node: NodeSnapshot, ask: Ask, cached: int) -> bool:
+    expected_s = expected_ttft_s(node, len(ask.known_ids) - cached)
+    return meets(expected_s, ask.slo.ttft_s) and not _blocks_short(node, ask, cached)
 
 
-def _decode_candidates(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
-    """Those that keep its time per token, all if none does. Raises ContextLengthExceeded."""
-    fitting = _with_room(_prefer_unavoided(nodes, ask), ask)
-    limit_s = ask.slo.tpot_s
-    if limit_s is None:
-        return fitting
-    return [
-        node
-        for node in fitting
-        if not _blocks_short(node, ask, 0) and meets(expected_tpot_s(node), limit_s)
-    ] or fitting
+def _streams_in_time(node: NodeSnapshot, ask: Ask) -> bool:
+    return meets(expected_tpot_s(node), ask.slo.tpot_s) and not _blocks_short(node, ask, 0)
 
 
 def _drawn(
-    nodes: Sequence[NodeSnapshot],
-    ask: Ask,
-    cached: dict[str, int],
-    settings: PolicySettings,
-    tie: float,
+    nodes: Sequence[NodeSnapshot], ask: Ask, cached: dict[str, int], tie: float
 ) -> Sequence[NodeSnapshot]:
-    """Two of them, chosen by `tie`, if the settings want that and the nodes differ only in load."""
+    """Two of them, chosen by `tie`, if the nodes differ only in load."""
     count = len(nodes)
-    if not settings.two_choices or count <= 2:
+    if count <= 2:
         return nodes
     if any(node.boot_id == ask.session_boot for node in nodes):
         return nodes
@@ -322,25 +361,22 @@ def _blocks_short(node: NodeSnapshot, ask: Ask, cached: int) -> int:
     """Blocks that must become free before the request fits; 0 where the pool is not known."""
     if node.load.total_blocks == 0:
         return 0
-    return max(0, _blocks(node, ask) - cached // node.block_size - node.load.free_blocks)
+    needed = -(-(len(ask.known_ids) + 1) // node.block_size)
+    return max(0, needed - cached // node.block_size - node.load.free_blocks)
 
 
-def _blocks(node: NodeSnapshot, ask: Ask) -> int:
-    return -(-(len(ask.known_ids) + 1) // node.block_size)
+def _fitting(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    """Those whose whole pool could hold the request; avoided ones only if there are no others.
 
-
-def _prefer_unavoided(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
-    if not ask.avoided:
-        return nodes
-    return [node for node in nodes if node.boot_id not in ask.avoided] or nodes
-
-
-def _with_room(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
-    """Those whose whole pool could hold the request."""
+    Raises ContextLengthExceeded.
+    """
+    if ask.avoided:
+        nodes = [node for node in nodes if node.boot_id not in ask.avoided] or nodes
+    needed = len(ask.known_ids) + 1
     fitting = [
         node
         for node in nodes
-        if node.load.total_blocks == 0 or _blocks(node, ask) <= node.load.total_blocks
+        if node.load.total_blocks == 0 or needed <= node.load.total_blocks * node.block_size
     ]
     if not fitting:
         raise ContextLengthExceeded(
@@ -349,7 +385,7 @@ def _with_room(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot
     return fitting
 
 
-def _pick(
+def _cheapest(
     nodes: Sequence[NodeSnapshot], cost: Callable[[NodeSnapshot], float], tie: float
 ) -> NodeSnapshot:
     """One of the cheapest, by `tie`: routers with the same view do not all choose the same node."""

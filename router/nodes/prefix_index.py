@@ -7,25 +7,22 @@ filled again by the events that follow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from baton.protocol.events import BlockEvent, BlockEventKind
 
 
 class PrefixIndex:
+    """`hashes` is the live set: read it, do not keep it over an await."""
+
     def __init__(self) -> None:
-        self._hashes: set[bytes] = set()
+        self.hashes: set[bytes] = set()
         self._next_seq: int | None = None
         self.gaps = 0
 
-    @property
-    def hashes(self) -> Collection[bytes]:
-        """The live set: read it, do not keep it over an await."""
-        return self._hashes
-
     def clear(self) -> None:
         """A session began or ended."""
-        self._hashes.clear()
+        self.hashes.clear()
         self._next_seq = None
 
     def apply(self, first_seq: int, events: Sequence[BlockEvent]) -> None:
@@ -34,12 +31,12 @@ class PrefixIndex:
             return
         if self._next_seq is not None and first_seq != self._next_seq:
             self.gaps += 1
-            self._hashes.clear()
+            self.hashes.clear()
         self._next_seq = first_seq + len(events)
         for event in events:
             if event.kind is BlockEventKind.STORED:
-                self._hashes.update(event.hashes)
+                self.hashes.update(event.hashes)
             elif event.kind is BlockEventKind.EVICTED:
-                self._hashes.difference_update(event.hashes)
+                self.hashes.difference_update(event.hashes)
             else:
-                self._hashes.clear()
+                self.hashes.clear()

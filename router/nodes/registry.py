@@ -135,9 +135,9 @@ class NodeRegistry:
         directory = self._parts.directory
         if directory is None:
             return
-        now, timing = self._parts.clock.monotonic(), self._parts.timing
+        now = self._parts.clock.monotonic()
         if self._directory_away or self._parts.store_away():
-            self._doubtful_until = now + timing.node_record_s
+            self._doubtful_until = now + self._parts.timing.node_record_s
         try:
             records = await directory.records()
         except StoreUnavailable as error:
@@ -147,30 +147,38 @@ class NodeRegistry:
             return
         self._directory_away = False
         for record in records:
-            session = self._sessions.get(record.address)
-            if session is None:
-                self._open(record.address)
-            elif session.record is not None and session.record.boot_id != record.boot_id:
-                session.wake()
-            if session is None or not session.refused:
-                self._expected.here([record])
+            self._found(record)
         self._model = self._model or _model_of(records)
-        if now < self._doubtful_until:
-            return
-        known = {record.address for record in records} | set(self._parts.addresses)
+        if now >= self._doubtful_until:
+            self._close_all_but({record.address for record in records})
+
+    def _found(self, record: NodeRecord) -> None:
+        """The directory has this record."""
+        session = self._sessions.get(record.address)
+        if session is None:
+            self._open(record.address)
+        elif session.record is not None and session.record.boot_id != record.boot_id:
+            session.wake()
+        if session is None or not session.refused:
+            self._expected.here([record])
+
+    def _close_all_but(self, found: set[str]) -> None:
+        """Close the sessions that are down, to addresses which nobody names any more."""
+        named = found | set(self._parts.addresses)
         for address, session in list(self._sessions.items()):
-            if address not in known and not session.connected:
+            if address not in named and not session.connected:
                 self._close(address)
 
     # ---- what is known ----
 
     def snapshots(self) -> list[NodeSnapshot]:
         """The connected nodes, as of now."""
-        health, panic = self.health, self.health.panicking(self._seen)
+        health, connected = self.health, self._known().connected
         if not health.holds_any:
-            return [session.snapshot(record) for session, record in self._connected()]
+            return [session.snapshot(record) for session, record in connected]
+        panic = health.panicking(self._seen)
         found: list[NodeSnapshot] = []
-        for session, record in self._connected():
+        for session, record in connected:
             snapshot = session.snapshot(record)
             if record.role not in panic and health.in_quarantine(session.keys):
                 snapshot = replace(snapshot, shunned=True)
@@ -183,7 +191,7 @@ class NodeRegistry:
 
     def records(self) -> list[NodeRecord]:
         """The connected nodes' records with their current load."""
-        return [replace(record, load=session.load) for session, record in self._connected()]
+        return [replace(record, load=session.load) for session, record in self._known().connected]
 
     def statuses(self) -> list[NodeStatus]:
         """Every known address, connected or not."""
@@ -201,7 +209,7 @@ class NodeRegistry:
         """Is there a decode node that takes requests? (Without prefill nodes it prefills, too.)"""
         return any(
             record.role is Role.DECODE and session.takes_requests
-            for session, record in self._connected()
+            for session, record in self._known().connected
         )
 
     @property
@@ -223,7 +231,7 @@ class NodeRegistry:
 
     def expected_s(self, could_serve: CouldServe) -> float:
         """For how long a node that could serve is worth waiting for; 0: there is none."""
-        self._expected.here(record for _, record in self._connected())
+        self._expected.here(record for _, record in self._known().connected)
         return self._expected.left_s(could_serve)
 
     async def may_come(self, could_serve: CouldServe) -> bool:
@@ -265,7 +273,7 @@ class NodeRegistry:
                 f"{address} was given as a {expected.value} node, it is a {record.role.value} node",
                 field="role",
             )
-        for session, other in self._connected():
+        for session, other in self._known().connected:
             if session.address == address:
                 continue  # it was started again
             if other.node_id == record.node_id and other.boot_id != record.boot_id:
@@ -301,9 +309,6 @@ class NodeRegistry:
         if self._parts.exact or record.deterministic or other.deterministic:
             raise ConfigError(text, field="dtype")
         logger.warning("%s: a failover between them may change tokens", text)
-
-    def _connected(self) -> Sequence[tuple[NodeSession, NodeRecord]]:
-        return self._known().connected
 
     def _known(self) -> _Links:
         """The sessions that stand. Made anew only after a session came up or went down."""

@@ -1,9 +1,7 @@
 """Grammars checked before any node hears of them: off the event loop, within a budget.
 
-Each is built once in a process that can be given up (baton/guided/grammar_trials.py), usually in
+Each is built once in a process that can be given up (baton/guided/trials.py), usually in
 two milliseconds. What was found out is kept, refusals too: a bad grammar costs its budget once.
-What only another backend may know is left to the nodes; for that one, asked for by name, the
-keywords of schemas are read here.
 """
 
 from __future__ import annotations
@@ -13,21 +11,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.guided.grammar_trials import GrammarTrials
-from baton.guided.grammars import FIELD, check_size
-from baton.guided.schema_keywords import check_xgrammar
-from baton.protocol.errors import (
-    BatonError,
-    InvalidRequest,
-    Unavailable,
-    UnsupportedFeature,
-)
+from baton.guided.spec import FIELD, check_size
+from baton.guided.trials import GrammarTrials
+from baton.protocol.errors import BatonError, InvalidRequest, Unavailable
 from baton.protocol.sampling import GuidedDecoding
 from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
 MAX_KNOWN: Final = 256
-TRIAL_S: Final = 0.005  # usually; what it took is settled afterwards
+TRIAL_S: Final = 0.005  # usually; the time that it took is charged afterwards
 BLAMED: Final = (InvalidRequest, Unavailable)  # what may be said of a grammar
 
 
@@ -51,8 +43,8 @@ class GrammarChecker:
     async def check(self, guided: GuidedDecoding, field: str, grant: Grant = EVERYBODY) -> None:
         """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
         many others of the same key are checked; Unavailable if this machine is too busy to."""
-        # A thought comes before the grammar, whatever the grammar is.
-        grammar = replace(guided, starts_after="", thought_start="", most_thought=None)
+        # A thought comes before the grammar, whatever the grammar is; all backends are one.
+        grammar = replace(guided, starts_after="", thought_start="", most_thought=None, backend="")
         refusal: BatonError | None
         try:
             check_size(guided)
@@ -74,10 +66,10 @@ class GrammarChecker:
         if coming is None:
             work = self._off_loop.run(WorkLane.GRAMMAR, grant, TRIAL_S, lambda: self._try(grammar))
             coming = self._coming[grammar] = asyncio.ensure_future(work)
-            coming.add_done_callback(lambda done: self._settle(grammar, done))
+            coming.add_done_callback(lambda done: self._keep(grammar, done))
         return await asyncio.shield(coming)  # others may wait for the same one
 
-    def _settle(self, grammar: GuidedDecoding, done: asyncio.Future[InvalidRequest | None]) -> None:
+    def _keep(self, grammar: GuidedDecoding, done: asyncio.Future[InvalidRequest | None]) -> None:
         del self._coming[grammar]
         if done.cancelled() or done.exception() is not None:
             return
@@ -88,12 +80,7 @@ class GrammarChecker:
     def _try(self, grammar: GuidedDecoding) -> InvalidRequest | None:
         """On a thread."""
         try:
-            if grammar.backend == "xgrammar":
-                check_xgrammar(grammar)
-            else:
-                self.trials.run(grammar)
-        except UnsupportedFeature as error:
-            return error if grammar.backend == "llguidance" else None
+            self.trials.run(grammar)
         except InvalidRequest as error:
             return error
         return None

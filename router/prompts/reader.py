@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final, Literal, TypeVar
 
-from baton.guided.grammars import FIELD
+from baton.guided.spec import FIELD
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from baton.runtime.heap import give_back
@@ -56,6 +57,12 @@ class Length:
     name: str = "the model's maximum context length"
 
 
+@cache
+def whole_length(tokens: int) -> Length:
+    """Of a text that is not cut: all of the model's context."""
+    return Length(tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class TextInputs:
     """What a request's `field` holds: texts, and lists of ids, which stay as they are."""
@@ -72,26 +79,6 @@ class TextInputs:
         if len(self.items) == 1:
             return [self.field]
         return [f"{self.field}[{index}]" for index in range(len(self.items))]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatToRender:
-    """A chat to be rendered and read. `salt`: of whoever may share what was encoded before."""
-
-    chat: Chat
-    length: Length
-    grant: Grant = EVERYBODY
-    add_special_tokens: bool = False
-    salt: str = ""
-    template: str | None = None  # the client's own, instead of the server's
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A rendered conversation, and its tokens."""
-
-    ids: tuple[int, ...]
-    text: str
 
 
 class PromptReader:
@@ -135,27 +122,34 @@ class PromptReader:
                 raise InvalidRequest(f"{field} has no tokens", field=field)
         return found
 
-    async def chat(self, asked: ChatToRender) -> ChatPrompt:
-        """Render a conversation. Templates write BOS themselves: callers add none."""
-        text = self._rendered_at_once(asked.chat) if asked.template is None else None
+    async def chat(
+        self,
+        chat: Chat,
+        length: Length,
+        grant: Grant = EVERYBODY,
+        salt: str = "",
+        add_special_tokens: bool = False,
+        template: str | None = None,
+    ) -> tuple[tuple[int, ...], str]:
+        """Render a conversation: its token ids and its text. Templates write BOS themselves:
+        callers add none. `salt`: of whoever may share what was encoded before. `template`: the
+        client's own, instead of the server's."""
+        text = self._rendered_at_once(chat) if template is None else None
         short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
-        if text is None and asked.template is not None:
-            text = await self._rendered_by(asked.template, asked)
+        if text is None and template is not None:
+            text = await self._rendered_by(template, chat, grant)
         elif text is None:
-            text = await self._rendered(asked)
-        text = self.fitting(text, asked.length, "messages")
-
-        def encode() -> ChatPrompt:
-            if asked.add_special_tokens:
-                return ChatPrompt(tuple(self._tokenizer.encode(text)), text)
-            return ChatPrompt(tuple(self._tokenizer.encode_chat(text, asked.salt)), text)
-
-        prompt = encode() if short else await self._encoded(asked.grant, len(text), encode)
-        if not prompt.ids:
+            text = await self._rendered(chat, grant)
+        text = self.fitting(text, length, "messages")
+        encode = partial(self._tokenizer.encode_chat, text, salt)
+        if add_special_tokens:
+            encode = partial(self._tokenizer.encode, text)
+        ids = tuple(encode() if short else await self._encoded(grant, len(text), encode))
+        if not ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
-        return prompt
+        return ids, text
 
-    async def _rendered_by(self, source: str, asked: ChatToRender) -> str:
+    async def _rendered_by(self, source: str, chat: Chat, grant: Grant) -> str:
         """By a client's template. Raises InvalidRequest, UnsupportedFeature."""
         field = "chat_template"
         if not self._trusts_clients:
@@ -166,8 +160,8 @@ class PromptReader:
             raise InvalidRequest(message, field=field)
         tokens = self._tokenizer.special_tokens
         return await self._off_loop.run(
-            WorkLane.TEMPLATE, asked.grant, RENDER_S,
-            lambda: self._renderer.render_by(source, tokens, asked.chat),
+            WorkLane.TEMPLATE, grant, RENDER_S,
+            lambda: self._renderer.render_by(source, tokens, chat),
         )  # fmt: skip
 
     def _rendered_at_once(self, chat: Chat) -> str | None:
@@ -182,8 +176,8 @@ class PromptReader:
             self._at_once = False
             return None
 
-    async def _rendered(self, asked: ChatToRender) -> str:
-        template, chat = self._template, asked.chat
+    async def _rendered(self, chat: Chat, grant: Grant) -> str:
+        template = self._template
         if template is None:
             raise InvalidRequest("this model has no chat template", field="messages")
 
@@ -194,11 +188,11 @@ class PromptReader:
 
         text = None
         if template.harmless and _is_within(OWN_CHAT, chat):
-            text = await self._off_loop.run(WorkLane.SHORT, asked.grant, RENDER_S, render)
+            text = await self._off_loop.run(WorkLane.SHORT, grant, RENDER_S, render)
         if text is not None:
             return text
         return await self._off_loop.run(
-            WorkLane.TEMPLATE, asked.grant, RENDER_S, lambda: self._renderer.render(template, chat)
+            WorkLane.TEMPLATE, grant, RENDER_S, lambda: self._renderer.render(template, chat)
         )
 
     async def rerank(
@@ -302,14 +296,15 @@ def room_for_output(num_prompt_tokens: int, max_model_len: int, field: str) -> i
     return room
 
 
-def check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, field: str) -> None:
-    """Raise ContextLengthExceeded (`field`) if prompt and output do not fit together."""
-    if num_prompt_tokens + max_tokens > max_model_len:
-        raise ContextLengthExceeded(
-            f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
-            f" model's maximum context length of {max_model_len} tokens",
-            field=field,
-        )
+def beyond_room(
+    num_prompt_tokens: int, max_tokens: int, max_model_len: int, field: str
+) -> ContextLengthExceeded:
+    """What to tell of a prompt and an output (`field`) that do not fit together."""
+    return ContextLengthExceeded(
+        f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
+        f" model's maximum context length of {max_model_len} tokens",
+        field=field,
+    )
 
 
 def check_logprobs(params: SamplingParams, at_once: bool, field: str) -> None:

@@ -1,22 +1,20 @@
-"""Attempts: the nodes that work on one request, and the KV export between them. Mechanics only.
+"""NodeAttempts: the nodes that work on one request, and the KV export between them. Mechanics only.
 
-An Attempt is one node under one epoch. NodeAttempts holds at most one for the prefill and one for
-the decode, collects their events in one inbox, and renews the lease of the export until the decode
-node does that. After a migration the prefill attempt is the decode node that exported the KV. Not
-here: when to do which (router/request/dispatch.py).
+It holds at most one Attempt for the prefill and one for the decode, collects their events in one
+inbox, and renews the lease of the export until the decode node does that. After a migration the
+prefill attempt is the decode node that exported the KV. Not here: when to do which
+(router/request/dispatch.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from baton.protocol.errors import BatonError, NodeLost
 from baton.protocol.events import TokenEvent
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import (
-    AbortRequest,
     Prefilled,
     ReleaseExport,
     RenewExport,
@@ -24,11 +22,9 @@ from baton.protocol.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from router.nodes.attachments import Attachment, NodeEvent, SessionLost
-from router.nodes.mailbox import Mailbox
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.policy import NodeSnapshot
 from router.nodes.registry import NodeRegistry
-from router.nodes.session import NodeSession
 
 
 class HopFailed(Exception):
@@ -41,36 +37,16 @@ class HopFailed(Exception):
         self.export_lost = export_lost
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Attempt:
-    node: NodeSnapshot
-    session: NodeSession
-    request_id: str
-    epoch: int
-
-    @property
-    def connected(self) -> bool:
-        """Is the session with this incarnation of the node still up?"""
-        record = self.session.record
-        return self.session.connected and record is not None and record.boot_id == self.node.boot_id
-
-    def leave(self, *, abort: bool) -> None:
-        """Take no more events of the node. `abort`: its work has not ended yet, stop it."""
-        if self.connected:
-            self.session.detach(self.request_id)
-            if abort:
-                self.session.send(AbortRequest(self.request_id, self.epoch))
-
-
 class NodeAttempts:
-    """`decoding`: the decode node has sent an event, so it needs the export no more.
+    """`inbox`: the nodes' events, for the journey.
 
+    `decoding`: the decode node has sent an event, so it needs the export no more.
     `exporter_suspect`: the exporter was lost, and this request may be the cause.
     """
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
-        self._inbox: Mailbox[tuple[Attempt, NodeEvent]] = Mailbox()
+        self.inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
         self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
         self.prefill: Attempt | None = None
         self.decode: Attempt | None = None
@@ -97,7 +73,7 @@ class NodeAttempts:
         """If the exporter has died, may this request be the cause? The decode node may know of
         the death before this router does."""
         attempt = self.prefill
-        if attempt is not None and attempt.connected:
+        if attempt is not None and attempt.connected and attempt.session is not None:
             return attempt.request_id in attempt.session.suspects
         return self.exporter_suspect
 
@@ -106,13 +82,29 @@ class NodeAttempts:
         or its engine hangs in the prefill while its lane still asks the decode node to wait."""
         return not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
 
-    def begin_prefill(self, node: NodeSnapshot, message: SubmitPrefill, num_tokens: int) -> None:
-        """`num_tokens`: to compute there. Raises NodeLost when the node has just gone away."""
-        self.prefill = self._submit(node, message, num_tokens)
+    def submit(
+        self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
+    ) -> Attempt:
+        """The message's request goes to `node`, which has so many tokens to compute.
 
-    def begin_decode(self, node: NodeSnapshot, message: SubmitDecode, num_tokens: int = 0) -> None:
-        """Likewise. With a handle there is nothing to compute."""
-        self.decode = self._submit(node, message, num_tokens)
+        Raises NodeLost when the node has just gone away.
+        """
+        request = message.request
+        session = self._registry.session(node.boot_id)
+        if session is None:
+            raise NodeLost(f"node {node.node_id} is not connected")
+
+        def deliver(event: NodeEvent) -> None:
+            # Nearly all tokens of all streams come through here. They are shown at once, without a
+            # switch to the journey's task, unless an earlier event still waits for that task.
+            shows = self.shows if attempt is self.decode and self.inbox.empty() else None
+            if shows is None or not isinstance(event, TokenEvent) or not shows(event):
+                self.inbox.put_nowait((attempt, event))
+
+        attempt = Attempt(request.id, request.epoch, deliver, max(0, num_tokens))
+        session.attach(attempt)
+        session.send(message)
+        return attempt
 
     def take_handle(self, handle: KVHandle) -> None:
         """The export has just been made. From now on this router renews its lease."""
@@ -139,44 +131,35 @@ class NodeAttempts:
 
     def has_prefilled(self) -> None:
         """Token 1 is there. Notify the decode node, unless it got the request after that."""
-        if not self.prefilled and self.decode is not None and self.decode.connected:
-            self.decode.session.send(Prefilled(self.decode.request_id, self.decode.epoch))
+        if not self.prefilled and self.decode is not None:
+            self.decode.send(Prefilled(self.decode.request_id, self.decode.epoch))
         self.prefilled = True
 
     def renew(self) -> None:
         """Renew the lease now and every third of it."""
         if self.handle is None or self.prefill is None:
             return
-        self.prefill.session.send(RenewExport(self.handle))
+        self.prefill.send(RenewExport(self.handle))
         self._renew_later(self.handle)
 
     def _renew_later(self, handle: KVHandle) -> None:
-        self._stop_renewing()
+        self.stop_renewing()
         loop = asyncio.get_running_loop()
         self._renewal = loop.call_later(handle.lease_ms / 3000, self.renew)
 
-    def _stop_renewing(self) -> None:
+    def stop_renewing(self) -> None:
+        """The decode node renews the lease now, and reports the exporter's death."""
         if self._renewal is not None:
             self._renewal.cancel()
             self._renewal = None
-
-    def subscribed(self) -> None:
-        """The decode node renews the lease now, and reports the exporter's death."""
-        self._stop_renewing()
 
     @property
     def is_subscribed(self) -> bool:
         return self.handle is not None and self._renewal is None
 
-    async def next_event(self) -> tuple[Attempt, NodeEvent]:
-        """The next event of a node. The lease is renewed meanwhile."""
-        return await self._inbox.get()
-
     def pending_events(self) -> list[tuple[Attempt, NodeEvent]]:
         """Events that have been delivered and not been read."""
-        pending = list(self._inbox.waiting)
-        self._inbox.waiting.clear()
-        return pending
+        return [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
 
     def drop_decode(self) -> None:
         """The decode node failed. The export stays, and its lease is renewed here again."""
@@ -188,8 +171,8 @@ class NodeAttempts:
     def stop_sample(self, sample: int) -> None:
         """Ask the decode node to end one of the request's samples."""
         attempt = self.decode
-        if attempt is not None and attempt.connected:
-            attempt.session.send(StopSample(attempt.request_id, attempt.epoch, sample))
+        if attempt is not None:
+            attempt.send(StopSample(attempt.request_id, attempt.epoch, sample))
 
     def give_up(self, why: str) -> None:
         """Stop every node and release the export: nobody needs their work."""
@@ -197,8 +180,8 @@ class NodeAttempts:
             self.decode.leave(abort=True)
         if self.prefill is not None:
             self.prefill.leave(abort=True)
-            if self.handle is not None and not self.decoding and self.prefill.connected:
-                self.prefill.session.send(ReleaseExport(self.handle, why))
+            if self.handle is not None and not self.decoding:
+                self.prefill.send(ReleaseExport(self.handle, why))
         self._forget()
 
     def finish(self) -> None:
@@ -209,27 +192,7 @@ class NodeAttempts:
         self._forget()
 
     def _forget(self) -> None:
-        self._stop_renewing()
+        self.stop_renewing()
         self.prefill = self.decode = self.handle = None
         self.prefilled = self.decoding = self.exporter_suspect = False
         self.shows = None
-
-    def _submit(
-        self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
-    ) -> Attempt:
-        request = message.request
-        session = self._registry.session(node.boot_id)
-        if session is None:
-            raise NodeLost(f"node {node.node_id} is not connected")
-        attempt = Attempt(node, session, request.id, request.epoch)
-
-        def deliver(event: NodeEvent) -> None:
-            # Nearly all tokens of all streams come through here. They are shown at once, without a
-            # switch to the journey's task, unless an earlier event still waits for that task.
-            shows = self.shows if attempt is self.decode and not self._inbox.waiting else None
-            if shows is None or not isinstance(event, TokenEvent) or not shows(event):
-                self._inbox.put((attempt, event))
-
-        session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
-        session.send(message)
-        return attempt

@@ -1,6 +1,6 @@
 """One request from the dispatcher's tokens to what a client reads: text, finish reason, usage.
 
-Used by both front doors (HTTP and gRPC); for chats the text is taken apart too (router/parsers).
+Used by both front doors (HTTP and gRPC); for chats the text is taken apart too (baton/parsers).
 A request may have several samples, or beams: all run at once, each ends once, with a Delta that has
 a finish_reason, and each has its own text, stop strings and parser. An exception ends all of them.
 Closing `deltas()` early closes the dispatcher's stream, which aborts the request on every hop. A
@@ -9,13 +9,14 @@ stop string ends a sample here, because only the router sees text; the others go
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from baton.guided.grammars import FIELD
+from baton.guided.spec import FIELD
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import Content, Part
 from baton.protocol.best_of import best_samples
 from baton.protocol.clock import Clock
 from baton.protocol.errors import Cancelled, InternalError
@@ -23,15 +24,13 @@ from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason, Request
 from baton.text.stops import StopMatcher
 from baton.text.tokenizer import Tokenizer
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import Part
 from router.prompts.grammar_checks import BLAMED, blamed_on
 from router.request.failures import as_baton_error
 from router.request.terms import STANDARD, Terms
 from router.request.trace import RequestTrace
 
 if TYPE_CHECKING:
-    from router.metrics.router import RequestMeter
+    from router.metrics.router import RouterMetrics
 
 
 class Dispatch(Protocol):
@@ -39,6 +38,15 @@ class Dispatch(Protocol):
 
     def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]: ...
     def stop_sample(self, request_id: str, sample: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallRunner:
+    """What runs completions: who computes their tokens, who counts them, and by which clock."""
+
+    dispatch: Dispatch
+    metrics: RouterMetrics
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,9 @@ class OutputRules:
     message: MessageRules | None = None
     echo: str = ""
     discard: bool = False
+
+
+PLAIN_OUTPUT: Final = OutputRules()  # of whoever asks for nothing of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +102,12 @@ class Completion:
     ) -> None:
         self.request = request
         self.model = model
-        self.prompt_text = rules.echo
+        self.rules = rules
+        self.tokenizer = tokenizer
         self.trace = RequestTrace(terms)
         self.cached_tokens = 0
         self.guided_field = FIELD  # the client's own name of the constraint, for what nodes refuse
         self.prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-        self._rules = rules
-        self._tokenizer = tokenizer
         self._samples = [
             SampleText(sample, request, rules, tokenizer)
             for sample in range(request.params.num_outputs)
@@ -115,44 +125,56 @@ class Completion:
     @property
     def completion_tokens(self) -> int:
         """Of all samples, also of those that best_of drops."""
-        return sum(sample.num_tokens for sample in self._samples)
+        return sum([sample.num_tokens for sample in self._samples])
 
     @property
     def reasoning_tokens(self) -> int:
-        return sum(sample.reasoning_tokens for sample in self._samples)
+        return sum([sample.reasoning_tokens for sample in self._samples])
+
+    def parts_of(self, delta: Delta) -> Sequence[Part]:
+        """What a delta of this completion holds: all of its text is content, unless the rules ask
+        for parts."""
+        if self.rules.message is not None:
+            return delta.parts
+        return (Content(delta.text),) if delta.text else ()
 
     def twin(self) -> Completion:
         """The same, not run yet: its request may be told to several readers."""
-        return Completion(self.request, self.model, self._rules, self._tokenizer, self.trace.terms)
+        return Completion(self.request, self.model, self.rules, self.tokenizer, self.trace.terms)
 
-    def deltas(
-        self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
-    ) -> AsyncGenerator[Delta, None]:
-        """Run the request. Raises BatonError; feeds `meter` and ends it on every way out."""
-        live = self._run(dispatch, meter, clock)
-        return live if len(self._samples) == self.num_choices else self._best(live)
+    def deltas(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
+        """Run the request, measured from its arrival. Raises BatonError."""
+        live = self._run(runner)
+        return live if len(self._samples) == self.request.params.n else self._best(live)
 
-    async def _run(
-        self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
-    ) -> AsyncGenerator[Delta, None]:
+    async def _run(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
         """All samples as they come, each ended once. The last end is told when the dispatcher has
-        recorded it."""
-        outcome = "cancelled"
+        recorded it. The meter is ended on every way out."""
+        dispatch, clock, outcome = runner.dispatch, runner.clock, "cancelled"
+        meter = runner.metrics.begin(self.model, self.request.arrival)
         meter.params = self.request.params
+        num_running = len(self._samples)
         last: Delta | None = None
         try:
             try:
                 async with aclosing(dispatch.run(self.request, self.trace)) as events:
                     async for event in events:
-                        delta = self._absorb(event, dispatch)
-                        if delta is None:
-                            continue
+                        sample = self._samples[event.sample]
+                        if sample.ended:
+                            continue  # under way when its text ended it
+                        self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+                        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+                        delta = sample.absorb(event)
                         meter.tokens(clock.monotonic(), len(event.token_ids), event.sample)
-                        if not self._ended:
+                        num_running -= sample.ended
+                        if num_running:
+                            if sample.stopped_by_text:
+                                dispatch.stop_sample(self.request.id, event.sample)
                             yield delta
                             continue
                         last = delta
-                        if self.trace.text_stop:
+                        if sample.stopped_by_text:
+                            self.trace.stopped_by_text()
                             break
             except Cancelled:
                 if not self.trace.aborted:
@@ -164,34 +186,14 @@ class Completion:
                 raise InternalError("the token stream ended without a finish reason")
             outcome = last.finish_reason.value
             yield last
-        except (GeneratorExit, asyncio.CancelledError):
-            raise
         except BLAMED as error:
             outcome = error.code
             raise blamed_on(error, self.guided_field) from error
-        except BaseException as error:
+        except Exception as error:
             outcome = as_baton_error(error).code
             raise
         finally:
-            meter.end(clock.monotonic(), self.trace, self.prompt_tokens, outcome)
-
-    @property
-    def _ended(self) -> bool:
-        return all(sample.ended for sample in self._samples)
-
-    def _absorb(self, event: TokenEvent, dispatch: Dispatch) -> Delta | None:
-        """None for what is under way of a sample that its text has ended."""
-        sample = self._samples[event.sample]
-        if sample.ended:
-            return None
-        self._note(event)
-        delta = sample.absorb(event)
-        if sample.stopped_by_text:
-            if self._ended:
-                self.trace.stopped_by_text()
-            else:
-                dispatch.stop_sample(self.request.id, event.sample)
-        return delta
+            meter.end(clock.monotonic(), self.trace, len(self.request.prompt_ids), outcome)
 
     def _cut_short(self, held: Delta | None) -> list[Delta]:
         """`held`, if any, and the ends of what an operator has aborted: at least one."""
@@ -208,10 +210,6 @@ class Completion:
         for choice, sample in enumerate(best_samples(told, self.num_choices)):
             for delta in held[sample]:
                 yield replace(delta, sample=choice)
-
-    def _note(self, event: TokenEvent) -> None:
-        self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
-        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
 
 
 class SampleText:
@@ -238,49 +236,59 @@ class SampleText:
             shown, self._parser = rules.message.markers, MessageParser(rules.message)
         self._parts: list[Part] = []
         self._decoder = tokenizer.stream(rules.skip_special_tokens, shown)
-        self._stops = StopMatcher(rules.stop, rules.include_stop)
-        self._plain = not rules.stop and self._parser is None  # nothing is looked for in the text
+        # None: nothing is looked for in the text.
+        self._stops: StopMatcher | None = None
+        if rules.stop or self._parser is not None:
+            self._stops = StopMatcher(rules.stop, rules.include_stop)
 
     def absorb(self, event: TokenEvent) -> Delta:
         """Text of one event. Mutates decoder, matcher, parser and counts."""
         if self._discard:
             reason = event.finish_reason and FinishReason.LENGTH
             return self._delta(Delta(event.position, (), "", reason))
-        hides_last = (
-            event.stop_token_id is not None
-            and event.finish_reason is not None
-            and not self._shows_end
+        ids, ended = event.token_ids, event.finish_reason is not None
+        hides_last = ended and event.stop_token_id is not None and not self._shows_end
+        if self._stops is not None:
+            return self._delta(self._looked_through(event, hides_last, self._stops))
+        self.num_tokens += len(ids)
+        self.ended = ended
+        text = self._decoder.push_all(ids[:-1] if hides_last else ids)
+        return Delta(
+            position=event.position,
+            token_ids=ids,
+            text=text + self._decoder.flush() if ended else text,
+            finish_reason=event.finish_reason,
+            stop_reason=self._stop_token(event) if ended else None,
+            logprobs=event.logprobs,
+            sample=self._index,
         )
-        if self._plain:
-            return self._delta(self._as_it_is(event, hides_last))
+
+    def _looked_through(self, event: TokenEvent, hides_last: bool, stops: StopMatcher) -> Delta:
+        """An event's text, token by token: a stop string may be complete with each of them."""
         shown: list[str] = []
         for index, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
             if hides_last and index == len(event.token_ids) - 1:
                 break  # the end-of-sequence or stop token is counted, not shown
-            result = self._stops.push(self._decoder.push(token_id), self._may_stop)
+            result = stops.push(self._decoder.push(token_id), self._may_stop)
             self._show(result.text, shown)
             if result.matched is not None:
                 return self._stop(event, index, shown, result.matched)
         if event.finish_reason is None:
-            return self._delta(
-                Delta(event.position, event.token_ids, "".join(shown), logprobs=event.logprobs)
-            )
+            return Delta(event.position, event.token_ids, "".join(shown), logprobs=event.logprobs)
         # A last half character may complete a stop string too (it became a replacement character).
-        result = self._stops.push(self._decoder.flush(), self._may_stop)
+        result = stops.push(self._decoder.flush(), self._may_stop)
         self._show(result.text, shown)
         if result.matched is not None:
             return self._stop(event, len(event.token_ids) - 1, shown, result.matched, at_end=True)
-        self._show(self._stops.flush(), shown)
-        return self._delta(
-            Delta(
-                position=event.position,
-                token_ids=event.token_ids,
-                text="".join(shown),
-                finish_reason=event.finish_reason,
-                stop_reason=self._stop_token(event),
-                logprobs=event.logprobs,
-            )
+        self._show(stops.flush(), shown)
+        return Delta(
+            position=event.position,
+            token_ids=event.token_ids,
+            text="".join(shown),
+            finish_reason=event.finish_reason,
+            stop_reason=self._stop_token(event),
+            logprobs=event.logprobs,
         )
 
     @property
@@ -288,29 +296,16 @@ class SampleText:
         """Stop strings count from the first token beyond `min_tokens` on, as vLLM's do."""
         return self.num_tokens > self._min_tokens
 
-    def _as_it_is(self, event: TokenEvent, hides_last: bool) -> Delta:
-        """All of an event's text at once."""
-        ids = event.token_ids
-        self.num_tokens += len(ids)
-        text = self._decoder.push_all(ids[:-1] if hides_last else ids)
-        if event.finish_reason is None:
-            return Delta(event.position, ids, text, logprobs=event.logprobs)
-        return Delta(
-            position=event.position,
-            token_ids=ids,
-            text=text + self._decoder.flush(),
-            finish_reason=event.finish_reason,
-            stop_reason=self._stop_token(event),
-            logprobs=event.logprobs,
-        )
-
     def aborted(self) -> Delta:
         """The end of an output that somebody else than its client stopped: what there is of it."""
         shown: list[str] = []
-        self._show(self._stops.push(self._decoder.flush()).text, shown)
-        self._show(self._stops.flush(), shown)
-        text, reason = "".join(shown), FinishReason.ABORT
-        return self._delta(Delta(self.num_tokens, (), text, reason))
+        text = self._decoder.flush()
+        if self._stops is None:
+            shown.append(text)
+        else:
+            self._show(self._stops.push(text).text, shown)
+            self._show(self._stops.flush(), shown)
+        return self._delta(Delta(self.num_tokens, (), "".join(shown), FinishReason.ABORT))
 
     def _show(self, text: str, shown: list[str]) -> None:
         """Text that became final with the token counted last."""
@@ -342,13 +337,11 @@ class SampleText:
         """The Delta that ends the output at a stop string completed by event.token_ids[index]."""
         # The sample may have ended with the same event: then there is nothing left to stop.
         self.stopped_by_text = event.finish_reason is None and not at_end
-        return self._delta(
-            Delta(
-                position=event.position,
-                token_ids=event.token_ids[: index + 1],
-                text="".join(shown),
-                finish_reason=FinishReason.STOP,
-                stop_reason=matched,
-                logprobs=event.logprobs[: index + 1],
-            )
+        return Delta(
+            position=event.position,
+            token_ids=event.token_ids[: index + 1],
+            text="".join(shown),
+            finish_reason=FinishReason.STOP,
+            stop_reason=matched,
+            logprobs=event.logprobs[: index + 1],
         )

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from baton.protocol import wire
@@ -43,12 +44,11 @@ from baton.protocol.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.protocol.request import TRANSITIONS, Request, RequestState
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.log import request_context
-from router.nodes.attachments import NodeEvent, SessionLost
-from router.nodes.deaths import Deaths
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.migration import Candidate, MigrationMove, Outcome
 from router.nodes.policy import NodeSnapshot, Route
-from router.request.attempt import Attempt, HopFailed, NodeAttempts
-from router.request.choice import NodeChoice
+from router.request import choice
+from router.request.attempt import HopFailed, NodeAttempts
 from router.request.dispatch_parts import DispatchParts
 from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
@@ -61,7 +61,7 @@ MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
 
 
 class Journey:
-    """One request under way, in its own task. `failure` is final after the last of `shown`."""
+    """One request under way, in its own task. `failure` is final after the last of `output`."""
 
     def __init__(self, request: Request, trace: RequestTrace, parts: DispatchParts) -> None:
         self.failure: BatonError | None = None
@@ -69,11 +69,9 @@ class Journey:
         self._trace = trace
         self._parts = parts
         self._clock = parts.clock
-        self.shown = OutputStream(request, trace, parts.clock)
-        self._output = self.shown.output
+        self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry)
-        self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
-        self._deaths = Deaths(parts.registry)
+        self._ask = choice.ask_of(request, trace.terms)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: MigrationMove | None = None  # under way to another decode node
@@ -87,20 +85,20 @@ class Journey:
     # ---- for the dispatcher ----
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
-        self._task.add_done_callback(lambda task: self._over(task, ended))
+        self._task.add_done_callback(partial(self._over, ended))
         deadline = self._request.deadline
         assert deadline is not None, "Dispatcher.run sets one"
         left_s = max(0.0, deadline - self._clock.monotonic())
         expired = DeadlineExceeded("the request's deadline has passed")
         self._timer = asyncio.get_running_loop().call_later(left_s, self.cancel, expired)
 
-    def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
+    def _over(self, ended: Callable[[], object], task: asyncio.Task[None]) -> None:
         ended()
         if self._timer is not None:
             self._timer.cancel()
         if task.cancelled():  # before it began: none of its own code has run
             self.failure = Cancelled("the request was cancelled")
-            self.shown.close()
+            self.output.close()
 
     def abort(self) -> None:
         """End it: somebody said so."""
@@ -115,10 +113,11 @@ class Journey:
 
     def stop_sample(self, sample: int) -> None:
         """No node computes it any further, none begins it again."""
-        self._output.stop(sample)
-        self._request = replace(self._request, ended=self._output.ended)
+        self.output.stop(sample)
+        self._request = replace(self._request, ended=self.output.ended)
+        self._ask.known_ids = self._request.known_ids
         self._attempts.stop_sample(sample)
-        if self._output.finished:  # the others' ends are on their way to the caller
+        if self.output.finished:  # the others' ends are on their way to the caller
             self._trace.stopped_by_text()
             self.cancel()
 
@@ -133,9 +132,9 @@ class Journey:
         attempt = self._attempts.decode
         if attempt is None or self._closing or not attempt.connected or self._is_moving:
             return None
-        tokens = len(self._request.prompt_ids) + self._output.num_tokens
-        decoding = self._ended_on_decode and self._output.num_tokens > 0
-        return Candidate(self._request.id, attempt.node.boot_id, tokens, decoding, self._moved_at)
+        tokens = len(self._request.prompt_ids) + self.output.num_tokens
+        decoding = self._ended_on_decode and self.output.num_tokens > 0
+        return Candidate(self._request.id, attempt.boot_id, tokens, decoding, self._moved_at)
 
     def begin_move(self) -> MigrationMove | None:
         """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
@@ -143,11 +142,11 @@ class Journey:
         if attempt is None or self.candidate is None:
             return None
         try:
-            self._nodes.check_decode(self._request, attempt.node.fingerprint, attempt.node.boot_id)
+            choice.check_move(self._ask, self._parts, attempt.boot_id)
         except BatonError:
             return None
-        move = self._move = MigrationMove(attempt.node.boot_id, self._clock.monotonic())
-        attempt.session.send(Migrate(self._request.id, attempt.epoch))
+        move = self._move = MigrationMove(attempt.boot_id, self._clock.monotonic())
+        attempt.send(Migrate(self._request.id, attempt.epoch))
         return move
 
     @property
@@ -157,8 +156,8 @@ class Journey:
 
     async def stop(self, why: BatonError | None = None) -> None:
         """Cancel it unless it has ended; returns when nodes and store have been notified."""
-        self.cancel(why)
         if self._task is not None and not self._task.done():
+            self.cancel(why)
             await asyncio.wait({self._task})
 
     async def _run(self) -> None:
@@ -189,7 +188,7 @@ class Journey:
             finally:
                 for opened in ledger:
                     opened.abandon()
-                self.shown.close()
+                self.output.close()
 
     # ---- the journey ----
     async def travel(self, opened: list[RequestLedger]) -> None:
@@ -198,7 +197,7 @@ class Journey:
         ledger = await self._parts.store.enter(self._request, description(self._request))
         opened.append(ledger)
         self._parts.retries.begin()
-        while not self._output.finished:
+        while not self.output.finished:
             try:
                 await self._run_epoch(ledger)
             except HopFailed as failure:
@@ -209,15 +208,16 @@ class Journey:
     async def _run_epoch(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
         self._num_tries += 1
-        self.shown.restart()
+        self.output.restart()
         try:
             if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
-                self._give_up("nobody fetched it")  # an export that went before a node came
-                await self._begin(ledger, self._nodes.route(self._request))
-            while not self._output.finished:
-                attempt, event = await self._attempts.next_event()
+                if self._attempts.handle is not None:  # an export that went before a node came
+                    self._give_up("nobody fetched it")
+                await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
+            while not self.output.finished:
+                attempt, event = await self._attempts.inbox.get()
                 if attempt is self._attempts.prefill:
                     await self._on_prefill(ledger, event)
                 elif attempt is self._attempts.decode:
@@ -241,13 +241,13 @@ class Journey:
             trace.dispatched_at = self._clock.monotonic()
         known = len(self._request.known_ids)
         if route.prefill is None:
-            self._attempts.begin_decode(
+            self._attempts.decode = self._attempts.submit(
                 route.decode, SubmitDecode(self._request), known - route.decode_cached
             )
             await self._accepted(ledger)
             ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            self._attempts.begin_prefill(
+            self._attempts.prefill = self._attempts.submit(
                 route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
             )
             await self._accepted(ledger)
@@ -266,13 +266,13 @@ class Journey:
         assert handle is not None, "there is an export to hand over"
         node, self._planned = self._planned, None
         if node is None or self._parts.registry.session(node.boot_id) is None:
-            fingerprint = handle.endpoint.layout_fingerprint
-            node = self._nodes.decode(self._request, fingerprint, leaving=handle.boot_id)
+            node = choice.decode_node(self._ask, self._parts, self._trace, handle)
         self._trace.decode_node = node.node_id
         exported = wire.handle_to_bytes(handle).hex()
         ledger.post(RequestState.TRANSFER, decode_node=node.node_id, kv_handle=exported)
         prefilling = not self._attempts.prefilled
-        self._attempts.begin_decode(node, SubmitDecode(self._request, handle, prefilling))
+        message = SubmitDecode(self._request, handle, prefilling)
+        self._attempts.decode = self._attempts.submit(node, message, 0)
 
     async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
         attempts = self._attempts
@@ -283,7 +283,7 @@ class Journey:
                 await self._hand_over(ledger)
             case TokenEvent():
                 self._trace.count(event)
-                self.shown.show(event)
+                self.output.show(event)
                 attempts.has_prefilled()
             case RequestFailed() if not (attempts.prefilled and attempts.is_subscribed):
                 self._refused(attempts.prefill, event)
@@ -293,7 +293,7 @@ class Journey:
                 attempts.is_subscribed or (event.drained and attempts.prefilled)
             ):
                 raise HopFailed(self._lost(attempts.prefill, event))
-            case SessionLost() if not self.shown.prompt_reported:
+            case SessionLost() if not self.output.prompt_reported:
                 lost = self._lost(attempts.prefill, event)  # only a prefill reports the prompt
                 raise HopFailed(KVLost(lost.message), export_lost=True) from lost
             case SessionLost():  # once D subscribes, it is D that reports the export's end
@@ -306,14 +306,14 @@ class Journey:
         match event:
             case Subscribed():
                 self._trace.subscribed_at = self._clock.monotonic()
-                attempts.subscribed()
+                attempts.stop_renewing()
             case TokenEvent():
                 if attempts.handle is None:
                     self._trace.count(event)
                 elif not attempts.decoding:
                     await self._handed_over(ledger)
-                self.shown.decoded(event, self._attempts.handle is not None)
-                attempts.shows = self.shown.show_next  # what follows, unless it ends something
+                self.output.decoded(event, self._attempts.handle is not None)
+                attempts.shows = self.output.show_next  # what follows, unless it ends something
             case RequestFailed():
                 self._refused(attempts.decode, event)
             case SessionLost():
@@ -326,7 +326,7 @@ class Journey:
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """D's first event: the KV arrived whole, P may forget it."""
         self._attempts.decoding = True
-        self._attempts.subscribed()
+        self._attempts.stop_renewing()
         if self._move is None or not self._move.tokens:
             self._trace.handover_at = self._clock.monotonic()
         else:
@@ -338,12 +338,12 @@ class Journey:
     async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
         """The decode node has let go of the request: the next one fetches from it and goes on."""
         assert self._attempts.decode is not None, "it was the decode node that said so"
-        source = self._attempts.decode.node
+        source = self._attempts.decode.boot_id
         if self._move is None:  # asked so long ago that it was given up
-            self._move = MigrationMove(source.boot_id, self._clock.monotonic())
+            self._move = MigrationMove(source, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
         self._attempts.take_over(handle)
-        self._nodes.avoid(source.boot_id)
+        self._ask.avoid(source)
         await self._next_epoch(ledger)
         await self._hand_over(ledger)  # never to the exporter itself
 
@@ -355,10 +355,10 @@ class Journey:
     # ---- when a node fails ----
     def _lost(self, attempt: Attempt | None, event: SessionLost) -> NodeLost:
         if attempt is not None:
-            boot_id = attempt.node.boot_id
-            self._nodes.avoid(boot_id)
+            boot_id = attempt.boot_id
+            self._ask.avoid(boot_id)
             if event.suspect:
-                self._deaths.note(boot_id, hung=event.stalled)
+                self._ask.blame(boot_id, hung=event.stalled)
             if self._move and self._move.source == boot_id:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
@@ -371,42 +371,42 @@ class Journey:
         if isinstance(error, KVError):
             raise self._kv_failed(attempt, error)
         if isinstance(error, GivenBack):
-            self._nodes.avoid(attempt.node.boot_id)
+            self._ask.avoid(attempt.boot_id)
             self._end_move("given back")
         else:
-            self._nodes.refused(attempt.node.boot_id, error)
+            self._ask.refused(attempt.boot_id, error)
         raise HopFailed(error)
 
     def _kv_failed(self, attempt: Attempt, error: KVError) -> HopFailed:
         """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
         fetched once more, elsewhere if possible. Computing it again would only add to the load."""
         if isinstance(error, KVTimeout) and self._attempts.may_fetch_again():
-            self._nodes.avoid(attempt.node.boot_id)
+            self._ask.avoid(attempt.boot_id)
             return HopFailed(error)
         exporter, lost = self._attempts.prefill, isinstance(error, KVLost | KVTimeout)
         if exporter is not None:
-            note = self._nodes.lost_kv if lost else self._nodes.avoid
-            note(exporter.node.boot_id)
+            note = self._ask.lost_kv if lost else self._ask.avoid
+            note(exporter.boot_id)
             if isinstance(error, KVLost) and self._attempts.exporter_is_suspect:
-                self._deaths.note(exporter.node.boot_id)
+                self._ask.blame(exporter.boot_id)
         return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
         self._show_pending()
-        if self._output.finished:
+        if self.output.finished:
             return
-        self._trace.node_deaths = self._deaths.count
-        if self._num_tries >= MAX_TRIES or await self._deaths.are_enough():
+        self._trace.node_deaths = self._ask.num_deaths
+        if self._num_tries >= MAX_TRIES or await choice.is_guilty(self._ask, self._parts.registry):
             raise failure.error
         keeps_export = self._attempts.has_export and not failure.export_lost
         self._spend_retry(failure.error, keeps_export)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
-            self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
+            self._request.id, ledger.epoch, self.output.num_tokens, failure.error.message,
         )  # fmt: skip
         await self._leave_nodes(ledger, keeps_export)
-        if self._output.finished:
+        if self.output.finished:
             return
         if isinstance(failure.error, GivenBack):
             self._num_tries -= 1  # as asked: nobody failed
@@ -418,15 +418,15 @@ class Journey:
         """Show delivered events that nobody has read: they are logged, so part of the output."""
         for attempt, event in self._attempts.pending_events():
             if isinstance(event, TokenEvent) and attempt is self._attempts.prefill:
-                self.shown.show(event)
+                self.output.show(event)
                 self._attempts.has_prefilled()
             elif isinstance(event, TokenEvent) and attempt is self._attempts.decode:
-                self.shown.decoded(event, self._attempts.handle is not None)
+                self.output.decoded(event, self._attempts.handle is not None)
 
     def _spend_retry(self, error: BatonError, keeps_export: bool) -> None:
         """Raises `error` when the retry budget is spent. Requests that have emitted tokens, or have
         nothing to compute again, go on whatever the load."""
-        if not (self._output.num_tokens or keeps_export or is_free(error)):
+        if not (self.output.num_tokens or keeps_export or is_free(error)):
             self._parts.retries.spend(error)
 
     async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
@@ -437,7 +437,7 @@ class Journey:
         else:
             self._give_up("failover")
         for event in await ledger.settle():
-            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
+            self.output.decoded(event, elsewhere and not event.prompt_logprobs)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
         """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
@@ -445,9 +445,9 @@ class Journey:
             await self._fail_over(ledger, HopFailed(error))
             return
         self._num_tries -= 1  # nobody has tried
-        if self._attempts.has_export and self._nodes.serve(self._request):
+        if self._attempts.has_export and choice.serve(self._ask, self._parts.registry):
             self._give_up("nobody fetches it")  # whoever is there computes it again
-        elif not await self._nodes.may_come(self._request, self._attempts.handle):
+        elif not await choice.may_come(self._ask, self._parts.registry, self._attempts.handle):
             raise error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
@@ -455,8 +455,9 @@ class Journey:
         self._planned = None
         await ledger.move(RequestState.QUEUED)
         # The ledger counts epochs; a request's own epoch is its copy.
-        retried = self._request.retried(self._output.output_ids)
-        self._request = replace(retried, epoch=ledger.epoch, ended=self._output.ended)
+        retried = self._request.retried(self.output.output_ids)
+        self._request = replace(retried, epoch=ledger.epoch, ended=self.output.ended)
+        self._ask.known_ids = self._request.known_ids
 
     # ---- the end ----
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
@@ -472,7 +473,7 @@ class Journey:
             if outcome not in TRANSITIONS[ledger.state]:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
-            kept, tokens = self._is_an_end(outcome), str(self._output.num_tokens)
+            kept, tokens = self._is_an_end(outcome), str(self.output.num_tokens)
             error = "" if self.failure is None else self.failure.code
             message = "" if self.failure is None else self.failure.message
             await ledger.finish(
@@ -485,7 +486,7 @@ class Journey:
     def _is_an_end(self, outcome: RequestState) -> bool:
         """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
         shown and another try may go better: then nothing is kept, and its name is free."""
-        if self._output.num_tokens or self._aborted or self._deaths.guilty:
+        if self.output.num_tokens or self._aborted or self._ask.guilty:
             return True
         if outcome is RequestState.CANCELLED:
             return False  # nobody read it

@@ -11,7 +11,7 @@ from router.nodes.registry import NodeRegistry
 from router.request.gate.gate import Gate
 from router.request.retry_budget import RetryBudget
 from router.request.sessions import SessionMap
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 
 
 @dataclass(frozen=True, slots=True)

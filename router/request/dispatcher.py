@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 
 from baton.protocol.errors import Unavailable
 from baton.protocol.events import TokenEvent
@@ -51,9 +52,9 @@ class Dispatcher:
         try:
             journey = Journey(request, trace, parts)
             self._live[request.id] = journey
-            journey.start(lambda: self._live.pop(request.id, None))
+            journey.start(partial(self._live.pop, request.id, None))
             try:
-                while (event := await journey.shown.events.get()) is not None:
+                while (event := await journey.output.next()) is not None:
                     yield event
                 if journey.failure is not None:
                     raise journey.failure

@@ -14,13 +14,12 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, Protocol
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import (
-    BatonError,
     DeadlineExceeded,
     InternalError,
     NodeLost,
@@ -30,15 +29,15 @@ from baton.protocol.errors import (
 )
 from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.handles import Role
-from baton.protocol.messages import AbortRequest, PoolKind, SubmitPool
+from baton.protocol.messages import PoolKind, SubmitPool
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.nodes.attachments import Attachment, NodeEvent, SessionLost
-from router.nodes.deaths import Deaths
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.placement import queued_tokens
 from router.nodes.policy import Ask, NodeSnapshot, is_usable
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import NodeSession
+from router.request.choice import is_guilty
 from router.request.together import together
 from router.tenants.keys import EVERYBODY, Grant
 from router.tenants.turns import Turns
@@ -122,18 +121,6 @@ class Pools(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Tries:
-    """What a group has been through: boots that refused it, boots that failed it and serve only if
-    nobody else does, and how often."""
-
-    deaths: Deaths
-    refused: set[str] = field(default_factory=set[str])
-    avoided: set[str] = field(default_factory=set[str])
-    count: int = 0
-    refusal: BatonError | None = None
-
-
 class PoolDispatcher:
     """All pooling under way on this router. `retries` counts groups sent to another node."""
 
@@ -191,10 +178,10 @@ class PoolDispatcher:
 
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
         """One group, on one node after another until it is done."""
-        tries = _Tries(Deaths(self._registry))
+        wanted, tries = Ask((), adapter=ask.adapter), 0
         request = ask.group(id_, prompts)
         while True:
-            node, session = await self._choose(ask, tries)
+            node, session = await self._choose(wanted)
             try:
                 event = await self._ask(session, ask.task(request, prompts))
             except NodeLost as error:  # it went between the choice and the submission
@@ -203,15 +190,16 @@ class PoolDispatcher:
                 if len(event.vectors) != len(prompts):
                     raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
                 return event.vectors
-            await self._fail_over(node, event, tries)
+            tries += 1
+            await self._fail_over(node, event, wanted, last=tries >= MAX_ATTEMPTS)
             request = request.retried(request.output_ids)
 
     async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:
         """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
         request = message.request
         inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
-        attachment = Attachment(request.id, request.epoch, inbox.put_nowait, pooled=True)
-        session.attach(attachment)
+        attempt = Attempt(request.id, request.epoch, inbox.put_nowait, pooled=True)
+        session.attach(attempt)
         answered = False
         try:
             session.send(message)
@@ -219,50 +207,48 @@ class PoolDispatcher:
             answered = True
             return event
         finally:
-            session.detach(request.id)
-            if not answered:
-                session.send(AbortRequest(request.id, request.epoch))
+            attempt.leave(abort=not answered)
 
-    async def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
-        """Count the failure. Raises its error where another node would not do better."""
-        tries.count += 1
+    async def _fail_over(
+        self, node: NodeSnapshot, event: NodeEvent, wanted: Ask, *, last: bool
+    ) -> None:
+        """Note the failure of a try. Raises its error if it was the `last` one, or where another
+        node would not do better. Mutates `wanted`."""
         if isinstance(event, RequestFailed):
-            tries.refused.add(node.boot_id)
             error = error_from_code(event.code, event.message, event.field)
+            wanted.refused(node.boot_id, error)
             if not event.retryable:
                 raise error
         elif isinstance(event, SessionLost):
-            tries.avoided.add(node.boot_id)
-            error = NodeLost(f"node {event.node_id} was lost: {event.reason}")
+            wanted.avoid(node.boot_id)
+            error = wanted.refusal = NodeLost(f"node {event.node_id} was lost: {event.reason}")
             if event.suspect:
-                tries.deaths.note(node.boot_id, hung=event.stalled)
+                wanted.blame(node.boot_id, hung=event.stalled)
         else:
             raise InternalError(f"{type(event).__name__} is no answer to a pooling request")
-        if tries.count >= MAX_ATTEMPTS or await tries.deaths.are_enough():
+        if last or await is_guilty(wanted, self._registry):
             raise error
-        tries.refusal = error
         self.retries += 1
         log.warning("pooling on %s failed: %s", node.node_id, error.message)
 
-    async def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
+    async def _choose(self, wanted: Ask) -> tuple[NodeSnapshot, NodeSession]:
         """The node with the least to compute, once there is one. Raises Unavailable where none is
         expected, or what the last one said."""
-        anybody = Ask((), adapter=ask.adapter)
-        wanted = replace(anybody, excluded=frozenset(tries.refused))
+        anybody = replace(wanted, excluded=frozenset())
         while True:
-            node = self._least_loaded(wanted, tries.avoided)
+            node = self._least_loaded(wanted)
             session = None if node is None else self._registry.session(node.boot_id)
             if node is not None and session is not None:
                 return node, session
-            error = tries.refusal or Unavailable("no node is available")
+            error = wanted.refusal or Unavailable("no node is available")
             if not isinstance(error, Unavailable | NodeLost):
                 raise error
             if not await self._registry.may_come(lambda node: is_usable(node, anybody)):
                 raise error
 
-    def _least_loaded(self, wanted: Ask, avoided: set[str]) -> NodeSnapshot | None:
+    def _least_loaded(self, wanted: Ask) -> NodeSnapshot | None:
         usable = [node for node in self._registry.snapshots() if is_usable(node, wanted)]
-        nodes = [node for node in usable if node.boot_id not in avoided] or usable
+        nodes = [node for node in usable if node.boot_id not in wanted.avoided] or usable
         nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
         return min(
             nodes,

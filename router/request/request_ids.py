@@ -10,6 +10,7 @@ engine id      <reply id>-<number of the prompt>.<random>: a client may send an 
 from __future__ import annotations
 
 import re
+import secrets
 from typing import Any, Final
 
 from starlette.requests import Request as HttpRequest
@@ -17,7 +18,6 @@ from starlette.types import Scope
 
 from baton.protocol.errors import InvalidRequest
 from baton.runtime.log import bind_request
-from router.request.draws import DRAWS
 
 ID_PATTERN: Final = "[A-Za-z0-9._:-]{1,128}"
 _PLAIN: Final = re.compile(ID_PATTERN)
@@ -32,13 +32,14 @@ def note_request_id(scope: Scope) -> str:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     given = next((value for name, value in headers if name == b"x-request-id"), b"")
     drawn = _PLAIN_BYTES.fullmatch(given) is None
-    known = DRAWS.hex(12) if drawn else given.decode()
+    known = secrets.token_hex(12) if drawn else given.decode()
     scope[_SCOPE_KEY], scope[_DRAWN_KEY] = known, drawn
     return known
 
 
 def note_body_id(request: HttpRequest, given: object) -> None:
-    """The exchange is called as its body says (`request_id`), if its head did not say anything.
+    """The exchange is called as its body says (`request_id`; None: nothing), if its head did not
+    say anything.
 
     Mutates the scope. Raises InvalidRequest for what is no plain id.
     """
@@ -60,7 +61,7 @@ def pin_request_id(scope: Scope, name: str) -> None:
 def known_id(scope: Scope) -> str:
     """The id of this exchange by now."""
     known: Any = scope.get(_SCOPE_KEY)
-    return known or DRAWS.hex(12)
+    return known or secrets.token_hex(12)
 
 
 def given_id(scope: Scope) -> str | None:
@@ -68,14 +69,16 @@ def given_id(scope: Scope) -> str | None:
     return None if scope.get(_DRAWN_KEY, True) else known_id(scope)
 
 
-def reply_id(prefix: str, request: HttpRequest) -> str:
-    """What the reply to `request` calls itself."""
-    return prefix + known_id(request.scope)
+def reply_id(prefix: str, request: HttpRequest, given: object = None) -> str:
+    """What the reply to `request` calls itself; `given`: as for note_body_id."""
+    if given is not None:
+        note_body_id(request, given)
+    return prefix + (request.scope.get(_SCOPE_KEY) or secrets.token_hex(12))
 
 
 def engine_id(reply: str, index: int = 0) -> str:
     """A new id of prompt `index` of a call, for dispatcher and nodes."""
-    return f"{reply}-{index}.{DRAWS.hex(4)}"
+    return f"{reply}-{index}.{secrets.token_hex(4)}"
 
 
 def names(asked: str, engine: str) -> bool:

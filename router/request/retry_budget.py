@@ -63,7 +63,7 @@ class RetryBudget:
 
     def begin(self) -> None:
         """A request comes in."""
-        self._add(self._settings.share)
+        self._left = min(self._settings.burst, self._left + self._settings.share)
 
     def take(self) -> bool:
         """May one more request be tried again?"""
@@ -82,8 +82,5 @@ class RetryBudget:
 
     def _trickle(self) -> None:
         now = self._clock.monotonic()
-        self._add((now - self._at) / self._settings.trickle_s)
-        self._at = now
-
-    def _add(self, tries: float) -> None:
-        self._left = min(self._settings.burst, self._left + tries)
+        came = (now - self._at) / self._settings.trickle_s
+        self._left, self._at = min(self._settings.burst, self._left + came), now

@@ -77,12 +77,12 @@ class Terms:
         """With what the body adds; without `receipts` nobody gets one. Raises InvalidRequest naming
         the body's field."""
         session = self.session
-        named = {
-            "session_id": body.session_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "user": body.user,
-        }
-        for field, value in named.items():
+        named = (
+            ("session_id", body.session_id),
+            ("prompt_cache_key", body.prompt_cache_key),
+            ("user", body.user),
+        )
+        for field, value in named:
             if value:
                 _check_session(value, field)
                 session = session or session_key(self.grant.tenant, value)

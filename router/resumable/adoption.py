@@ -15,7 +15,7 @@ from baton.protocol.request import RequestState
 from router.resumable.canonical import canonical_of
 from router.resumable.runs import Runs
 from router.store.base import Swept
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from baton.protocol.errors import BatonError, Cancelled, StoreUnavailable, error
 from baton.protocol.request import RequestState
 from router.resumable.replay import Told
 from router.store.base import LogEntry, RequestRecord, RequestStore
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 
 T = TypeVar("T")
 WAIT_S: Final = 0.5  # for an entry of the log, before the record is looked at

@@ -33,7 +33,7 @@ from baton.runtime.log import request_context
 from router.config import MAX_KEPT_MB
 from router.metrics.resumable import Reading, RunStats
 from router.metrics.router import RouterMetrics
-from router.request.completion import Completion
+from router.request.completion import CallRunner, Completion
 from router.request.failures import as_baton_error, log_failure
 from router.request.trace import RequestTrace
 from router.resumable.canonical import Canonical, canonical_of, record_id
@@ -42,7 +42,7 @@ from router.resumable.kept import KeptBodies
 from router.resumable.replay import Told
 from router.resumable.run_log import RunLog
 from router.store.base import ALIAS, RequestRecord, Swept
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.log_details import output_ids_of
 
 logger = logging.getLogger(__name__)
@@ -200,13 +200,13 @@ class Run:
     async def _drive(self) -> None:
         parts, completion = self._parts, self._completion
         source = Source(parts.dispatcher, self.told, self.epoch)
-        meter = parts.metrics.begin(completion.model, completion.request.arrival)
-        async with aclosing(completion.deltas(source, meter, parts.clock)) as deltas:
+        runner = CallRunner(source, parts.metrics, parts.clock)
+        async with aclosing(completion.deltas(runner)) as deltas:
             async for _ in deltas:
                 pass  # readers make text by themselves
         if completion.trace.aborted:
             self.failure = Cancelled("the request was aborted")
-        ledger = parts.store.ledger(self.id)
+        ledger = parts.store.ledgers.get(self.id)
         if not source.dispatched and ledger is not None:
             # All of it was in the log: only the end had not been recorded.
             await ledger.move(RequestState.DECODE)

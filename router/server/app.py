@@ -6,14 +6,15 @@ origins are answered if they may.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.protocol.errors import BatonError
 from router.api.anthropic.errors import PREFIX, AnthropicErrors
@@ -26,12 +27,12 @@ from router.api.strict_fields import strict
 from router.metrics.vllm import watch
 from router.prompts.reader import PromptReader
 from router.server.auth import ApiKeyGuard
-from router.server.direct import DirectRoutes
 from router.server.endpoints import Endpoints
 from router.server.exchanges import Exchanges
 from router.server.http_guard import HeadGuard, HttpLimits
-from router.server.root_path import RootPath
 from router.services import RouterServices
+
+Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
@@ -88,3 +89,49 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     if services.config.strict_fields:
         every = [strict(route) for route in every]
     return [counted(route, lambda: services.dispatcher.gate) for route in every]
+
+
+class DirectRoutes:
+    """The busiest routes without the layers in between. Wraps an ASGI app, which gets everything
+    else. `posts`: path -> handler.
+
+    Starlette walks through its middlewares and a list of routes for every request; these paths are
+    looked up in a dictionary, with the same handlers and the same answers to what they raise.
+    """
+
+    def __init__(self, app: ASGIApp, posts: Mapping[str, Handler]) -> None:
+        self._app = app
+        self._posts = dict(posts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            handler = self._posts.get(scope["path"])
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        request = HttpRequest(scope, receive, send)
+        try:
+            reply = await handler(request)
+        except HTTPException as error:
+            reply = await on_http_exception(request, error)
+        except BatonError as error:
+            reply = await on_baton_error(request, error)
+        except Exception as error:
+            await (await on_baton_error(request, error))(scope, receive, send)
+            raise  # the server's log wants it, too
+        await reply(scope, receive, send)
+
+
+class RootPath:
+    """The whole front door once more below a prefix, as behind a proxy that keeps it. The outermost
+    middleware: all that is inside sees paths without the prefix, keys too."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        return self._app(scope, receive, send)

@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any, Final, cast
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import Message
 
+from baton.protocol.errors import InvalidRequest
+from baton.text.tokenizer import read_json
 from router.api.generate_ids import GenerateApi
+from router.api.http.reading import read_body
 from router.api.http_api import HttpApi
-from router.api.invocations import Handler, Invocations
+from router.api.openai.bodies import object_of
 from router.api.openapi.document import document
 from router.api.openapi.page import HEADERS, page
 from router.api.pooling.classify import ClassifyApi
 from router.api.pooling.cohere import CohereApi
 from router.api.pooling.config import PoolingSettings
 from router.api.pooling.embeddings import EmbeddingsApi, PoolingParts
-from router.api.pooling.rerank import RerankApi
-from router.api.tokenizer_info import tokenizer_info
+from router.api.pooling.rerank import SIDES, RerankApi
 from router.batches.api import BatchesApi
 from router.prompts.reader import PromptReader
 from router.request.pool import PoolDispatcher
 from router.services import RouterServices
+
+Handler = Callable[[HttpRequest], Awaitable[Any]]
+# Fields that a body must have, all of one entry -> the endpoint, in the order in which they count.
+_BEHIND_ONE_DOOR: Final[Sequence[tuple[Sequence[str], str]]] = (
+    (("messages",), "/v1/chat/completions"),
+    (("prompt",), "/v1/completions"),
+    (("input",), "/v1/embeddings"),
+    (("query", "documents"), "/v1/rerank"),
+    *((pair, "/v1/score") for pair in SIDES),
+)
+_PLACES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")  # on this machine
 
 
 class Endpoints:
@@ -103,6 +120,59 @@ class Endpoints:
     async def root(self, _: HttpRequest) -> Response:
         """Whoever looks in with a browser reads what there is."""
         return RedirectResponse("docs")  # relative: below a prefix, too
+
+
+class Invocations:
+    """SageMaker's one door, /invocations; what a body has says which endpoint it is for.
+
+    `handlers`: of the endpoints. `classifies`: inputs are for /classify."""
+
+    def __init__(self, handlers: Mapping[str, Handler], classifies: bool) -> None:
+        self._handlers = handlers
+        self._classifies = classifies
+
+    async def invoke(self, request: HttpRequest) -> Any:
+        """What the endpoint answers. Raises InvalidRequest for a body that is for none."""
+        raw = await read_body(request)
+        given = object_of(raw)
+        for names, path in _BEHIND_ONE_DOOR:
+            if all(given.get(name) is not None for name in names):
+                chosen = "/classify" if self._classifies and path == "/v1/embeddings" else path
+                break
+        else:
+            wanted = ", ".join(" and ".join(names) for names, _ in _BEHIND_ONE_DOOR)
+            raise InvalidRequest(f"the body has none of: {wanted}")
+
+        bodies: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Message:
+            return bodies.pop() if bodies else await request.receive()
+
+        return await self._handlers[chosen](HttpRequest(request.scope, receive))
+
+
+def tokenizer_info(services: RouterServices) -> dict[str, Any]:
+    """vLLM's: what tokenizer_config.json says without paths, tokens by their text alone, and the
+    chat template in use."""
+    told = read_json(Path(services.config.model) / "tokenizer_config.json")
+    info = {name: _plain(value) for name, value in told.items() if name not in _PLACES}
+    info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    template = services.chat_template
+    if template is not None:
+        info["chat_template"] = template.source
+    return info
+
+
+def _plain(value: Any) -> Any:
+    """Added tokens are objects with options of their own: here they are their text."""
+    if isinstance(value, list):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    fields = cast("dict[str, Any]", value)
+    if isinstance(fields.get("content"), str):
+        return fields["content"]
+    return {name: _plain(item) for name, item in fields.items()}
 
 
 @cache

@@ -47,7 +47,12 @@ class Exchanges:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = self._named(message, scope)
+                # A body may have changed the id by now.
+                headers = [*message.get("headers", ()), (b"x-request-id", known_id(scope).encode())]
+                if self._lifecycle.draining:
+                    headers = [pair for pair in headers if pair[0] != b"connection"]
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
             return send(message)
 
         app = self._app
@@ -60,11 +65,3 @@ class Exchanges:
             finally:
                 level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
                 log.log(level, "%s %s %s", scope["method"], path, status)
-
-    def _named(self, start: Message, scope: Scope) -> Message:
-        """The head of an answer, with the id (a body may have changed it by now)."""
-        headers = [*start.get("headers", ()), (b"x-request-id", known_id(scope).encode())]
-        if self._lifecycle.draining:
-            headers = [pair for pair in headers if pair[0] != b"connection"]
-            headers.append((b"connection", b"close"))
-        return {**start, "headers": headers}

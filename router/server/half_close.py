@@ -16,6 +16,7 @@ from typing import Final
 
 INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT: Final = b":\n\n"  # of server-sent events
+COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
 LOOKS_S: Final = (0.01, 0.1, 0.5, 1.0)  # after a probe: a reset takes a round trip
 EVERY_S: Final = 5.0  # from one probe to the next: it may go later
 _CLOSED: Final = 7  # TCP_CLOSE of Linux's tcp_states.h: what a reset makes of a connection

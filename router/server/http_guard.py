@@ -1,13 +1,15 @@
 """Limits around the HTTP parser: time for head and body, sizes and counts of headers, framing.
 
 uvicorn's protocol alone keeps half a request open for ever, knows no limits of heads and asks for
-no Host. Four parts, all composed, one parser (parsers that disagree let requests be smuggled):
+no Host. Three parts, all composed, one parser (parsers that disagree let requests be smuggled):
 
     BoundedParser     between uvicorn's HttpToolsProtocol and httptools (http_parser.py)
-    HeadFirst         between uvicorn's HttpToolsProtocol and the transport (http_writes.py)
-    GuardedProtocol   wraps the two per connection: deadlines, send buffer, and who is told of its
+    GuardedProtocol   wraps both per connection: deadlines, send buffer, and who is notified of its
                       end (router/api/http/connection.py), which a half-closed one is not yet
     HeadGuard         ASGI middleware over the parsed head: sizes, counts, framing headers
+
+uvicorn has none of these limits, so no library takes their place. They cost some 10 us of a
+request's 600 (`python -m bench.own_copies --parts http`, docs/log/2026-11-23-own-copies.md).
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from uvicorn.server import ServerState
 from baton.runtime.tls import TlsFiles
 from router.api.http.connection import HANG_UP, HangUp
 from router.api.http.web_errors import http_error_response, raw_error
-from router.server.half_close import INTERIM, HalfClosed
+from router.server.half_close import COMMENT_CHUNK, INTERIM, HalfClosed
 from router.server.http_parser import BoundedParser, ParserPhase
-from router.server.http_writes import HeadFirst
 
 _TIMEOUT_REPLY: Final = raw_error(408, "the request did not come whole in time")
 SPARE_CONNECTIONS: Final = 64  # beyond the limit: told 503; more are not talked to
@@ -99,7 +100,7 @@ class GuardedProtocol(asyncio.Protocol):
         self._loop = _loop if _loop is not None else asyncio.get_running_loop()
         self._limits = limits
         self._others = server_state.connections
-        self._transport: HeadFirst | None = None
+        self._transport: asyncio.Transport | None = None
         self._waits_for = ParserPhase.NOTHING  # else a deadline runs
         self._deadline: asyncio.TimerHandle | None = None
         self._accepted = False
@@ -107,16 +108,15 @@ class GuardedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not inherit from asyncio's: no isinstance here.
-        raw = cast("asyncio.Transport", transport)
-        self._transport = HeadFirst(raw, self._loop)
+        self._transport = raw = cast("asyncio.Transport", transport)
         if len(self._others) >= self._limits.connections + SPARE_CONNECTIONS:
-            self._transport.abort()  # before it costs anything
+            raw.abort()  # before it costs anything
             return
         self._accepted = True
         sock = raw.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
-        self._inner.connection_made(self._transport)
+        self._inner.connection_made(raw)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -140,11 +140,11 @@ class GuardedProtocol(asyncio.Protocol):
 
     def _probe(self) -> bytes:
         """What a client that waits for its one answer reads past."""
-        inner, transport = self._inner, self._transport
-        if inner.pipeline or transport is None:
+        inner = self._inner
+        if inner.pipeline:
             return b""
-        if inner.cycle.response_started:
-            return transport.comment
+        if inner.cycle.response_started:  # of all answers, only event streams are chunked
+            return COMMENT_CHUNK if inner.cycle.chunked_encoding else b""
         return INTERIM if inner.cycle.scope["http_version"] == "1.1" else b""
 
     def connection_lost(self, exc: Exception | None) -> None:

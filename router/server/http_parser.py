@@ -3,7 +3,8 @@
 llhttp (httptools) in its strict mode has one reading of a request's framing, or refuses it. It does
 not bound what is no body: heads that never end, chunk extensions, trailers, empty lines between
 requests, nor how many requests stand in one piece of data. Not here: limits of a whole head
-(router/server/http_guard.py, HeadGuard), deadlines (GuardedProtocol there).
+(router/server/http_guard.py, HeadGuard), deadlines (GuardedProtocol there). No library has these
+bounds; what they cost is measured there.
 
 The life: HEAD -> BODY -> NOTHING more to read -> HEAD of the next request ... -> refused, once.
 """

@@ -1,7 +1,7 @@
 """RequestStore: what must survive a process. The protocol, its records and its answers.
 
 Implementations: store/memory_store.py (tests, laptops) and store/redis_store.py; both pass
-tests/router/test_store_contract.py. Nobody but store/ledger.py talks to a store while it serves.
+tests/router/test_store_contract.py. Nobody but store/guard.py talks to a store while it serves.
 
 Fences, the same in both: a write carries the request's epoch and its writer's name. It is refused
 when the record has a newer epoch or another owner, and a state moves only as

@@ -10,7 +10,7 @@ They are written after a heartbeat that got through, or at the request's end:
 New tokens join the backlog until it is empty; from then on the request is written through again.
 The fences hold as always: a request that another router has swept meanwhile is refused. A plain
 request then goes on unlogged; a resumable one is lost to this router (router/resumable/run_log.py).
-Not here: when the store counts as away (router/store/ledger.py).
+Not here: when the store counts as away (router/store/guard.py).
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class CatchUp:
             appended = ledger.owed.logged(runs, entries)
             self._tokens -= appended
             self.stats.tokens += appended
-            ledger.logged(entries)
+            if ledger.log is not None:
+                ledger.log.confirm(entries)
         return ledger.owes
 
 

@@ -1,53 +1,44 @@
-"""The store as requests see it: StoreGuard for the router, a RequestLedger for each request.
+"""RequestLedger: the store as one request sees it: its state and epoch, and what it still owes.
 
-A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
-tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
-request that missed a write is `behind`: what it owes is written when the store is back
-(router/store/catch_up.py), ended ones included. The life: start() -> run() as a task -> stop().
+Not here: when the store counts as away (router/store/guard.py), and how a request catches up
+(router/store/catch_up.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from baton.protocol.errors import InvalidRequest, StoreUnavailable, Unavailable
+from baton.protocol.errors import InvalidRequest, StoreUnavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState, check_transition
-from baton.runtime.timing import Timing
 from router.store.base import (
     NO_FIELDS,
     LogEntry,
     Move,
-    RequestRecord,
-    RequestStore,
-    Swept,
     WriteStatus,
 )
-from router.store.catch_up import CatchUp, Owed
+from router.store.catch_up import Owed
+from router.store.log_details import entry_of
 
 if TYPE_CHECKING:
     from router.resumable.run_log import RunLog
+    from router.store.guard import StoreGuard
 
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_UNSETTLED: Final = (
-    10_000  # terminal states kept for the store's return; older ones are swept there
-)
 
 
-@dataclass(slots=True)
-class StoreStats:
-    """Counters for metrics and tests."""
+class IdInUse(InvalidRequest):
+    """Another request has this id."""
 
-    away: bool = False
-    outages: int = 0
-    skipped: int = 0  # calls not made, or failed, because the store was away
-    refused: int = 0  # requests whose write it answered with a fence, a gap, an unknown record
+    def __init__(self) -> None:
+        super().__init__("this request id was used already", field="request_id")
 
 
 def description(request: Request) -> dict[str, str]:
@@ -90,16 +81,16 @@ class RequestLedger:
         self._appending: list[TokenEvent] = []  # on their way into the log
         self._appended: asyncio.Event | None = None  # set when none is on its way any more
 
-    def began(self) -> None:
-        """Its claim is sent now: all its later writes come after it."""
-        self.recorded = self.claiming = True
-
-    def claimed(self, epoch: int | None, *, in_use: bool = False) -> None:
-        """The answer to the claim. No epoch: there was no answer, or the id is `in_use`."""
-        self.claiming, self.recorded = False, epoch is not None
-        self._in_use = self.refused = in_use
-        if epoch is not None:
-            self.epoch = epoch
+    def claimed(self, answer: int | StoreUnavailable | None) -> None:
+        """The answer to the claim: its epoch, or None for an id that is in use."""
+        self.claiming, self.recorded = False, isinstance(answer, int)
+        if isinstance(answer, StoreUnavailable):
+            self._guard.lose(answer)  # it goes on unlogged
+        elif answer is None:
+            self._in_use = self.refused = True
+            self.abandon()
+        else:
+            self.epoch = answer
             self.owed.fields.clear()  # the claim has said them
         if self._claimed is not None and not self._claimed.done():
             self._claimed.set_result(None)
@@ -107,20 +98,37 @@ class RequestLedger:
     async def accepted(self) -> None:
         """Wait until the record is there, or the store is away. Raises InvalidRequest for an id
         that is in use."""
-        await self._claim_over()
+        if self.claiming:
+            await self._claim_over()
         if self._in_use:
             raise IdInUse()
 
     async def _claim_over(self) -> None:
-        if self.claiming:
-            self._claimed = asyncio.get_running_loop().create_future()
-            await self._claimed  # the store's answers have a deadline
+        self._claimed = asyncio.get_running_loop().create_future()
+        await self._claimed  # the store's answers have a deadline
 
-    def appends(self, event: TokenEvent) -> None:
-        """`event` goes into the log now; `append_over` when the store has answered."""
+    def entry(self, event: TokenEvent) -> LogEntry | None:
+        """What to append for an event now, until `append_over`; None: nothing, or it waits for the
+        store."""
+        if self.refused:
+            return None
+        # The ledger's epoch: a prefill that outlived a failover still reports the old one.
+        if self.log is not None:
+            entry = entry_of(event, self.epoch, int(time.time()))
+        elif event.token_ids:
+            entry = LogEntry(
+                event.request_id, self.epoch, event.position, event.token_ids, event.sample
+            )
+        else:
+            return None
+        if self.owes or self.owed.cut:
+            self._guard.owe([entry])
+            return None
         self._appending.append(event)
+        return entry
 
     def append_over(self, event: TokenEvent) -> None:
+        """The store has answered what `entry` gave for `event`, or will not."""
         self._appending.remove(event)
         if self._appended is not None and not self._appending:
             self._appended.set()
@@ -145,23 +153,22 @@ class RequestLedger:
         """One transition to a non-terminal state. Raises IllegalTransition."""
         move = self._moved(state, fields)
         if move is not None:
-            self._note_answer(move, await self._guard.call(lambda store: store.move(move)))
+            self.took(await self._guard.call(lambda store: store.move(move)), fields)
 
     def post(self, state: RequestState, **fields: str) -> None:
         """`move` that nobody waits for: the store answers before it answers what is asked next."""
         move = self._moved(state, fields)
         if move is not None:
             self._posted += 1
-            self._guard.post(move, lambda status: self._answered(move, status))
+            self._guard.post(move, partial(self._answered, move))
 
-    def _answered(self, move: Move, status: WriteStatus | None) -> None:
+    def _answered(self, move: Move, answer: WriteStatus | StoreUnavailable | None) -> None:
         self._posted -= 1
-        self._note_answer(move, status)
-
-    def _note_answer(self, move: Move, status: WriteStatus | None) -> None:
-        self.took(status)
-        if status is None:
-            self.owed.fields |= move.fields
+        if isinstance(answer, StoreUnavailable):
+            self._guard.lose(answer)
+            answer = None
+        if answer is not WriteStatus.OK:
+            self.took(answer, move.fields)
 
     def _moved(self, state: RequestState, fields: dict[str, str]) -> Move | None:
         """The write of a transition; None if this request is written no more."""
@@ -179,7 +186,8 @@ class RequestLedger:
     async def finish(self, state: RequestState, *, kept: bool = True, **fields: str) -> None:
         """The terminal state; afterwards the ledger is closed. Not `kept`: nothing was shown, and
         the id may be used again. Raises IllegalTransition."""
-        await self._claim_over()
+        if self.claiming:
+            await self._claim_over()
         kept = kept or bool(self._appending)
         check_transition(self.state, state)
         # A posted move may still fail: then this one takes its place.
@@ -191,7 +199,7 @@ class RequestLedger:
             shown = self.log.told  # whoever asks again must get as much
             move = replace(move, min_tokens=shown.num_tokens, min_ends=len(shown.ended))
         self.state = state
-        self._guard.close(self.request_id)
+        self.abandon()
         if self.owes:
             await self._guard.settle(self, move)
             return
@@ -201,7 +209,7 @@ class RequestLedger:
         if status is None:
             self.behind = True
             self._guard.settle_later(self, move)
-        else:
+        elif self.log is not None:
             self.ended(status)
 
     def ended(self, status: WriteStatus) -> None:
@@ -212,20 +220,16 @@ class RequestLedger:
             logger.warning("request %s: the store answers its end with %s", self.request_id, status)
             self.log.lose()
 
-    def logged(self, entries: Iterable[LogEntry]) -> None:
-        """These entries are in the log."""
-        if self.log is not None:
-            self.log.confirm(entries)
-
     def abandon(self) -> None:
         """Do not keep its lease any longer. After `finish` there is none; if that failed, the lease
         ends and the record is swept."""
-        self._guard.close(self.request_id)
+        self._guard.ledgers.pop(self.request_id, None)
 
-    def took(self, status: WriteStatus | None) -> None:
-        """Remember how the store answered a write; None = it did not."""
+    def took(self, status: WriteStatus | None, fields: Mapping[str, str] = NO_FIELDS) -> None:
+        """Remember how the store answered a write; None = it did not, and lacks its `fields`."""
         if status is None:
             self.behind = True
+            self.owed.fields |= fields
         elif status is not WriteStatus.OK:
             known, self.behind, self.refused = self.refused, True, True
             self._guard.catch_up.forget(self)
@@ -239,250 +243,3 @@ class RequestLedger:
                 logger.warning(
                     "request %s: the store answers %s, goes on unlogged", self.request_id, status
                 )
-
-
-class IdInUse(InvalidRequest):
-    """Another request has this id."""
-
-    def __init__(self) -> None:
-        super().__init__("this request id was used already", field="request_id")
-
-
-class StoreGuard:
-    def __init__(self, store: RequestStore, timing: Timing) -> None:
-        self._store = store
-        self._heartbeat_s = timing.heartbeat_s
-        self._lease_s = timing.router_lease_s
-        self._open: dict[str, RequestLedger] = {}
-        self._unsettled: dict[str, tuple[RequestLedger, Move]] = {}
-        self._expected: dict[str, RequestLedger] = {}
-        self.stats = StoreStats()
-        self.catch_up = CatchUp()
-        self.lease_until = 0.0  # loop time: no other router sweeps what this one holds before
-        self.sweeps: Callable[[], bool] = lambda: True  # may it now?
-        self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # called after every heartbeat
-
-    @property
-    def name(self) -> str:
-        return self._store.name
-
-    async def start(self) -> None:
-        """Connect; a store that is away now may come later."""
-        try:
-            await self._store.start()
-            self.lease_until = asyncio.get_running_loop().time() + self._lease_s
-        except StoreUnavailable as error:
-            self._lose(error)
-
-    async def run(self) -> None:
-        """Beat and sweep until cancelled."""
-        while True:
-            await self.beat()
-            await asyncio.sleep(self._heartbeat_s)
-
-    async def stop(self) -> None:
-        await self._store.stop()
-
-    async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
-        """Record a new request as QUEUED. Raises InvalidRequest for an id that is in use, and
-        Unavailable for a resumable one without the store."""
-        ledger = self._expected.pop(request.id, None) or RequestLedger(self, request.id, fields)
-        if ledger.recorded:
-            return ledger  # adopted
-        if self.stats.away:
-            self.stats.skipped += 1
-            return self._unlogged(ledger)
-        try:
-            record = await self._store.claim(request.id, {**fields, **ledger.owed.fields})
-        except StoreUnavailable as error:
-            self._lose(error)
-            return self._unlogged(ledger)
-        if record is not None and ledger.log is not None and record.tries:
-            await self.release([request.id])  # swept in this moment: it is there to be adopted
-            record = None
-        if record is None:
-            raise IdInUse()
-        self._opened(ledger, record)
-        return ledger
-
-    async def enter(self, request: Request, fields: dict[str, str]) -> RequestLedger:
-        """`open`, but the record of a plain request is only on its way: `ledger.accepted` waits for
-        it, and raises what `open` does."""
-        if self.stats.away or request.id in self._expected:
-            return await self.open(request, fields)
-        ledger = self._open[request.id] = RequestLedger(self, request.id, fields)
-        ledger.began()
-        self._store.post_claim(request.id, fields, lambda answer: self._claimed(ledger, answer))
-        return ledger
-
-    def _claimed(self, ledger: RequestLedger, answer: int | StoreUnavailable | None) -> None:
-        if isinstance(answer, StoreUnavailable):
-            self._lose(answer)
-            ledger.claimed(None)  # it goes on unlogged
-            return
-        ledger.claimed(answer, in_use=answer is None)
-        if answer is None:
-            self.close(ledger.request_id)
-
-    def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
-        """The ledger of a request that cannot be recorded now: a plain one goes on, and is recorded
-        later. Raises Unavailable for a resumable one."""
-        if ledger.log is not None:
-            raise Unavailable("the store is away: no resumable request can be taken now")
-        self._open[ledger.request_id] = ledger
-        return ledger
-
-    def expect(self, request_id: str, log: RunLog) -> None:
-        """The next `open` of this id is of a resumable request."""
-        self._expected[request_id] = RequestLedger(self, request_id, log=log)
-
-    def adopt(self, record: RequestRecord, log: RunLog) -> RequestLedger:
-        """The ledger of a request just claimed, which was another router's."""
-        ledger = RequestLedger(self, record.id, log=log)
-        self._opened(ledger, record)
-        self._expected[record.id] = ledger
-        return ledger
-
-    def forget(self, request_id: str) -> None:
-        """It will not be opened after all. Twice is safe."""
-        self._expected.pop(request_id, None)
-
-    async def release(self, request_ids: Sequence[str]) -> None:
-        """Give requests up, without an end: another router may adopt them at once."""
-        for request_id in request_ids:
-            ledger = self._open.pop(request_id, None)
-            if ledger is not None:
-                ledger.recorded = False
-                self.catch_up.forget(ledger)
-        await self.call(lambda store: store.release(request_ids))
-
-    @property
-    def holds_leases(self) -> bool:
-        """No other router can have swept what this one holds."""
-        return asyncio.get_running_loop().time() < self.lease_until
-
-    def _opened(self, ledger: RequestLedger, record: RequestRecord) -> None:
-        ledger.epoch = record.epoch
-        ledger.recorded = True
-        ledger.owed.fields.clear()  # the claim has said them
-        self._open[ledger.request_id] = ledger
-        if ledger.log is not None:
-            ledger.log.opened.set()
-
-    def ledger(self, request_id: str) -> RequestLedger | None:
-        """The ledger of a request that is not over."""
-        return self._open.get(request_id)
-
-    def close(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
-
-    async def settle(self, ledger: RequestLedger, move: Move) -> None:
-        """A request ends and still owes writes: they are made now if the store is there, else when
-        it is back."""
-        last = replace(move, catch_up=True)
-        done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
-        if done is None and self.stats.away:
-            self.settle_later(ledger, last)
-
-    def settle_later(self, ledger: RequestLedger, move: Move) -> None:
-        if len(self._unsettled) < MAX_UNSETTLED:
-            self._unsettled[move.request_id] = ledger, replace(move, catch_up=True)
-            return
-        self.catch_up.forget(ledger)
-        if ledger.log is not None:
-            ledger.log.lose()
-
-    def owe(self, entries: Iterable[LogEntry]) -> None:
-        """The store was away when these were to be written."""
-        for entry in entries:
-            ledger = self._open.get(entry.request_id)
-            if ledger is not None and (ledger.owes or ledger.owed.cut):
-                self.catch_up.owe(ledger, entry)
-
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus] | None:
-        return await self.call(lambda store: store.append(entries))
-
-    async def counts(self) -> dict[RequestState, int]:
-        """Requests by state; empty while the store is away."""
-        return await self.call(lambda store: store.counts()) or {}
-
-    async def call(self, work: Callable[[RequestStore], Awaitable[T]]) -> T | None:
-        """The store's answer, or None while it is away. Raises nothing of the store's."""
-        if self.stats.away:
-            self.stats.skipped += 1
-            return None
-        try:
-            return await work(self._store)
-        except StoreUnavailable as error:
-            self._lose(error)
-            return None
-
-    async def reach(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
-        """The store's answer, for callers that cannot go on without it. Raises StoreUnavailable."""
-        try:
-            return await work(self._store)
-        except StoreUnavailable as error:
-            self._lose(error)
-            raise
-
-    def post(self, move: Move, on_answer: Callable[[WriteStatus | None], None]) -> None:
-        """A move without waiting; `on_answer` gets the store's answer, None if it is away."""
-        if self.stats.away:
-            self.stats.skipped += 1
-            on_answer(None)
-            return
-
-        def answered(answer: WriteStatus | StoreUnavailable) -> None:
-            if isinstance(answer, StoreUnavailable):
-                self._lose(answer)
-                on_answer(None)
-            else:
-                on_answer(answer)
-
-        self._store.post(move, answered)
-
-    async def beat(self) -> None:
-        """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
-        held = [it.request_id for it in self._open.values() if it.recorded and not it.claiming]
-        # An end that is still to be written needs its lease, too: its tokens may be in the backlog.
-        held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
-        swept: Sequence[Swept] = ()
-        try:
-            swept = await self._beat(held)
-        except StoreUnavailable as error:
-            self._lose(error)
-        for watcher in self.watchers:
-            watcher(swept)
-
-    async def _beat(self, held: Sequence[str]) -> Sequence[Swept]:
-        """Everything that a heartbeat writes; what was swept. Raises StoreUnavailable."""
-        started = asyncio.get_running_loop().time()
-        lost = await self._store.beat(held)
-        self.lease_until = started + self._lease_s
-        # What ended while the beat was under way is `lost` to the store, and not open here.
-        for request_id in lost:
-            ledger = self._open.get(request_id)
-            if ledger is not None:
-                ledger.took(WriteStatus.FENCED)
-        self._return()
-        await self.catch_up.all(self._store, [it for it in self._open.values() if it.owes])
-        while self._unsettled:
-            request_id, (ledger, move) = next(iter(self._unsettled.items()))
-            await self.catch_up.end(self._store, ledger, move)
-            del self._unsettled[request_id]
-        swept = await self._store.sweep() if self.sweeps() else ()
-        for each in swept:
-            logger.info("request %s swept: %s, epoch %d", each.request_id, each.state, each.epoch)
-        return swept
-
-    def _return(self) -> None:
-        if self.stats.away:
-            self.stats.away = False
-            logger.warning("the store is back")
-
-    def _lose(self, error: StoreUnavailable) -> None:
-        self.stats.skipped += 1
-        if not self.stats.away:
-            self.stats.away = True
-            self.stats.outages += 1
-            logger.warning("the store is away, requests go on unlogged: %s", error.message)

@@ -43,7 +43,7 @@ class _Row:
     state: RequestState
     epoch: int
     owner: str
-    lease_until: float
+    lease_until: float = 0.0
     tries: int = 0
     expires: float | None = None  # set at the end
     fields: dict[str, str] = field(default_factory=dict[str, str])
@@ -109,21 +109,23 @@ class MemoryStore:
         on_answer(None if row is None else row.epoch)
 
     def _claim(self, request_id: str, fields: Mapping[str, str]) -> _Row | None:
-        row = self._row(request_id)
-        if row is None:
-            alias = fields.get(ALIAS, request_id)
-            if self._found(request_id) or self._found(alias):
+        found, now = self._found(request_id), self._clock.monotonic()
+        if found is None:
+            alias = fields.get(ALIAS)
+            if alias is not None and self._found(alias):
                 return None
-            if alias != request_id:
+            if alias is not None:
                 self._tables.aliases[alias] = request_id
-            row = _Row(RequestState.QUEUED, 1, self._owner, self._lease_end())
-            row.since = self._clock.monotonic()
+            row = _Row(RequestState.QUEUED, 1, self._owner, since=now)
             self._tables.rows[request_id] = row
             self._tables.counts[RequestState.QUEUED] += 1
-        elif row.state is not RequestState.QUEUED or row.owner not in ("", self._owner):
-            return None
+        else:
+            of, row = found
+            waits = row.state is RequestState.QUEUED and row.owner in ("", self._owner)
+            if of != request_id or not waits:
+                return None
         row.owner = self._owner
-        row.lease_until = self._lease_end()
+        row.lease_until = now + self._lease_s
         row.fields.update(fields)
         return row
 
@@ -153,15 +155,24 @@ class MemoryStore:
         behind = move.catch_up and not row.state.terminal
         if not behind and (row.epoch != move.epoch or move.state not in TRANSITIONS[row.state]):
             return WriteStatus.ILLEGAL
-        logged = row.lengths.total()
-        if move.state.terminal and (logged < move.min_tokens or len(row.ended) < move.min_ends):
-            return WriteStatus.GAP
-        self._enter(move.request_id, row, move.state, epoch)
-        row.fields.update(move.fields)
         if move.state.terminal:
-            row.fields[LOGGED] = str(logged)
-        if move.state.terminal and not move.kept:
+            return self._end(move, row, epoch)
+        self._enter(row, move.state, epoch)
+        row.fields.update(move.fields)
+        return WriteStatus.OK
+
+    def _end(self, move: Move, row: _Row, epoch: int) -> WriteStatus:
+        """The last write of a request, if its log has all that was shown."""
+        logged = row.lengths.total()
+        if logged < move.min_tokens or len(row.ended) < move.min_ends:
+            return WriteStatus.GAP
+        self._enter(row, move.state, epoch)
+        row.fields.update(move.fields)
+        row.fields[LOGGED] = str(logged)
+        if not move.kept:
             del self._tables.rows[move.request_id]
+        elif not row.resumable:
+            self._tables.ended(move.request_id)
         return WriteStatus.OK
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
@@ -181,8 +192,9 @@ class MemoryStore:
         fresh = entry.token_ids[known:]
         ends = entry.more.startswith(END_MARK)
         if fresh or (ends and entry.sample not in row.ended):
-            position = entry.position + known
-            row.log.append(replace(entry, position=position, token_ids=fresh))
+            if known:
+                entry = replace(entry, position=entry.position + known, token_ids=fresh)
+            row.log.append(entry)
             row.lengths[entry.sample] += len(fresh)
             row.news.set()
             row.news = asyncio.Event()
@@ -197,7 +209,7 @@ class MemoryStore:
             if row is None or row.state.terminal or row.owner != self._owner:
                 lost.append(request_id)
             else:
-                row.lease_until = self._lease_end()
+                row.lease_until = self._clock.monotonic() + self._lease_s
         return lost
 
     async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
@@ -214,7 +226,9 @@ class MemoryStore:
             resumable = row.resumable and row.tries < MAX_TRIES
             state = RequestState.QUEUED if resumable else RequestState.CANCELLED
             row.tries += 1
-            self._enter(request_id, row, state, row.epoch + 1)
+            self._enter(row, state, row.epoch + 1)
+            if state.terminal and not row.resumable:
+                self._tables.ended(request_id)
             row.owner = ""
             swept.append(Swept(request_id, state, row.epoch))
         return swept
@@ -253,17 +267,15 @@ class MemoryStore:
     async def counts(self) -> dict[RequestState, int]:
         return dict(self._tables.counts)
 
-    def _enter(self, request_id: str, row: _Row, state: RequestState, epoch: int) -> None:
+    def _enter(self, row: _Row, state: RequestState, epoch: int) -> None:
         self._tables.counts[row.state] -= 1
         self._tables.counts[state] += 1
         row.state = state
         row.epoch = epoch
         if state.terminal:
             row.expires = self._clock.monotonic() + TERMINAL_TTL_S
-            if not row.resumable:
-                self._tables.ended(request_id)
         else:
-            row.lease_until = self._lease_end()
+            row.lease_until = self._clock.monotonic() + self._lease_s
 
     def _found(self, asked: str) -> tuple[str, _Row] | None:
         """The request of that id or alias."""
@@ -287,9 +299,6 @@ class MemoryStore:
             del rows[request_id]
         aliases = self._tables.aliases
         self._tables.aliases = {alias: id_ for alias, id_ in aliases.items() if id_ in rows}
-
-    def _lease_end(self) -> float:
-        return self._clock.monotonic() + self._lease_s
 
     def _record(self, request_id: str, row: _Row) -> RequestRecord:
         now = self._clock.monotonic()

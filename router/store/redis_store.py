@@ -3,7 +3,7 @@
 Scripts go by EVALSHA with reload on NOSCRIPT, those of all requests in pipelines
 (router/store/redis_queue.py); beat and sweep go on their own. Every failure of the server, of the
 connection or of time becomes StoreUnavailable. Not here: what a router does without its store
-(router/store/ledger.py).
+(router/store/guard.py).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ RECEIVE_BYTES = 64 << 10
 # 64 KiB in each transport, a frame on its way, and much more for the rest. Unbounded it would be
 # 600 MB less what the kernel takes, 0.6 MB each at most.
 MAX_GROWTH = 64 << 20
-WAIT_S = 28.0  # shorter than router/api/sse.py's patience with a client that does not read
+WAIT_S = 28.0  # shorter than router/api/exchange.py's patience with a client that does not read
 LOOK_S = 0.2
 END = b"data: [DONE]"
 LAYOUT = Layout(

@@ -348,7 +348,7 @@ def test_what_is_shown_while_processes_start_is_what_they_say() -> None:
     """The log's own words in front of it would fill the line."""
     said = "loading weights: 40 % of 16.1 GB, about 12 s more"
     record = logging.LogRecord(
-        "baton.engine.checkpoint.load_progress", logging.INFO, "", 0, said, None, None
+        "baton.engine.checkpoint.tensors", logging.INFO, "", 0, said, None, None
     )
     line = LineFormatter("prefill-0").format(record)
     child = SimpleNamespace(last_lines=lambda _: [line])

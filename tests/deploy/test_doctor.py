@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import build_engine
+from baton.engine.core.assembly import load_parts
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import NodeProcess, NodeProgram, Surroundings
@@ -61,10 +61,10 @@ async def started(
     names = parse_lanes(AUTO)
     place = PoolPlace(names, shared)
     stack.callback(place.close)
-    engine = await asyncio.to_thread(build_engine, config, place.memory)
-    settings = LaneSettings(TIMING, unix_dir=shared, pool=engine.arena, shared=place.shared)
+    parts = await asyncio.to_thread(load_parts, config, place.memory)
+    settings = LaneSettings(TIMING, unix_dir=shared, pool=parts.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
-    node = NodeProcess(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))
+    node = NodeProcess(program, NodeConfig(), parts, Surroundings(TIMING, SystemClock(), lanes))
     await node.start()
     stack.push_async_callback(node.stop)
     return node

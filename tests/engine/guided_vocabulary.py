@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.guided.base import Matcher, Vocabulary
+from baton.guided.matcher import Matcher
+from baton.guided.vocabulary import Vocabulary
 
 MERGED = (b'{"', b'":', b'", ', b"}}", b"true", b"</think>", b"k>\n", b"</think>\n", b"  ", b"12")
 SPECIALS = {"<s>": 266, "[CALL]": 268}
@@ -48,8 +49,7 @@ def walk(matcher: Matcher, tokens: Sequence[int]) -> Matcher:
 
 
 def random_output(matcher: Matcher, seed: int, plain: bool = False, limit: int = 400) -> bytes:
-    """Bytes of a random walk to an end; `plain`: ASCII where there is a choice (xgrammar takes
-    surrogates for characters)."""
+    """Bytes of a random walk to an end; `plain`: ASCII where there is a choice."""
     draw, out, vocab = random.Random(seed), b"", vocabulary()
     for _ in range(limit):
         may_come = allowed(matcher)

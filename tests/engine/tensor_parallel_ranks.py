@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel
-from baton.engine.core.assembly import assemble
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.core.pooling import Pooler
 from baton.engine.loading.leader import load_leader
@@ -59,7 +59,7 @@ def start_thread(start: RankStart) -> RankProcess:
     ours, theirs = socket.socketpair()
     link = Link(ours)
     thread = RankThread(Link(theirs), start)
-    link.tell(MessageKind.SETUP, start.setup())
+    link.send_json(MessageKind.SETUP, start.setup())
     return RankProcess(start.place.rank, thread, link)
 
 
@@ -78,6 +78,6 @@ def engine_of_ranks(model: str, size: int, **options: Any) -> Iterator[Engine]:
         arena = loaded.ranks.make_pool(loaded.info, config.num_kv_blocks, config.block_size)
         pooler = Pooler(loaded, arena, config.max_num_batched_tokens, config.max_num_seqs)
         active = ActiveModel(ModelRunner(loaded, arena), loaded, pooler)
-        yield assemble(config, active, arena, loaded.info)
+        yield assemble(EngineParts(config, active, arena, loaded.info))
     finally:
         loaded.ranks.close()

@@ -91,11 +91,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.hooks = FakeHooks(most_tokens=most_exported)
         layers = tuple(LayerSpec(1, 2, 2, window=window) for window in windows)
         num_groups = group_layers(layers, "float32").num_groups
+        proposer = None
+        if spoilt is not None:  # with a window all are wrong: the proposer knows of none
+            proposer = ScriptedProposer(
+                lambda ask, index: (len(ask.history) * 7 + index) % 10 < spoilt
+            )
         self.engine, self.runner = fake_engine(
             num_blocks=num_blocks * num_groups,
             block_size=4,
             hooks=self.hooks,
             info=model_info(layers=layers),
+            proposer=proposer,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra,
             **options,
@@ -103,10 +109,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.window = self.runner.window
         self.runner.late = late
         self.runner.seconds_per_step = self.runner.seconds_per_copied_block = float(ticks)
-        if spoilt is not None:  # with a window all are wrong: the proposer knows of none
-            self.engine.set_proposer(
-                ScriptedProposer(lambda ask, index: (len(ask.history) * 7 + index) % 10 < spoilt)
-            )
         self.lives: dict[str, Life] = {}
         self.reserved: list[tuple[Request, Reservation]] = []
         self.unpinned = 0  # of hooks.admissions, in order

@@ -223,8 +223,12 @@ def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
 
 def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
     deepseek = run(DEEPSEEK)
-    assert deepseek.quantization == "fp8"
-    assert deepseek.weight_bytes == 669_172_039_680 + 2 * (671_026_404_352 - 669_172_039_680)
+    assert deepseek.quantization is None
+    assert deepseek.weight_bytes == 2 * 671_026_404_352
+    assert "stored as fp8, read and kept as bfloat16" in deepseek.note
+    rounded = run(DEEPSEEK, quantization="int8", lm_head_quantization="none")
+    assert rounded.quantization == "int8"
+    assert rounded.weight_bytes == 669_172_039_680 + 2 * (671_026_404_352 - 669_172_039_680)
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}
     stored = {
         "compressed-tensors": {"config_groups": groups},
@@ -436,7 +440,12 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
         ({}, {"kv_cache_dtype": "float32"}, "kv_cache_dtype must be one of auto, int8, fp8"),
         ({}, {"context": 100_000}, "100000 exceeds the model's own 8192 positions"),
         ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by fp8 are not served"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, None),
+        (
+            {"quantization_config": {"quant_method": "quip", "bits": 4}},
+            {},
+            "quantized by quip are not served",
+        ),
         ({"architectures": ["LlamaForTokenClassification"]}, {}, "no head for tokens"),
         ({"is_encoder_decoder": True}, {}, "only decoders"),
     ],
@@ -463,5 +472,8 @@ def test_a_refusal_is_one_line_of_the_table(
 
 def test_layers_that_are_not_served_and_a_draft_that_is_not(tmp_path: Path) -> None:
     assert "layers of type linear" in (refused(LLAMA, tmp_path, MAMBA) or "")
-    drafted = {"speculative_model": CONFIGS / f"{DEEPSEEK}.json"}
-    assert "quantized by fp8" in (refused(LLAMA, tmp_path, {}, **drafted) or "")
+    draft = tmp_path / "draft.json"
+    quip = {"quantization_config": {"quant_method": "quip", "bits": 4}}
+    draft.write_text(json.dumps(config(QWEN) | quip))
+    drafted = {"speculative_model": draft}
+    assert "quantized by quip" in (refused(LLAMA, tmp_path, {}, **drafted) or "")

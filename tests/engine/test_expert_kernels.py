@@ -18,8 +18,7 @@ from baton.engine.kernels.cpu import library
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
-from baton.engine.models.experts import Expert, Experts
-from baton.engine.models.experts_cpu import compiled
+from baton.engine.models.experts import Expert, Experts, compiled_experts
 from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
 from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
@@ -83,7 +82,7 @@ def test_every_choice_gets_its_experts_answer(
     seed: int,
 ) -> None:
     layer = mixture(cpu_kernels, scheme)
-    together = compiled(layer, cpu_kernels).together
+    together = compiled_experts(layer, cpu_kernels).together
     assert isinstance(together, ExpertKernels)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(0, favourites, (rows, per_token), generator=generator)
@@ -105,9 +104,9 @@ def test_a_layer_says_what_torch_says(cpu_kernels: CpuKernels) -> None:
             for index in range(COUNT)
         ),
     )
-    ours = compiled(layer, cpu_kernels)
+    ours = compiled_experts(layer, cpu_kernels)
     assert relative_error(ours(hidden, ()), theirs(hidden, ())) < 0.02
-    assert compiled(layer, cpu_kernels)(hidden[:0], ()).shape == (0, HIDDEN)
+    assert compiled_experts(layer, cpu_kernels)(hidden[:0], ()).shape == (0, HIDDEN)
 
 
 def test_other_formats_stay_as_they_are(cpu_kernels: CpuKernels) -> None:
@@ -125,9 +124,9 @@ def test_other_formats_stay_as_they_are(cpu_kernels: CpuKernels) -> None:
         (narrow,) * COUNT,
     ):
         other = replace(layer, experts=experts)
-        assert compiled(other, cpu_kernels) is other
+        assert compiled_experts(other, cpu_kernels) is other
     fixed = replace(layer, fixed_shapes=True)
-    assert compiled(fixed, cpu_kernels) is fixed
+    assert compiled_experts(fixed, cpu_kernels) is fixed
 
 
 def test_a_loaded_model_takes_them_together(cpu_kernels: CpuKernels, tmp_path: Path) -> None:

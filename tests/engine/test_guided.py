@@ -304,7 +304,7 @@ def test_an_output_that_left_its_grammar_fails_alone(llm: LLM) -> None:
     assert_all_free(engine)
 
 
-def test_the_second_backend_serves_what_the_first_does_not_know(llm: LLM) -> None:
+def test_a_backend_may_be_named_and_all_tags_are_followed(llm: LLM) -> None:
     form = {"type": "dispatch", "rules": [["<a", {"type": "const_string", "value": "!"}]]}
     tag = GuidedDecoding("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
     llm.generate(["x"], replace(SAMPLED, guided=tag, seed=0, max_tokens=3))

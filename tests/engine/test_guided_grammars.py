@@ -6,17 +6,15 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from baton.engine.core import grammars as service
-from baton.engine.core.grammar_trial import trials_of
-from baton.engine.core.grammars import Grammars, prepared
-from baton.guided.base import Vocabulary, load_vocabulary
-from baton.guided.grammar_trials import GrammarTrials
+from baton.engine.core.grammars import prepared
+from baton.guided import cache
+from baton.guided.cache import GrammarCache
 from baton.guided.thought import ThoughtEnd
+from baton.guided.vocabulary import Vocabulary
 from baton.protocol.errors import (
     InternalError,
     InvalidRequest,
@@ -25,10 +23,7 @@ from baton.protocol.errors import (
     UnsupportedFeature,
 )
 from baton.protocol.sampling import GuidedDecoding
-from baton.runtime.children import ChildBudget
 from tests.engine.guided_vocabulary import EOS, MERGED, VOCAB_SIZE, encode, vocabulary
-from tests.tiny_models import VOCAB_SIZE as TINY_VOCABULARY
-from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S
 
 DIGITS = GuidedDecoding("regex", "[0-9]{3}")
@@ -60,7 +55,7 @@ class Gate:
 
 def test_a_grammar_is_compiled_once_however_many_ask() -> None:
     gate = Gate()
-    grammars = Grammars(gate.load)
+    grammars = GrammarCache(gate.load)
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(grammars.get, DIGITS) for _ in range(4)]
         assert gate.asked.wait(WAIT_S)
@@ -75,7 +70,7 @@ def test_a_grammar_is_compiled_once_however_many_ask() -> None:
 
 async def test_waiting_blocks_nobody_and_a_cancelled_one_harms_nobody() -> None:
     gate = Gate()
-    grammars = Grammars(gate.load)
+    grammars = GrammarCache(gate.load)
     first = asyncio.create_task(prepared(grammars, DIGITS))
     second = asyncio.create_task(prepared(grammars, DIGITS))
     await asyncio.to_thread(gate.asked.wait, WAIT_S)
@@ -92,9 +87,9 @@ async def test_waiting_blocks_nobody_and_a_cancelled_one_harms_nobody() -> None:
 async def test_a_wait_for_our_own_slowness_is_no_fault_of_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "COMPILE_S", 0.01)
+    monkeypatch.setattr(cache, "COMPILE_S", 0.01)
     gate = Gate()
-    grammars = Grammars(gate.load)
+    grammars = GrammarCache(gate.load)
     try:
         with pytest.raises(Unavailable) as waited:
             await prepared(grammars, DIGITS)
@@ -108,10 +103,9 @@ async def test_a_wait_for_our_own_slowness_is_no_fault_of_the_client(
 
 def test_the_line_is_bounded() -> None:
     gate = Gate()
-    grammars = Grammars(gate.load)
+    grammars = GrammarCache(gate.load)
     waiting = [
-        grammars.submit(GuidedDecoding("regex", f"a{index}"))
-        for index in range(service.MAX_WAITING)
+        grammars.submit(GuidedDecoding("regex", f"a{index}")) for index in range(cache.MAX_WAITING)
     ]
     with pytest.raises(Overloaded):
         grammars.submit(DIGITS)
@@ -122,8 +116,8 @@ def test_the_line_is_bounded() -> None:
 
 
 def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_KEPT", 2)
-    grammars = Grammars(vocabulary)
+    monkeypatch.setattr(cache, "MAX_KEPT", 2)
+    grammars = GrammarCache(vocabulary)
     one, two, three = (GuidedDecoding("regex", text) for text in "abc")
     first = grammars.get(one)
     grammars.get(two)
@@ -136,7 +130,7 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failures_are_told_and_not_kept() -> None:
-    grammars = Grammars(vocabulary)
+    grammars = GrammarCache(vocabulary)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="regex"):
             grammars.get(GuidedDecoding("regex", "("))
@@ -145,20 +139,20 @@ def test_failures_are_told_and_not_kept() -> None:
         raise OSError("/some/path is gone")
 
     with pytest.raises(InternalError, match=r"^a grammar could not be compiled$"):
-        Grammars(broken).get(DIGITS)
+        GrammarCache(broken).get(DIGITS)
 
 
 def test_a_model_without_an_end_is_refused() -> None:
     endless = Vocabulary(vocabulary().tokens, {}, (), encode)
     with pytest.raises(UnsupportedFeature, match="end-of-sequence"):
-        Grammars(lambda: endless).get(DIGITS)
+        GrammarCache(lambda: endless).get(DIGITS)
 
 
 # ---- guides ----
 
 
 def test_a_guide_follows_what_is_new_and_starts_again_for_a_shorter_text() -> None:
-    guide = Grammars(vocabulary).get(DIGITS).guide()
+    guide = GrammarCache(vocabulary).get(DIGITS).guide()
     rows = masks(1)
     assert guide.fill(PROMPT, 3, (), rows) == 1
     assert bits(rows[0]) == {*b"0123456789", 256 + MERGED.index(b"12")}
@@ -171,7 +165,7 @@ def test_a_guide_follows_what_is_new_and_starts_again_for_a_shorter_text() -> No
 
 
 def test_drafts_are_masked_as_far_as_they_can_stand() -> None:
-    guide = Grammars(vocabulary).get(DIGITS).guide()
+    guide = GrammarCache(vocabulary).get(DIGITS).guide()
     rows = masks(4)
     assert guide.fill(PROMPT, 3, b"1x2", rows) == 2
     assert guide.fill(PROMPT, 3, [*b"123"], rows) == 4
@@ -182,7 +176,7 @@ def test_drafts_are_masked_as_far_as_they_can_stand() -> None:
 
 
 def test_a_fork_goes_its_own_way() -> None:
-    guide = Grammars(vocabulary).get(GuidedDecoding("regex", "(ab|cd){2}")).guide()
+    guide = GrammarCache(vocabulary).get(GuidedDecoding("regex", "(ab|cd){2}")).guide()
     assert guide.fork().cut(PROMPT, 3, [*b"ab"]) == [*b"ab"]
     guide.cut([*PROMPT, *b"a"], 3, [])
     other = guide.fork()
@@ -191,14 +185,14 @@ def test_a_fork_goes_its_own_way() -> None:
 
 
 def test_an_output_that_does_not_fit_fails_its_guide() -> None:
-    guide = Grammars(vocabulary).get(DIGITS).guide()
+    guide = GrammarCache(vocabulary).get(DIGITS).guide()
     assert guide.fill([*PROMPT, *b"x"], 3, (), masks(1)) == 0
     assert "doesn't satisfy the grammar" in guide.failure or "fit" in guide.failure
     assert guide.cut([*PROMPT, *b"x"], 3, [*b"1"]) == []
 
 
 def test_a_thought_is_free_until_it_ends() -> None:
-    grammar = Grammars(vocabulary).get(replace(DIGITS, starts_after="</think>"))
+    grammar = GrammarCache(vocabulary).get(replace(DIGITS, starts_after="</think>"))
     guide, rows = grammar.guide(), masks(3)
     whole, longer = 256 + MERGED.index(b"</think>"), 256 + MERGED.index(b"</think>\n")
     tail = 256 + MERGED.index(b"k>\n")
@@ -225,31 +219,3 @@ def test_the_end_of_a_thought_may_be_one_character_or_a_special_token() -> None:
     assert end.overshooting(b"") == [256 + MERGED.index(b"k>\n"), 256 + MERGED.index(b"</think>\n")]
     special = ThoughtEnd("[CALL]", vocab)
     assert special.follow(b"", vocab.specials["[CALL]"]) is None
-
-
-# ---- xgrammar, which has no limits ----
-
-
-@pytest.mark.long
-def test_what_xgrammar_would_never_end_is_given_up(tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar")
-    model = make_tiny_model("llama", tmp_path)
-    trials = trials_of(str(model), TINY_VOCABULARY, (2,))
-    trials = GrammarTrials(trials.children.command, ChildBudget(cpu_s=2.0, memory_bytes=4 << 30))
-    grammars = Grammars(lambda: load_vocabulary(model, TINY_VOCABULARY, (2,)), "xgrammar", trials)
-    schema = '{"type":"array","items":' * 900 + "{}" + "}" * 900
-    endless = GuidedDecoding("json_schema", schema)
-    with pytest.raises(InvalidRequest, match="too long to build") as caught:
-        grammars.get(endless)
-    assert caught.value.field == "guided"
-    with pytest.raises(InvalidRequest, match=r"^guided: Regex parsing error"):
-        grammars.get(GuidedDecoding("regex", "(a{"))
-    grammars.get(DIGITS)
-    assert (grammars.num_compiled, trials.children.num_given_up, trials.children.num_started) == (
-        1,
-        1,
-        2,
-    )
-    grammars.get(replace(DIGITS, backend="llguidance"))  # tried at the door
-    assert trials.children.num_started == 2
-    trials.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.attention.compiled_int8 import CompiledInt8Attention
+from baton.engine.attention.compiled import CompiledInt8Attention
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, int8_kv_kernels_for
 from baton.engine.memory.kv_cache import KVArena

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.checkpoint import load_progress
-from baton.engine.checkpoint.load_progress import TOLD_EVERY_S, LoadProgress
-from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.checkpoint import tensors
+from baton.engine.checkpoint.tensors import LOG_EVERY_S, LoadProgress, TensorReader
 from tests.tiny_models import make_tiny_model
 
 
@@ -25,7 +24,7 @@ class Clock:
 def test_a_long_load_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     progress = LoadProgress(8 * 10**9, clock.now)
-    with caplog.at_level(logging.INFO, logger=load_progress.__name__):
+    with caplog.at_level(logging.INFO, logger=tensors.__name__):
         for _ in range(8):
             clock.at += 0.75
             progress.add(10**9)
@@ -39,9 +38,9 @@ def test_a_long_load_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> Non
 def test_every_byte_of_the_files_counts(
     lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(load_progress, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(tensors, "LOG_EVERY_S", 0.0)
     files = make_tiny_model("llama", tmp_path).glob("*.safetensors")
-    with caplog.at_level(logging.INFO, logger=load_progress.__name__):
+    with caplog.at_level(logging.INFO, logger=tensors.__name__):
         reader = TensorReader(files, torch.float32, torch.device("cpu"))
         for name, tensor in reader.lazy().items():
             tensor[...].to("cpu") if lazy else reader.read(name)
@@ -52,7 +51,7 @@ def test_every_byte_of_the_files_counts(
 def test_a_short_load_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     progress = LoadProgress(10, clock.now)
-    clock.at += TOLD_EVERY_S / 2
-    with caplog.at_level(logging.INFO, logger=load_progress.__name__):
+    clock.at += LOG_EVERY_S / 2
+    with caplog.at_level(logging.INFO, logger=tensors.__name__):
         progress.add(10)
     assert not caplog.messages

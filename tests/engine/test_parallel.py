@@ -257,9 +257,8 @@ def drain(engine: Engine, asked: Sequence[Request]) -> dict[tuple[str, int], lis
 
 
 def test_samples_speculate_too() -> None:
-    engine, _ = fake_engine(num_speculative_tokens=3)
     proposer = ScriptedProposer(lambda ask, index: (ask.position + index) % 5 == 0)
-    engine.set_proposer(proposer)
+    engine, _ = fake_engine(num_speculative_tokens=3, proposer=proposer)
     asked = request(prompt=PROMPT, sampling={"n": 3}, max_tokens=15)
     check_samples(drain(engine, [asked]), asked)
     assert {ask.sample_index for ask in proposer.asks} == {0, 1, 2}

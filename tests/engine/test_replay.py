@@ -71,8 +71,9 @@ def test_what_was_emitted_is_replayed_token_by_token(known: int) -> None:
 
 
 def test_shapes_depend_on_no_mate_no_draft_and_no_cache() -> None:
-    engine, runner = fake_engine(num_blocks=200, max_num_batched_tokens=28, max_num_seqs=8)
-    engine.set_proposer(ScriptedProposer())
+    engine, runner = fake_engine(
+        num_blocks=200, max_num_batched_tokens=28, max_num_seqs=8, proposer=ScriptedProposer()
+    )
     engine.add(exact("alone"))
     run(engine)
     asked = [exact("r")] + [request(f"m{i}", (*PROMPT, *range(i)), max_tokens=30) for i in range(9)]
@@ -93,8 +94,9 @@ def test_shapes_depend_on_no_mate_no_draft_and_no_cache() -> None:
 
 @pytest.mark.parametrize("budget", [4, 5, 7, 13])
 def test_small_steps_starve_nobody(budget: int) -> None:
-    engine, runner = fake_engine(num_blocks=200, max_num_batched_tokens=budget, max_num_seqs=4)
-    engine.set_proposer(ScriptedProposer())
+    engine, runner = fake_engine(
+        num_blocks=200, max_num_batched_tokens=budget, max_num_seqs=4, proposer=ScriptedProposer()
+    )
     asked = [exact(f"e{i}") if i % 2 else request(f"f{i}", PROMPT, max_tokens=20) for i in range(8)]
     for one in asked:
         engine.add(one)

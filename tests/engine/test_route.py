@@ -59,7 +59,7 @@ def route(values: dict[str, Any], **options: Any) -> Any:
         ({"model_type": "abacus", "architectures": ["Abacus"]}, "not an architecture that"),
         ({**HYBRID, "layer_types": ["mamba", "attention"]}, "layers of type linear_attention"),
         ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "recurrent state"),
-        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
+        ({**LLAMA, "quantization_config": {"quant_method": "quip"}}, "quantized by quip"),
         (
             {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq", "bits": 4}},
             "lean route alone, and it cannot serve this: model_type 'gpt2'",
@@ -116,7 +116,7 @@ def test_no_weight_is_looked_at_before_the_layers(tmp_path: Path) -> None:
 def test_gguf_is_named_and_what_to_serve_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reason = r"GGUF.*checkpoint of safetensors that it was made from.*--quantization"
+    reason = r"GGUF.*give one file of it as --model .*checkpoint of safetensors that it was made"
     path = make_tiny_model("llama", tmp_path / "model")
     (path / "model.safetensors").rename(path / "model-Q4_K_M.gguf")
     with pytest.raises(ModelRefused, match=reason):
@@ -124,7 +124,7 @@ def test_gguf_is_named_and_what_to_serve_instead(
     (path / "config.json").unlink()
     with pytest.raises(ModelRefused, match=reason):
         open_checkpoint(str(path))
-    with pytest.raises(ModelRefused, match=reason):
+    with pytest.raises(ModelRefused, match="not a whole GGUF file: it does not begin with GGUF"):
         open_checkpoint(str(path / "model-Q4_K_M.gguf"))
     # Of the hub nothing but safetensors and JSON is fetched: the name tells.
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))

@@ -40,20 +40,20 @@ def pairs(told: tuple[TokenLogprob, ...]) -> list[tuple[int, int]]:
 def test_ranks_and_alternatives(rows: list[tuple[int, int]], seed: int) -> None:
     logits = logits_of(len(rows), seed=seed)
     tokens, counts = [token for token, _ in rows], [count for _, count in rows]
-    told = logprobs.tell(logits, tokens, counts)
+    told = logprobs.report(logits, tokens, counts)
     expected = logits.log_softmax(-1)
     for row, (token, count) in enumerate(rows):
         assert pairs(told[row]) == plain(logits[row], token, count)
         assert all(one.logprob == float(expected[row, one.token_id]) for one in told[row])
-        assert told[row] == logprobs.tell(logits[row : row + 1], [token], [count])[0]
+        assert told[row] == logprobs.report(logits[row : row + 1], [token], [count])[0]
 
 
 def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(9)
     tokens, counts = list(range(9)), [0, 5, 1, 0, 2, 20, 3, 0, 0]
-    whole = logprobs.tell(logits, tokens, counts), logprobs.candidates(logits, counts)
+    whole = logprobs.report(logits, tokens, counts), logprobs.candidates(logits, counts)
     monkeypatch.setattr(logprobs, "SLAB_ELEMENTS", 1)
-    assert (logprobs.tell(logits, tokens, counts), logprobs.candidates(logits, counts)) == whole
+    assert (logprobs.report(logits, tokens, counts), logprobs.candidates(logits, counts)) == whole
 
 
 def test_candidates_are_the_best_and_allowed() -> None:
@@ -79,7 +79,7 @@ def test_tokens_asked_for_by_their_ids_come_with_their_ranks() -> None:
     (row,) = logits_of(1)
     everything = plain(row, 4, 30)
     rank = dict(everything)
-    told = logprobs.tell_of(row, 4, [9, 2, 4, 9])
+    told = logprobs.report_ids(row, 4, [9, 2, 4, 9])
     assert pairs(told) == [(4, rank[4]), *sorted([(9, rank[9]), (2, rank[2])], key=lambda x: x[1])]
     expected = row.log_softmax(-1)
     assert [one.logprob for one in told] == [float(expected[one.token_id]) for one in told]
@@ -87,5 +87,5 @@ def test_tokens_asked_for_by_their_ids_come_with_their_ranks() -> None:
 
 def test_minus_one_is_the_whole_vocabulary() -> None:
     logits = logits_of(2)
-    assert logprobs.tell(logits, [3, 5], [-1, 0]) == logprobs.tell(logits, [3, 5], [30, 0])
-    assert len(logprobs.tell(logits, [3, 5], [-1, 0])[0]) == 30
+    assert logprobs.report(logits, [3, 5], [-1, 0]) == logprobs.report(logits, [3, 5], [30, 0])
+    assert len(logprobs.report(logits, [3, 5], [-1, 0])[0]) == 30

@@ -17,8 +17,7 @@ from tests.fakes import EOS_ID, FakeHooks, ScriptedProposer, fake_engine, reques
 
 
 def test_right_drafts_save_steps() -> None:
-    engine, runner = fake_engine(num_speculative_tokens=3)
-    engine.set_proposer(ScriptedProposer())
+    engine, runner = fake_engine(num_speculative_tokens=3, proposer=ScriptedProposer())
     asked = request(prompt=PROMPT, max_tokens=13)
     engine.add(asked)
     (events,) = run(engine).values()
@@ -33,8 +32,9 @@ def test_right_drafts_save_steps() -> None:
 
 
 def test_wrong_drafts_cost_nothing_but_work() -> None:
-    engine, runner = fake_engine(num_speculative_tokens=3)
-    engine.set_proposer(ScriptedProposer(lambda ask, index: True))
+    engine, runner = fake_engine(
+        num_speculative_tokens=3, proposer=ScriptedProposer(lambda ask, index: True)
+    )
     asked = request(prompt=PROMPT, max_tokens=13)
     engine.add(asked)
     (events,) = run(engine).values()
@@ -54,8 +54,8 @@ def test_any_mix_of_drafts_gives_the_same_tokens(seed: int) -> None:
         num_speculative_tokens=draw.randrange(1, 9),
         preemption_mode=draw.choice(["swap", "recompute"]),
         enable_prefix_caching=draw.random() < 0.7,
+        proposer=ScriptedProposer(lambda ask, index: draw.random() < 0.3),
     )
-    engine.set_proposer(ScriptedProposer(lambda ask, index: draw.random() < 0.3))
     asked = [
         request(
             f"r{i}", PROMPT[: draw.randrange(1, 15)], seed=draw.randrange(3), ignore_eos=i > 1,
@@ -73,8 +73,7 @@ def test_any_mix_of_drafts_gives_the_same_tokens(seed: int) -> None:
 
 
 def test_an_end_among_accepted_drafts_cuts_what_follows() -> None:
-    engine, _ = fake_engine(num_speculative_tokens=5)
-    engine.set_proposer(ScriptedProposer())
+    engine, _ = fake_engine(num_speculative_tokens=5, proposer=ScriptedProposer())
     seed = find_seed(PROMPT, EOS_ID, 3)
     engine.add(request(prompt=PROMPT, seed=seed, ignore_eos=False, sampling={"logprobs": 0}))
     (events,) = run(engine).values()
@@ -85,8 +84,12 @@ def test_an_end_among_accepted_drafts_cuts_what_follows() -> None:
 
 
 def test_drafts_leave_half_of_the_budget_to_prompts() -> None:
-    engine, runner = fake_engine(max_num_seqs=2, max_num_batched_tokens=9, num_speculative_tokens=8)
-    engine.set_proposer(ScriptedProposer())
+    engine, runner = fake_engine(
+        max_num_seqs=2,
+        max_num_batched_tokens=9,
+        num_speculative_tokens=8,
+        proposer=ScriptedProposer(),
+    )
     engine.add(request("a", PROMPT[:3], max_tokens=30))
     engine.step()
     engine.add(request("b", PROMPT))
@@ -97,8 +100,7 @@ def test_drafts_leave_half_of_the_budget_to_prompts() -> None:
 
 
 def test_nobody_is_preempted_for_drafts() -> None:
-    engine, _ = fake_engine(num_blocks=7, num_speculative_tokens=8)
-    engine.set_proposer(ScriptedProposer())
+    engine, _ = fake_engine(num_blocks=7, num_speculative_tokens=8, proposer=ScriptedProposer())
     asked = [request(f"r{i}", PROMPT[:4], seed=i, max_tokens=8) for i in range(2)]
     for each in asked:
         engine.add(each)
@@ -110,8 +112,9 @@ def test_nobody_is_preempted_for_drafts() -> None:
 
 
 def test_rejected_drafts_are_neither_findable_nor_kept() -> None:
-    engine, _ = fake_engine(num_speculative_tokens=8)
-    engine.set_proposer(ScriptedProposer(lambda ask, index: True))
+    engine, _ = fake_engine(
+        num_speculative_tokens=8, proposer=ScriptedProposer(lambda ask, index: True)
+    )
     engine.add(request(prompt=PROMPT, max_tokens=30))
     engine.step()
     engine.step()
@@ -122,9 +125,8 @@ def test_rejected_drafts_are_neither_findable_nor_kept() -> None:
 
 
 def test_prefills_and_beams_do_not_speculate() -> None:
-    engine, _ = fake_engine(hooks=FakeHooks())
     proposer = ScriptedProposer()
-    engine.set_proposer(proposer)
+    engine, _ = fake_engine(hooks=FakeHooks(), proposer=proposer)
     engine.add(request("p", PROMPT[:1]), Task.PREFILL)
     engine.add(request("b", PROMPT, sampling={"beam_width": 2}))
     while engine.has_work:
@@ -133,9 +135,8 @@ def test_prefills_and_beams_do_not_speculate() -> None:
 
 
 def test_the_proposer_is_told_of_every_end() -> None:
-    engine, runner = fake_engine()
     proposer = ScriptedProposer()
-    engine.set_proposer(proposer)
+    engine, runner = fake_engine(proposer=proposer)
     for name in ("done", "aborted", "failed"):
         engine.add(request(name, PROMPT, max_tokens=30))
     engine.step()
@@ -151,8 +152,7 @@ def test_the_proposer_is_told_of_every_end() -> None:
 
 
 def test_prompt_lookup_drafts_for_real() -> None:
-    engine, _ = fake_engine()
-    engine.set_proposer(NgramProposer(1, 3))
+    engine, _ = fake_engine(proposer=NgramProposer(1, 3))
     asked = request(prompt=(*PROMPT, *PROMPT), max_tokens=40)
     engine.add(asked)
     (events,) = run(engine).values()
@@ -163,8 +163,7 @@ def test_prompt_lookup_drafts_for_real() -> None:
 
 @pytest.mark.parametrize("drawn", [(), (7, 7, 7), (1, 2, 3, 4)])
 def test_a_runner_that_invents_tokens_is_stopped(drawn: tuple[int, ...]) -> None:
-    engine, runner = fake_engine(num_speculative_tokens=2)
-    engine.set_proposer(ScriptedProposer())
+    engine, runner = fake_engine(num_speculative_tokens=2, proposer=ScriptedProposer())
     engine.add(request(prompt=PROMPT))
     engine.step()
     runner.run = lambda chunks, on_layer=None: [ChunkResult(Sampled(drawn))]  # type: ignore[method-assign]
@@ -180,9 +179,8 @@ def test_options() -> None:
 
 
 def test_an_ask_says_where_it_stands() -> None:
-    engine, _ = fake_engine(num_speculative_tokens=3)
     proposer = ScriptedProposer()
-    engine.set_proposer(proposer)
+    engine, _ = fake_engine(num_speculative_tokens=3, proposer=proposer)
     asked = request(prompt=PROMPT, max_tokens=4)
     engine.add(asked)
     run(engine)

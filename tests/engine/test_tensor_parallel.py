@@ -33,6 +33,7 @@ from baton.engine.state.place import RankPlace, rank_layers
 from baton.protocol.errors import ConfigError, InternalError, ModelRefused
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import relative_error
+from tests.engine.widened_models import make_widened
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 
@@ -46,6 +47,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3: norms of heads": lambda path: make_tiny_model("qwen3", path),
     "mistral: a window": lambda path: make_tiny_model("mistral", path),
     "a vocabulary that is odd": lambda path: make_tiny_model("llama", path, vocab_size=317),
+    "fp8, widened": lambda path: make_widened("fp8-deepseek", path)[0],
     "mixtral": lambda path: save_random(
         path, "mixtral", num_experts_per_tok=2, num_local_experts=4
     ),
@@ -176,7 +178,7 @@ def test_a_step_arrives_as_it_was_told() -> None:
 
 def test_links_tell_of_the_other_end() -> None:
     ours, theirs = (Link(end) for end in socket.socketpair())
-    ours.tell(MessageKind.SETUP, {"rank": 1})
+    ours.send_json(MessageKind.SETUP, {"rank": 1})
     assert theirs.expect(MessageKind.SETUP) == (MessageKind.SETUP, {"rank": 1})
     ours.send(MessageKind.LOADED)
     with pytest.raises(InternalError, match="LOADED between ranks, not POOL"):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from baton.engine.state.interface import Task
-from baton.guided.grammars import check_size
 from baton.guided.guide import Grammar, Guide
-from baton.guided.thought import FREE, ThoughtEnd, ThoughtLimit
+from baton.guided.matcher import FREE
+from baton.guided.spec import check_size
+from baton.guided.thought import ThoughtEnd, ThoughtLimit
 from baton.llm import LLM
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.request import Request

@@ -32,7 +32,7 @@ from router.request.trace import RequestTrace
 from router.server.app import create_app
 from router.server.http_guard import HttpLimits, uvicorn_settings
 from router.services import Lifecycle, RouterServices
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
 from tests.front.tokenizers_built import TEMPLATE, byte_level
 

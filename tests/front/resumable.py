@@ -38,10 +38,9 @@ from router.store.base import (
     WriteStatus,
 )
 from router.store.documents import Documents
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.store.redis_store import RedisStore, connect
-from router.store.token_log import TokenLog
 from tests.front.fakes import (
     CHAT_TEMPLATE,
     TOKENIZER,
@@ -197,7 +196,7 @@ class LoggedDispatcher:
         assert ledger.epoch == request.epoch, "an adopted request has its record's epoch"
         self.epochs.append(ledger.epoch)
         self.running[request.id] = request, trace
-        log, outcome = TokenLog(self.guard), RequestState.CANCELLED
+        outcome = RequestState.CANCELLED
         try:
             await ledger.move(RequestState.DECODE)
             async with contextlib.aclosing(self.script.run(request, trace)) as events:
@@ -211,7 +210,7 @@ class LoggedDispatcher:
                         raise Cancelled("the request was cancelled")
                     told = replace(event, epoch=ledger.epoch)
                     self.steps.append((event.sample, event.position))
-                    await log.append([told])
+                    await self.guard.append([told])
                     yield told
             outcome = RequestState.FINISHED
         except GeneratorExit:

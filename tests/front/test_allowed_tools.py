@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.protocol.errors import InvalidRequest
-from router.api.openai.allowed_tools import FIELD, apply_allowed
 from router.api.openai.bodies import ChatBody
+from router.api.openai.chat_rules import ALLOWED_FIELD, apply_allowed
 from tests.front.fakes import TOKENIZER
 from tests.front.test_tools_api import ASK, CONFIG, front
 
@@ -49,13 +49,13 @@ def test_other_choices_stay_as_they_are(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        ({"type": "allowed_tools"}, FIELD),
-        ({"type": "allowed_tools", "allowed_tools": ["book"]}, FIELD),
-        (choice("none", "book"), f"{FIELD}.mode"),
-        (choice("auto"), f"{FIELD}.tools"),
-        (choice("auto", "book", "fly"), f"{FIELD}.tools[1]"),
+        ({"type": "allowed_tools"}, ALLOWED_FIELD),
+        ({"type": "allowed_tools", "allowed_tools": ["book"]}, ALLOWED_FIELD),
+        (choice("none", "book"), f"{ALLOWED_FIELD}.mode"),
+        (choice("auto"), f"{ALLOWED_FIELD}.tools"),
+        (choice("auto", "book", "fly"), f"{ALLOWED_FIELD}.tools[1]"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["book"]}},
-         f"{FIELD}.tools[0]"),
+         f"{ALLOWED_FIELD}.tools[0]"),
     ],
 )  # fmt: skip
 def test_faults_are_told_by_field(given: Any, field: str) -> None:

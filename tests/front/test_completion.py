@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import QWEN3
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import InternalError, NodeLost
 from baton.protocol.events import TokenEvent
@@ -18,10 +21,7 @@ from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
 from router.api.openai.message import message_of
 from router.metrics.router import RouterMetrics
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageRules
-from router.parsers.reasoning import QWEN3
-from router.request.completion import Completion, Delta, OutputRules, SampleText
+from router.request.completion import CallRunner, Completion, Delta, OutputRules, SampleText
 from tests.front.fakes import EOS, TOKENIZER, FakeDispatcher
 
 CLOCK = SystemClock()
@@ -37,8 +37,8 @@ def completion(
 async def collect(
     dispatcher: FakeDispatcher, it: Completion, metrics: RouterMetrics | None = None
 ) -> list[Delta]:
-    meter = (metrics or RouterMetrics()).begin("tiny", CLOCK.monotonic())
-    return [delta async for delta in it.deltas(dispatcher, meter, CLOCK)]
+    runner = CallRunner(dispatcher, metrics or RouterMetrics(), CLOCK)
+    return [delta async for delta in it.deltas(runner)]
 
 
 def text_of(deltas: list[Delta]) -> str:
@@ -144,8 +144,8 @@ async def test_half_a_character_at_the_end_is_shown_as_such() -> None:
 async def test_a_stop_string_closes_the_dispatcher_before_the_end_is_shown() -> None:
     dispatcher = FakeDispatcher("one two three")
     it = completion(OutputRules(stop=("two",)))
-    meter = RouterMetrics().begin("tiny", 0.0)
-    async with aclosing(it.deltas(dispatcher, meter, CLOCK)) as deltas:
+    runner = CallRunner(dispatcher, RouterMetrics(), CLOCK)
+    async with aclosing(it.deltas(runner)) as deltas:
         async for delta in deltas:
             assert (delta.finish_reason is not None) == (dispatcher.closed == 1)
     assert it.trace.text_stop
@@ -154,8 +154,8 @@ async def test_a_stop_string_closes_the_dispatcher_before_the_end_is_shown() -> 
 async def test_leaving_early_closes_the_dispatcher_and_ends_the_meter() -> None:
     dispatcher, metrics = FakeDispatcher("hello world"), RouterMetrics()
     it = completion(OutputRules())
-    meter = metrics.begin("tiny", 0.0)
-    async with aclosing(it.deltas(dispatcher, meter, CLOCK)) as deltas:
+    runner = CallRunner(dispatcher, metrics, CLOCK)
+    async with aclosing(it.deltas(runner)) as deltas:
         await anext(deltas)
     assert dispatcher.closed == 1
     assert not it.trace.text_stop

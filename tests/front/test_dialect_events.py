@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.parsers import formats, reasoning
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 from baton.protocol.errors import Unavailable
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
 from router.api.anthropic.answer import MessageAnswer
 from router.api.anthropic.events import MessageEvents, input_of
-from router.api.intake import ChatTurn
-from router.api.openai.replies import ReplyHead, ReplyRules
-from router.api.responses.answer import ResponseAnswer
+from router.api.responses.answer import ResponseAnswer, response_head
 from router.api.responses.events import ResponseEvents
-from router.parsers import formats, reasoning
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 from router.request.completion import Completion, Delta, OutputRules
 from tests.front.dialects import ANSWER, CALL, check_message, check_response, responses_call
 from tests.front.fakes import TOKENIZER
@@ -154,12 +152,12 @@ def test_an_aborted_request_is_a_failure(dialect: str) -> None:
     """In both dialects no word for it exists: it is told as an error, also in mid-stream."""
     request = Request("r", (1, 2), SamplingParams(seed=1))
     completion = Completion(request, "m", OutputRules(), TOKENIZER)
-    turn, rules = ChatTurn(completion, False, names()), ReplyRules(TOKENIZER)
     call = responses_call(b'{"input": "a"}')
+    head = response_head("resp_1", 1, call, completion)
     answer = (
-        ResponseAnswer(ReplyHead("resp_1", "m", 1), call, turn, rules)
+        ResponseAnswer(head, call, completion, names())
         if dialect == "responses"
-        else MessageAnswer("msg_1", turn, rules)
+        else MessageAnswer("msg_1", completion, names())
     )
     events = answer.take(Delta(0, (3,), "a"))
     with pytest.raises(Unavailable) as found:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from baton.protocol.errors import InternalError, Overloaded
-from router.server.direct import DirectRoutes
+from router.server.app import DirectRoutes
 from tests.front.fakes import Front
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from baton.engine.state.stats import EngineStats
+from baton.engine.state.work import Limits, Utilization
+from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import NodeLoad
-from baton.runtime.metrics import (
-    EngineTotals,
-    LaneTotals,
-    NodeFigures,
-    NodeMetrics,
-    TransferTotals,
-    cache_usage,
-)
+from baton.runtime.metrics import cache_usage
+from kv_transfer.stats import LaneStats, TransferStats
 
 
 def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
@@ -23,21 +20,21 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
             NodeLoad(
                 running=3, waiting=2, fetching=5, free_blocks=1, total_blocks=4, draining=True
             ),
-            EngineTotals(
-                steps=totals["steps"],
-                steps_ahead=1,
-                prompt_tokens=8,
-                generation_tokens=3,
-                pooled_tokens=12,
-                prefix_queries=10,
-                prefix_hits=4,
-                preemptions=2,
-                swapped_out_blocks=5,
-                accepted_tokens=6,
-                window_freed_blocks=8,
-                export_refusals=9,
+            EngineStats(
+                num_steps=totals["steps"],
+                num_steps_ahead=1,
+                num_prompt_tokens=8,
+                num_generated_tokens=3,
+                num_pooled_tokens=12,
+                num_prefix_query_tokens=10,
+                num_prefix_hit_tokens=4,
+                num_preemptions=2,
+                num_swapped_out_blocks=5,
+                num_accepted_tokens=6,
+                num_window_freed_blocks=8,
+                num_export_refusals=9,
             ),
-            TransferTotals(received_bytes=99, fetches={"ok": 2, "kv_lost": 1}),
+            TransferStats({"stream": LaneStats(bytes_received=99, fetches=2)}, {"kv_lost": 1}),
             kv_waste=0.25,
         )
 
@@ -79,9 +76,12 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
 def test_a_scrape_shows_the_share_of_the_machine_s_limits() -> None:
     now = NodeFigures(
         NodeLoad(mbu=0.5, mfu=0.125),
-        EngineTotals(busy_seconds=1.5, read_bytes=4000.0, flops=6000.0),
-        TransferTotals(),
-        limits=(3000.0, 9000.0),
+        EngineStats(
+            utilization=Utilization(
+                Limits(3000.0, 9000.0), busy_seconds=1.5, read_bytes=4000.0, flops=6000.0
+            )
+        ),
+        TransferStats(),
     )
     lines = NodeMetrics("tiny", "d", "decode", lambda: now).render().decode().splitlines()
     node = '{model_name="tiny",node="d",role="decode"}'
@@ -100,13 +100,13 @@ def test_a_scrape_shows_the_share_of_the_machine_s_limits() -> None:
 
 
 def test_every_counter_of_a_lane_has_a_series() -> None:
-    names = [field.name for field in fields(LaneTotals)]
+    names = [field.name for field in fields(LaneStats)]
     lanes = {
-        lane: LaneTotals(**{name: first + index for index, name in enumerate(names)})
+        lane: LaneStats(**{name: first + index for index, name in enumerate(names)})
         for lane, first in (("stream", 100), ("grpc", 200))
     }
-    transfer = TransferTotals(expired_leases=7, held_back=8, window_bytes=9, lanes=lanes)
-    now = NodeFigures(NodeLoad(), EngineTotals(), transfer)
+    transfer = TransferStats(lanes, held_back=8, window_bytes=9)
+    now = NodeFigures(NodeLoad(), EngineStats(), transfer)
     text = NodeMetrics("tiny", "p", "prefill", lambda: now).render().decode()
     series = [line for line in text.splitlines() if line.startswith("baton_kv_lane_")]
     for lane, first in (("stream", 100), ("grpc", 200)):
@@ -114,7 +114,8 @@ def test_every_counter_of_a_lane_has_a_series() -> None:
         assert values == {float(first + index) for index in range(len(names))}
     assert len(series) == 2 * len(names)
     node = '{model_name="tiny",node="p",role="prefill"}'
-    for name, value in (("expired_leases", 7), ("held_back", 8), ("window_bytes", 9)):
+    expired = sum(lane.expired for lane in lanes.values())
+    for name, value in (("expired_leases", expired), ("held_back", 8), ("window_bytes", 9)):
         assert f"baton_kv_transfer_{name}_total{node} {value}.0" in text
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
-from router.api import sse
+from router.api import exchange
 from tests.front.fakes import TOKENIZER, FakeDispatcher, Front, serving
 
 PATIENCE_S = 20.0
@@ -53,7 +53,7 @@ async def open_stream(port: int) -> asyncio.StreamWriter:
 
 
 async def test_a_client_that_does_not_read_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(exchange, "WRITE_TIMEOUT_S", 0.3)
     dispatcher = Endless()
     async with serving(Front(dispatcher=dispatcher)) as port:
         writer = await open_stream(port)
@@ -83,7 +83,7 @@ async def test_it_holds_nobody_up_and_costs_a_bounded_buffer() -> None:
 async def test_a_slow_client_is_not_given_up_as_long_as_it_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sse, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(exchange, "WRITE_TIMEOUT_S", 0.2)
     dispatcher = Endless()
     async with (
         serving(Front(dispatcher=dispatcher)) as port,

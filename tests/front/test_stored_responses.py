@@ -17,7 +17,7 @@ from baton.runtime.timing import Timing
 from router.api.responses import conversation
 from router.config import RouterConfig
 from router.request.gate.gate import Gate, GateSettings
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.tenants.keys import Grant
 from router.tenants.turns import BYTES_PER_S, LARGE_BYTES, SHARE

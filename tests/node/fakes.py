@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel
-from baton.engine.core.assembly import assemble
+from baton.engine.core.assembly import EngineParts
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
@@ -206,13 +206,13 @@ async def running_node(
     arena = KVArena(info.layers, setup.num_blocks, setup.block_size, info.kv_dtype)
     runner = ArenaRunner(arena)
     config = EngineConfig(model="fake", check_invariants=True, **setup.engine_options)
-    engine = assemble(config, ActiveModel(runner), arena, info)
+    parts = EngineParts(config, ActiveModel(runner), arena, info)
     lane = setup.lane or MemoryLane(fabric)
     around = Surroundings(setup.timing, SystemClock(), (lane,))
-    node = NodeProcess(program, NodeConfig(**setup.options), engine, around)
+    node = NodeProcess(program, NodeConfig(**setup.options), parts, around)
     await node.start()
     try:
-        yield TestNode(node, engine, runner)
+        yield TestNode(node, node.engine, runner)
     finally:
         runner.layer_gate.open()
         runner.step_gate.open()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine.state.interface import Reservation
+from baton.engine.thread import EngineThread
 from baton.node.config import NodeConfig
 from baton.node.role import RoleContext
 from baton.protocol.errors import KVLost, KVStale, KVTimeout, Overloaded
@@ -154,8 +155,6 @@ class FakeConnector:
 def role_over(connector: FakeConnector) -> DecodeRole:
     engine, _ = fake_engine()
     context = RoleContext(
-        engine=engine,
-        thread=None,  # type: ignore[arg-type]
         connector=connector,  # type: ignore[arg-type]
         loop=asyncio.get_running_loop(),
         config=NodeConfig(),
@@ -164,7 +163,7 @@ def role_over(connector: FakeConnector) -> DecodeRole:
         spawn=lambda work: None,
         observe_fetch=lambda seconds: None,
     )
-    return DecodeRole(context)
+    return DecodeRole(context, lambda hooks: EngineThread(engine, lambda report: None))
 
 
 def leased() -> KVHandle:

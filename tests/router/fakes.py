@@ -29,9 +29,8 @@ from router.nodes.session import StepLog
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
 from router.store.base import RequestStore
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.store.token_log import TokenLog
 
 M = TypeVar("M")
 PATIENCE_S = 30.0  # bounds every wait of a test
@@ -252,7 +251,7 @@ async def running_router(
             secret=setup.secret,
             timing=setup.timing,
             clock=clock,
-            log=setup.log or TokenLog(guard),
+            log=setup.log or guard,
             addresses={node.address: node.record.role for node in nodes},
             directory=setup.directory,
             store_away=lambda: guard.stats.away,

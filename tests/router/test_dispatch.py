@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -68,6 +70,28 @@ async def test_the_way_of_a_request() -> None:
         assert trace.handover_at is not None
         assert trace.first_token_at <= trace.handover_at
         assert router.dispatcher.num_live == 0
+
+
+async def test_a_request_that_ends_is_freed_without_the_garbage_collector() -> None:
+    async with cluster("p", "d") as (router, (p, d)):
+        client = Client(router, make_request())
+        prefill = await p.hear(SubmitPrefill)
+        (journey,) = router.dispatcher._live.values()  # pyright: ignore[reportPrivateUsage]
+        kept = weakref.ref(journey._attempts)  # pyright: ignore[reportPrivateUsage]
+        del journey
+        gc.disable()
+        try:
+            p.export(prefill.request)
+            decode = await d.hear(SubmitDecode)
+            p.tokens(prefill.request, 0, 41)
+            d.subscribe(decode.request)
+            d.tokens(decode.request, 0, 41)
+            d.finish(decode.request, 1, 42)
+            assert await client.done() == [41, 42]
+            await asyncio.sleep(0)
+            assert kept() is None
+        finally:
+            gc.enable()
 
 
 async def test_the_decode_node_may_be_faster_than_token_1() -> None:

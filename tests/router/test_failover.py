@@ -285,12 +285,12 @@ async def test_an_end_that_cannot_be_recorded_is_left_to_the_lease() -> None:
     async with cluster("d") as (router, (d,)):
         client = Client(router, make_request())
         decode = await d.hear(SubmitDecode)
-        ledger = router.guard.ledger("r")
+        ledger = router.guard.ledgers.get("r")
         assert ledger is not None
         ledger.state = RequestState.FINISHED  # an illegal transition will be noticed at the end
         d.finish(decode.request, 0, 41)
         assert await client.done() == [41]
-        assert router.guard.ledger("r") is None, "its lease would be renewed for ever"
+        assert router.guard.ledgers.get("r") is None, "its lease would be renewed for ever"
 
 
 async def test_the_last_node_lost_is_unavailable() -> None:

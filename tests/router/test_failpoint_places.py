@@ -9,7 +9,7 @@ import pytest
 
 from baton.protocol.events import TokenEvent
 from baton.runtime.failpoints import FAILPOINTS
-from router.nodes.attachments import Attachment, NodeEvent
+from router.nodes.attachments import Attempt, NodeEvent
 from tests.router.fakes import PATIENCE_S, fake_nodes, running_router
 
 
@@ -40,7 +40,7 @@ async def test_a_step_is_sampled_then_logged_then_sent(monkeypatch: pytest.Monke
     async with fake_nodes("d") as (d,), running_router([d], log=diary) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        session.attach(Attachment("a", 2, diary.show))
+        session.attach(Attempt("a", 2, diary.show))
         monkeypatch.setattr(FAILPOINTS, "_plan", diary)
         d.say(tokens=(TokenEvent("a", 1, 0, (1,)),))  # an older epoch: there is nothing to log
         d.say(tokens=(TokenEvent("a", 2, 0, (4, 5)),))

@@ -1,5 +1,5 @@
-"""Calls that must be made, or be valid if made, in every format: what the grammar takes, both
-backends' random texts of it, and what the parser makes of them."""
+"""Calls that must be made, or be valid if made, in every format: what the grammar takes, random
+texts of it, and what the parser makes of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.guided.grammars import check_grammar
-from baton.guided.llguidance import LlguidanceBackend
-from baton.guided.xgrammar import XgrammarBackend
+from baton.guided.matcher import GrammarCompiler
+from baton.parsers import harmony
+from baton.parsers.formats import MISTRAL, TOOL_FORMATS
+from baton.parsers.frames import CallWriter
+from baton.parsers.grammar import ToolFormat, forced, offered
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallArguments, CallStart, Content
+from baton.parsers.registry import Choice, formats_of
 from baton.protocol.sampling import GuidedDecoding
-from router.parsers import harmony
-from router.parsers.formats import MISTRAL, TOOL_FORMATS
-from router.parsers.frames import CallWriter
-from router.parsers.grammar import ToolFormat
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content
-from router.parsers.registry import Choice, formats_of
-from router.parsers.tool_grammars import forced, offered
 from tests.engine.guided_vocabulary import EOS, encode, random_output, vocabulary, walk
 from tests.front.parsers.spelled import FORCED, SPELLED, Call
-from tests.grammar_texts import byte_tokenizer, takes
+from tests.grammar_texts import byte_tokenizer, check_grammar, takes
 from tests.guided_cases import TOOLS, check_call
 
 WEATHER: Call = ("get_weather", {"city": "Oslo", "days": 3, "metric": True})
@@ -161,24 +158,23 @@ def test_free_text_ends_where_its_end_first_stands(name: str, tokenizer: Any) ->
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_either_backend_writes_calls_that_the_parser_reads(name: str) -> None:
+def test_the_parser_reads_every_call_that_the_grammar_writes(name: str) -> None:
     guided, free = (
         tagged(make(TOOL_FORMATS[name], TOOLS, several=True)) for make in (forced, offered)
     )
-    for made in (XgrammarBackend, LlguidanceBackend):
-        backend = made(vocabulary())
-        start = backend.compile(guided)
-        for may_start in (start.clone(), backend.compile(free)):
-            walk(may_start, [*encode(FORCED[name]([WEATHER])), EOS])
-        # What a model thinks before has no end of its own here.
-        begun = "<|channel|>commentary" if name == "openai" else ""
-        start = walk(start, encode(begun))
-        for seed in range(4):
-            text = begun + random_output(start.clone(), seed, True, 8000).decode()
-            calls = read(TOOL_FORMATS[name], text)
-            assert calls
-            for called, arguments in calls:
-                check_call(called, json.dumps(arguments))
+    compiler = GrammarCompiler(vocabulary())
+    start = compiler.compile(guided)
+    for may_start in (start.clone(), compiler.compile(free)):
+        walk(may_start, [*encode(FORCED[name]([WEATHER])), EOS])
+    # What a model thinks before has no end of its own here.
+    begun = "<|channel|>commentary" if name == "openai" else ""
+    start = walk(start, encode(begun))
+    for seed in range(4):
+        text = begun + random_output(start.clone(), seed, True, 8000).decode()
+        calls = read(TOOL_FORMATS[name], text)
+        assert calls
+        for called, arguments in calls:
+            check_call(called, json.dumps(arguments))
 
 
 TOKENIZER = byte_tokenizer()

@@ -16,7 +16,7 @@ from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.metrics.gate import watch_gate
+from router.metrics.parts import watch_gate
 from router.metrics.router import RouterMetrics
 from router.nodes.policy import NodeSnapshot
 from router.nodes.slo import Slo

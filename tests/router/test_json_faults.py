@@ -1,12 +1,12 @@
-"""The field that made a body unreadable is named (router/api/http/json_faults.py)."""
+"""The field that made a body unreadable is named (router/api/openai/breaches.py)."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.protocol.errors import InvalidRequest
-from router.api.http.json_faults import fault_of
 from router.api.openai.bodies import ChatBody, parse
+from router.api.openai.breaches import fault_of
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from baton.protocol.events import TokenEvent
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import FinishReason, RequestState
 from baton.runtime.metrics import render
-from router.metrics.failures import WatchedParts, watch_failures
+from router.metrics.parts import WatchedParts, watch_failures
 from router.metrics.router import RouterMetrics
 from router.request.retry_budget import RetryBudget
 from router.store.base import LOGGED, Claimed, LogEntry, WriteStatus

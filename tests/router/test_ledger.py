@@ -16,10 +16,9 @@ from router.resumable.replay import Told as Shown
 from router.resumable.run_log import RunLog
 from router.store.base import Claimed, LogEntry, Move, OnAnswer, WriteStatus
 from router.store.catch_up import CatchUp
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
 from router.store.redis_store import RedisStore, connect
-from router.store.token_log import TokenLog
 from tests.router.fakes import FAST, FakeClock, make_request
 
 S = RequestState
@@ -82,18 +81,17 @@ def tokens(request_id: str, position: int, *ids: int) -> TokenEvent:
 async def test_a_request_that_lives_through_an_outage_is_settled_after_it() -> None:
     store = FlakyStore()
     guard = StoreGuard(store, FAST)
-    log = TokenLog(guard)
     ledger = await guard.open(make_request("a"), {})
     await ledger.move(S.PREFILL)
-    await log.append([tokens("a", 0, 1)])
+    await guard.append([tokens("a", 0, 1)])
     store.away = True
-    await log.append([tokens("a", 1, 2)])
+    await guard.append([tokens("a", 1, 2)])
     assert guard.stats.away
     calls = store.calls
     await ledger.move(S.TRANSFER)
     await ledger.move(S.QUEUED)
     await ledger.move(S.DECODE)
-    await log.append([tokens("a", 2, 3)])
+    await guard.append([tokens("a", 2, 3)])
     assert store.calls == calls, "nobody waits for a store that is known to be away"
     assert (ledger.state, ledger.epoch) == (S.DECODE, 2)
     unrecorded = await guard.open(make_request("b"), {})
@@ -134,7 +132,7 @@ async def test_a_request_behind_is_written_through_again_after_a_heartbeat() -> 
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.fields) == (S.TRANSFER, {"decode_node": "d1"})
-    await TokenLog(guard).append([tokens("a", 0, 1)])
+    await guard.append([tokens("a", 0, 1)])
     await ledger.move(S.DECODE)
     record = await store.read("a")
     assert record is not None
@@ -151,7 +149,7 @@ async def test_a_fenced_request_is_written_no_more() -> None:
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
     assert await store.move(Move("a", 1, S.QUEUED)) is WriteStatus.OK  # epoch 2: somebody else's
-    await TokenLog(guard).append([tokens("a", 0, 1)])
+    await guard.append([tokens("a", 0, 1)])
     assert guard.stats.refused == 1
     await ledger.move(S.PREFILL)
     await ledger.finish(S.FINISHED)
@@ -177,7 +175,7 @@ async def test_a_move_that_nobody_waits_for_and_the_store_missed_is_caught_up() 
     assert record is not None
     assert (record.state, record.fields["prefill_node"]) == (S.PREFILL, "p")
     await guard.beat()
-    await TokenLog(guard).append([tokens("a", 0, 1)])
+    await guard.append([tokens("a", 0, 1)])
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.fields["prefill_node"]) == (S.DECODE, "p")
@@ -292,7 +290,7 @@ async def test_a_claim_that_fails_is_made_later() -> None:
     guard = StoreGuard(store, FAST)
     ledger = await guard.enter(make_request("a"), {"seed": "1"})
     store.away = True
-    await TokenLog(guard).append([tokens("a", 0, 1)])  # it was on its way behind the claim
+    await guard.append([tokens("a", 0, 1)])  # it was on its way behind the claim
     store.claims[0]()
     await ledger.accepted()
     assert (ledger.recorded, guard.stats.away) == (False, True)
@@ -317,7 +315,7 @@ async def test_an_id_in_use_is_refused_when_the_store_says_so() -> None:
     record = await store.read("a")
     assert record is not None
     assert record.state is S.PREFILL, "it is somebody else's"
-    assert guard.ledger("a") is None
+    assert guard.ledgers.get("a") is None
 
 
 async def test_an_append_that_fails_late_is_still_told_first() -> None:
@@ -327,8 +325,7 @@ async def test_an_append_that_fails_late_is_still_told_first() -> None:
     ledger = await guard.open(make_request("a"), {})
     store.away = True
     await ledger.move(S.DECODE)
-    log = TokenLog(guard)
-    await log.append([tokens("a", 1, 2, 3)])
+    await guard.append([tokens("a", 1, 2, 3)])
     guard.owe([LogEntry("a", 1, 0, (1,))])
     guard.owe([LogEntry("a", 1, 0, (1, 2))])  # and once more, by the other node
     store.away = False
@@ -343,7 +340,7 @@ async def test_an_end_and_a_heartbeat_tell_the_same_backlog_once() -> None:
     ledger = await guard.open(make_request("a"), {})
     store.away = True
     await ledger.move(S.DECODE)
-    await TokenLog(guard).append([tokens("a", 0, 1, 2)])
+    await guard.append([tokens("a", 0, 1, 2)])
     store.away = False
     guard.stats.away = False
     await asyncio.gather(guard.catch_up.one(store, ledger), ledger.finish(S.FINISHED), guard.beat())
@@ -375,10 +372,9 @@ async def test_an_append_behind_one_that_failed_is_owed_like_it() -> None:
     store = Gapped()
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
-    log = TokenLog(guard)
-    await log.append([tokens("a", 0, 1)])
+    await guard.append([tokens("a", 0, 1)])
     ledger.behind = guard.stats.away = False  # as if that answer were still on its way
-    await log.append([tokens("a", 1, 2)])
+    await guard.append([tokens("a", 1, 2)])
     assert (guard.stats.refused, ledger.behind) == (0, True)
     await guard.beat()
     assert [t for entry in await store.read_log("a") for t in entry.token_ids] == [1, 2]
@@ -399,12 +395,11 @@ async def test_a_resumable_request_shows_what_it_owes_when_it_is_told() -> None:
     shown = run_log()
     guard.expect("a", shown)
     ledger = await guard.open(make_request("a"), {})
-    log = TokenLog(guard)
-    await log.append([details(0, 1)])
+    await guard.append([details(0, 1)])
     store.away = True
-    await log.append([details(1, 2)])
+    await guard.append([details(1, 2)])
     await ledger.move(S.DECODE)
-    await log.append([details(2, 3, FinishReason.LENGTH)])
+    await guard.append([details(2, 3, FinishReason.LENGTH)])
     await ledger.finish(S.FINISHED)
     assert [token.event.token_ids for token in shown.told.tokens] == [(1,)]
     waiter = asyncio.ensure_future(shown.until_written(settled=True))
@@ -425,7 +420,7 @@ async def test_a_resumable_request_whose_log_has_lost_tokens_is_given_up_without
     shown = run_log()
     guard.expect("a", shown)
     ledger = await guard.open(make_request("a"), {})
-    await TokenLog(guard).append([details(3, 4)])  # as if the server had forgotten three
+    await guard.append([details(3, 4)])  # as if the server had forgotten three
     assert not shown.lost
     await guard.beat()
     assert (shown.lost, ledger.recorded, guard.stats.refused) == (True, False, 1)
@@ -444,9 +439,8 @@ async def test_a_resumable_request_that_finds_no_room_is_given_up() -> None:
     guard.expect("a", shown)
     ledger = await guard.open(make_request("a"), {})
     store.away = True
-    log = TokenLog(guard)
-    await log.append([details(0, 1)])
-    await log.append([details(1, 2)])
+    await guard.append([details(0, 1)])
+    await guard.append([details(1, 2)])
     assert (shown.lost, ledger.recorded, guard.catch_up.stats.dropped) == (True, False, 1)
     assert not await shown.until_written(settled=False)
     store.away = False
@@ -460,11 +454,10 @@ async def test_a_fence_gives_the_room_of_what_was_owed_back() -> None:
     guard.catch_up = CatchUp(max_tokens=2)
     ledger = await guard.open(make_request("a"), {})
     store.away = True
-    log = TokenLog(guard)
-    await log.append([tokens("a", 0, 1, 2)])
+    await guard.append([tokens("a", 0, 1, 2)])
     ledger.took(WriteStatus.FENCED)
     await guard.open(make_request("b"), {})
-    await log.append([tokens("b", 0, 3, 4)])
+    await guard.append([tokens("b", 0, 3, 4)])
     assert guard.catch_up.stats.dropped == 0
 
 

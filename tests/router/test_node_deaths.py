@@ -12,7 +12,7 @@ import pytest
 from baton.protocol.errors import NodeLost
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import MAX_NODE_DEATHS, Request, RequestState
-from router.nodes.attachments import FEW, Attachment, suspects
+from router.nodes.attachments import FEW, Attempt, suspects
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import FAST, PATIENCE_S, FakeNode, make_request
 
@@ -20,8 +20,8 @@ HASTY = replace(FAST, connect_s=0.3)  # for so long a node that was lost may com
 POISON = "poison"
 
 
-def at(name: str, *, begun: bool) -> Attachment:
-    return Attachment(name, 1, lambda _: None, begun=begun)
+def at(name: str, *, begun: bool) -> Attempt:
+    return Attempt(name, 1, lambda _: None, begun=begun)
 
 
 # ---- the rule ----
@@ -55,7 +55,7 @@ class Storm:
 
     def __init__(self, num_nodes: int, num_requests: int, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.nodes: dict[int, dict[str, Attachment]] = {node: {} for node in range(num_nodes)}
+        self.nodes: dict[int, dict[str, Attempt]] = {node: {} for node in range(num_nodes)}
         self.deaths: Counter[str] = Counter()
         self.blamed: Counter[str] = Counter()
         for index in range(num_requests):

@@ -22,7 +22,7 @@ from baton.protocol.events import (
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.messages import AbortRequest, SubmitDecode
 from router.nodes import session as node_session
-from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.session import PART_EVENTS
 from tests.router.fakes import (
     PATIENCE_S,
@@ -35,9 +35,9 @@ from tests.router.fakes import (
 )
 
 
-def inbox_of(epoch: int = 1, request_id: str = "r") -> tuple[Attachment, asyncio.Queue[NodeEvent]]:
+def inbox_of(epoch: int = 1, request_id: str = "r") -> tuple[Attempt, asyncio.Queue[NodeEvent]]:
     inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
-    return Attachment(request_id, epoch, inbox.put_nowait), inbox
+    return Attempt(request_id, epoch, inbox.put_nowait), inbox
 
 
 async def take(inbox: asyncio.Queue[NodeEvent]) -> NodeEvent:
@@ -79,9 +79,9 @@ async def test_load_and_assigned_tokens() -> None:
     async with fake_nodes("p") as (p,), running_router([p]) as router:
         session = router.registry.session("boot-p")
         assert session is not None
-        attachment, inbox = inbox_of()
-        attachment.tokens = 70
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        attempt.tokens = 70
+        session.attach(attempt)
         assert (session.assigned, session.assigned_tokens) == (1, 70)
         assert session.unreported_tokens == 70
         load = NodeLoad(running=1, free_blocks=9, total_blocks=64)
@@ -101,7 +101,7 @@ async def test_inputs_that_are_pooled_are_counted_apart() -> None:
         assert session is not None
         assert session.record is not None
         for name in ("a", "b"):
-            session.attach(Attachment(name, 1, lambda _: None, pooled=True))
+            session.attach(Attempt(name, 1, lambda _: None, pooled=True))
         snapshot = session.snapshot(session.record)
         assert (snapshot.pooling, snapshot.assigned, snapshot.assigned_tokens) == (2, 2, 0)
         session.detach("a")
@@ -117,9 +117,9 @@ async def test_what_a_node_refused_is_not_counted_with_it() -> None:
     async with fake_nodes("p") as (p,), running_router([p]) as router:
         session = router.registry.session("boot-p")
         assert session is not None
-        attachment, inbox = inbox_of()
-        attachment.tokens = 70
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        attempt.tokens = 70
+        session.attach(attempt)
         p.say(failed=(RequestFailed("r", 1, "invalid_request", "no", False),))
         assert isinstance(await take(inbox), RequestFailed)
         session.detach("r")
@@ -130,8 +130,8 @@ async def test_block_events_make_the_prefix_index_and_a_gap_forgets() -> None:
     async with fake_nodes("p") as (p,), running_router([p]) as router:
         session = router.registry.session("boot-p")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
 
         async def tell(seq: int, *events: BlockEvent) -> set[bytes]:
             p.say(block_events_seq=seq, block_events=events, tokens=(TokenEvent("r", 1, 0, (1,)),))
@@ -161,8 +161,8 @@ async def test_a_session_whose_write_failed_is_over_for_the_node_too(
     async with fake_nodes("d") as (d,), running_router([d]) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
         monkeypatch.setattr("grpc.aio._call._StreamRequestMixin._write", failing)
         session.send(AbortRequest("r", 1))
         async with asyncio.timeout(PATIENCE_S):
@@ -177,15 +177,15 @@ async def test_a_broken_session_tells_its_requests_and_comes_back() -> None:
     async with fake_nodes("d") as (d,), running_router([d]) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
         d.cut()
         lost = await take(inbox)
         assert isinstance(lost, SessionLost)
         assert lost.node_id == "d"
         assert session.assigned == 0
         await router.until(lambda: d.sessions == 2 and session.connected)
-        session.attach(attachment)
+        session.attach(attempt)
         session.send(SubmitDecode(make_request()))
         assert (await d.hear(SubmitDecode)).request.id == "r"
 
@@ -220,8 +220,8 @@ async def test_tokens_are_logged_before_they_are_delivered() -> None:
             if event.finish_reason or event.token_ids[0] == 3:
                 done.set()
 
-        session.attach(Attachment("a", 1, deliver))
-        session.attach(Attachment("b", 1, deliver))
+        session.attach(Attempt("a", 1, deliver))
+        session.attach(Attempt("b", 1, deliver))
         d.say(
             tokens=(
                 TokenEvent("a", 1, 0, (1,)),
@@ -309,8 +309,8 @@ async def test_a_node_may_end_the_session_in_good_order(brief: BriefNode) -> Non
     async with running_router([brief]) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
         brief.go.set()
         assert await take(inbox) == SessionLost("d", "the node ended the session", suspect=True)
 
@@ -319,8 +319,8 @@ async def test_a_drained_node_is_left_when_its_last_step_was_read() -> None:
     async with fake_nodes("d") as (d,), running_router([d]) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
         d.say(tokens=(TokenEvent("r", 1, 0, (1,)),))
         d.say(last=True)
         assert isinstance(await take(inbox), TokenEvent)
@@ -379,7 +379,7 @@ async def test_a_large_step_is_logged_and_shown_in_parts_in_order() -> None:
             if event.token_ids[0] == count - 1:
                 done.set()
 
-        session.attach(Attachment("r", 1, deliver))
+        session.attach(Attempt("r", 1, deliver))
         d.say(tokens=tuple(TokenEvent("r", 1, i, (i,)) for i in range(count)))
         async with asyncio.timeout(10.0):
             await done.wait()
@@ -400,8 +400,8 @@ async def test_a_bug_of_ours_strands_no_request(caplog: pytest.LogCaptureFixture
     async with fake_nodes("d") as (d,), running_router([d], log=BrokenLog()) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
         d.say(tokens=(TokenEvent("r", 1, 0, (1,)),))
         assert await take(inbox) == SessionLost("d", "RuntimeError: a bug", suspect=True)
     assert f"session with node {d.address} failed" in caplog.text
@@ -411,11 +411,11 @@ async def test_a_node_that_breaks_the_protocol_is_dropped() -> None:
     async with fake_nodes("d") as (d,), running_router([d]) as router:
         session = router.registry.session("boot-d")
         assert session is not None
-        attachment, inbox = inbox_of()
-        session.attach(attachment)
+        attempt, inbox = inbox_of()
+        session.attach(attempt)
         d.say_raw(replace(d.record))  # a second hello
         assert isinstance(await take(inbox), SessionLost)
         await router.until(lambda: d.sessions == 2 and session.connected)
-        session.attach(attachment)
+        session.attach(attempt)
         d.say_raw(NodeStep(tokens=(TokenEvent("r", 1, 0, (7,)),)))
         assert await take(inbox) == TokenEvent("r", 1, 0, (7,))

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from baton.protocol.clock import SystemClock
 from baton.runtime.timing import Timing
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.patience import HALF_LIFE_S, Patience
 from router.store.redis_queue import ScriptQueue
 from router.store.redis_store import RedisStore, connect, longest_s

@@ -145,7 +145,7 @@ async def test_an_idle_hour_is_no_silence() -> None:
     dog = Watchdog(clock, 0.05, lambda: busy)
     watching = asyncio.create_task(dog.bite())
     clock.advance(3600.0)
-    dog.began()
+    dog.heard()
     busy = True
     clock.advance(0.04)
     done, _ = await asyncio.wait({watching}, timeout=0.2)

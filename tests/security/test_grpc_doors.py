@@ -39,7 +39,7 @@ from router.api.grpc.inference import GrpcServer
 from router.api.http.reading import MAX_BODY_BYTES
 from router.config import RouterConfig
 from router.request.request_ids import names
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, PREFILL, Setup, running_node

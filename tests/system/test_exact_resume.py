@@ -15,7 +15,7 @@ import pytest
 
 from baton.client import AsyncClient, GenerateOptions
 from baton.protocol.sampling import SamplingParams
-from router.nodes import deaths
+from router.request import choice
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.test_replay import skip_unless_rows_stand_alone
 from tests.system.processes import Processes
@@ -62,7 +62,7 @@ async def test_8_of_8_exact_streams_are_those_without_a_fault(
 
     A stream that ends before the slowest has come to the first position needs no resumption. One
     that is prefilled again when the prefill node dies meets all three deaths."""
-    monkeypatch.setattr(deaths, "MAX_NODE_DEATHS", 4)
+    monkeypatch.setattr(choice, "MAX_NODE_DEATHS", 4)
     draw = random.Random(11)
     at = sorted(draw.sample(range(3, 30), 3))
     plan = Plan(model, [BF16, BF16], [BF16, BF16], {"resume": "exact"})

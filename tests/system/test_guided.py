@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.client import AsyncClient
+from baton.parsers import harmony
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
-from router.parsers import harmony
 from router.server.app import create_app
 from tests.cluster import Plan, cluster
 from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_call, check_json
@@ -157,26 +157,29 @@ def chat_of(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flag", [True, False])
-async def test_what_xgrammar_cannot_follow_is_refused(model: Path, flag: bool) -> None:
-    """Asked for in the request, at the door; as the nodes' own backend, by a node."""
+async def test_a_named_backend_follows_what_all_of_them_do(model: Path, flag: bool) -> None:
+    """Named in the request, or as the nodes' own."""
     fields = {} if flag else {"guided_decoding_backend": "xgrammar"}
     node = {"guided_decoding_backend": "xgrammar" if flag else "auto"}
+    unique = {"type": "array", "uniqueItems": True}
     async with cluster(Plan(model, [node], [node])) as c:
         transport = httpx.ASGITransport(create_app(c.router.services))
         async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
-            asked = chat_of(STRICT, strict=True)
+            asked = chat_of(unique, strict=True)
             reply = await client.post("/v1/chat/completions", json={**asked, **fields})
             assert reply.status_code == 400, reply.text
             error = reply.json()["error"]
             assert error["param"] == "response_format.json_schema.schema"
-            assert "xgrammar does not follow multipleOf" in error["message"]
-            asked = chat_of(STRICT, strict=False)
-            reply = await client.post("/v1/chat/completions", json={**asked, **fields})
-            assert reply.status_code == 200, reply.text
+            assert "uniqueItems" in error["message"]
+            for asked in (chat_of(unique, strict=False), chat_of(STRICT, strict=True)):
+                reply = await client.post("/v1/chat/completions", json={**asked, **fields})
+                assert reply.status_code == 200, reply.text
+            (choice,) = reply.json()["choices"]
+            check_json(choice["message"]["content"], STRICT)
         await c.settle()
 
 
-async def test_calls_come_from_the_backend_that_was_asked_for(model: Path) -> None:
+async def test_calls_are_made_whatever_backend_is_named(model: Path) -> None:
     async with served(model, tool_call_parser="hermes") as client:
         told = await ask(client, False, seed=1, tools=TOOLS[1:], tool_choice="required",
                          parallel_tool_calls=False, guided_decoding_backend="xgrammar")  # fmt: skip

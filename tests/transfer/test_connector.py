@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import grpc
 import pytest
 
-from baton.node.metrics import lane_totals
+from baton.engine.state.stats import EngineStats
+from baton.node.metrics import NodeFigures, values_of
 from baton.protocol.errors import ConfigError, InternalError, KVLost, KVStale
-from baton.protocol.handles import LaneAddress
+from baton.protocol.handles import LaneAddress, NodeLoad
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.grpc_stream import GrpcLane
@@ -84,7 +85,8 @@ async def test_an_ended_lease_counts_for_the_lane_that_asked_last(start) -> None
     lanes = p.connector.stats.lanes
     assert {name: lane.expired for name, lane in lanes.items()} == {"memory": 1, NO_LANE: 1}
     assert p.connector.stats.expired_leases == 2
-    assert lane_totals(lanes["memory"]).expired_leases == 1
+    shown = values_of(NodeFigures(NodeLoad(), EngineStats(), p.connector.stats))
+    assert shown["baton_kv_lane_expired_leases"] == {("memory",): 1, (NO_LANE,): 1}
 
 
 async def test_the_connector_is_what_the_nodes_expect(start) -> None:

@@ -1,4 +1,5 @@
-"""Paged attention with the compiled CPU kernels: straight from the pool, no gathers.
+"""Paged attention with the compiled CPU kernels: straight from the pool, no gathers; also of a
+pool of int8.
 
 Layers that the kernels do not know (other dtypes, odd sizes) are torch_cpu.py's. A row's
 result depends on its own keys alone, and on whether it is its sequence's only one in the step.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.torch_cpu import TorchAttention
+from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, Int8Layer
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows
 from baton.engine.kernels.cpu.prefill import PrefillKernel, PrefillSpans
 from baton.engine.kernels.cpu.step import StepPools
@@ -72,6 +74,41 @@ class CompiledAttention:
         return out
 
 
+class CompiledInt8Attention:
+    """See base.Attention. CPU, bfloat16 queries, a pool of int8: rounded into the pool, and read by
+    decode rows without a copy in between. Prefill spans are torch_cpu.py's."""
+
+    def __init__(
+        self, pool: KVViews, layers: Sequence[AttentionLayer], kernels: Int8KVKernels
+    ) -> None:
+        self.group_of = pool.group_of
+        self._torch = TorchAttention(pool, layers)
+        self._kernels = kernels
+        self._layers = [_int8_layer(pool, index, spec) for index, spec in enumerate(layers)]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See Attention.write."""
+        compiled = self._layers[layer]
+        if compiled is None or not (dense(k) and dense(v)):
+            self._torch.write(layer, k, v, slots)
+            return
+        self._kernels.write(k, v, compiled, slots)
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """See Attention.attend."""
+        compiled = self._layers[layer]
+        plan = None if compiled is None else plan_of(batch, self.group_of[layer])
+        if compiled is None or plan is None or plan.decode is None:
+            return self._torch.attend(layer, q, batch)
+        if not dense(q):
+            q = q.contiguous()
+        out = q.new_empty(q.shape[0], q.shape[1], compiled.plain.values.shape[3])
+        self._kernels.decode_attention(q, out, compiled, plan.decode)
+        if plan.prefill is not None:
+            self._torch.prefill(layer, q, batch, out)
+        return out
+
+
 def known_layer(
     pool: KVViews, layer: int, spec: AttentionLayer, dtype: torch.dtype = torch.bfloat16
 ) -> DecodeLayer | None:
@@ -91,6 +128,12 @@ def known_layer(
         return None
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     return DecodeLayer(keys, values, spec.scale, spec.window, spec.softcap or 0.0, sinks)
+
+
+def _int8_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> Int8Layer | None:
+    """What the kernels read of a layer; None for what they do not know."""
+    plain = known_layer(pool, layer, spec, torch.int8)
+    return None if plain is None else Int8Layer(plain, *pool.scales(layer))
 
 
 def dense(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import xxhash
 
+from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder, is_gguf
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError, ModelRefused
 
@@ -135,6 +136,8 @@ def _find(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if is_gguf(path):
+        return gguf_folder(path)
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise _lacking(model, path, f"{model} is neither a directory nor a hub id (owner/name)")
     return _download(model)
@@ -164,8 +167,8 @@ def _lacking(model: str, path: Path, what: str) -> ModelRefused:
     """`what` is missing; where GGUF files are why, that."""
     if model.lower().endswith("gguf") or any(path.glob("*.gguf")):
         what = (
-            f"{model} is in GGUF's format, which is not read: serve the checkpoint of safetensors "
-            "that it was made from (--quantization int4 makes that as small)"
+            f"{model} is in GGUF's format: give one file of it as --model (FILE.gguf), which is "
+            "read and widened, or serve the checkpoint of safetensors that it was made from"
         )
     return ModelRefused(what, field="model")
 
@@ -173,7 +176,9 @@ def _lacking(model: str, path: Path, what: str) -> ModelRefused:
 def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
     """The safetensors that make up the model, sorted by name."""
     index = _read_json(path / "model.safetensors.index.json")
-    if index is not None:
+    if (path / WEIGHTS).is_file() and not any(path.glob("*.safetensors")):
+        names = [WEIGHTS]
+    elif index is not None:
         names = sorted(set(index.get("weight_map", {}).values()))
         if any(Path(name).name != name for name in names):
             raise ModelRefused(
@@ -208,11 +213,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _file_hash(path: Path) -> tuple[bytes, bytes]:
-    """(safetensors header, xxh3_128 of the whole file). Raises ModelRefused for a broken header."""
+    """(safetensors header, xxh3_128 of the whole file). Raises ModelRefused for a broken header.
+    A GGUF file's is in the hash alone."""
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
         prefix = file.read(8)
-        header_bytes = int.from_bytes(prefix, "little")
+        header_bytes = 0 if path.name == WEIGHTS else int.from_bytes(prefix, "little")
         if len(prefix) < 8 or header_bytes > _MAX_HEADER_BYTES:
             raise ModelRefused(f"{path} is not a safetensors file", field="model")
         header = file.read(header_bytes)

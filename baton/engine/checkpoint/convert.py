@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sentencepiece_available
 
+from baton.engine.checkpoint.gguf_folder import WEIGHTS, is_gguf, write_folder
 from baton.engine.checkpoint.sentencepiece_model import pipeline_of
 from baton.protocol.errors import BatonError, ConfigError, ModelRefused
 from baton.runtime.config import add_config, parse
@@ -72,6 +73,8 @@ def convert(
     Raises ModelRefused for what cannot be converted, ConfigError for folders that do not fit,
     OSError for a full or read-only disk; then nothing is left behind.
     """
+    if is_gguf(source):
+        return _convert_gguf(source, out or source.with_suffix(""))
     if not source.is_dir():
         raise ConfigError(f"there is no directory {source}", field="dir")
     if not any((source / name).is_file() for name in ("config.json", "tokenizer_config.json")):
@@ -91,6 +94,21 @@ def convert(
         if pickles and not _has_safetensors(target):
             stage_weights(source, pickles, stage, max_shard_bytes)
         return _place(stage, target)
+
+
+def _convert_gguf(source: Path, target: Path) -> list[WrittenFiles]:
+    """Write the folder of a GGUF file: its JSON files, and a link to it. [] if it is there.
+
+    Raises ModelRefused for a file that is not read.
+    """
+    if (target / WEIGHTS).exists():
+        return []
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".baton-convert-", dir=target) as folder:
+        write_folder(source, Path(folder))
+        written = _place(Path(folder), target)
+    (target / WEIGHTS).symlink_to(source.resolve())
+    return written
 
 
 def stage_weights(source: Path, pickles: Sequence[Path], stage: Path, max_shard_bytes: int) -> None:
@@ -389,9 +407,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0 also if nothing is missing, 2 for a refusal."""
     parser = argparse.ArgumentParser(
         prog="baton convert",
-        description="Make safetensors and tokenizer.json for a checkpoint that lacks them.",
+        description="Make safetensors and tokenizer.json for a checkpoint that lacks them, or the "
+        "folder of a GGUF file (its config and tokenizer, and a link to it).",
     )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="the checkpoint's directory")
+    parser.add_argument(
+        "dir", type=Path, metavar="DIR", help="the checkpoint's directory, or FILE.gguf"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIR2", help="write a complete copy here (default: into DIR)"
     )

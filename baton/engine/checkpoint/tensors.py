@@ -10,10 +10,12 @@ Source: the format's specification, github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from types import EllipsisType
 from typing import Final
@@ -22,31 +24,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.checkpoint.load_progress import LoadProgress
+from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.protocol.errors import ModelRefused
 
-_BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
+log = logging.getLogger(__name__)
+LOG_EVERY_S: Final = 2.0
 _DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "BOOL": torch.bool, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies: bytes [start, start + num_bytes) of `path`."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+Widen = Callable[[Mapping[str, StoredTensor]], Mapping[str, Readable]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +46,7 @@ class LazyTensor:
     before `to`, and then straight into what it returns.
     """
 
-    stored: StoredTensor
+    stored: Readable
     progress: LoadProgress
 
     def __getitem__(self, index: EllipsisType) -> LazyTensor:
@@ -69,22 +58,59 @@ class LazyTensor:
     ) -> Tensor:
         """Read it: the caller's own, cast and placed. Raises ModelRefused if its file ends."""
         whole = torch.empty(self.stored.shape, dtype=dtype or self.stored.dtype, device=device)
-        _fill(whole.view(-1), self.stored)
+        self.stored.fill(whole.view(-1))
         self.progress.add(self.stored.num_bytes)
         return whole
+
+
+class LoadProgress:
+    """How far a load of weights is, for whoever waits: lines of the log, none of a short load.
+    Of one reader of tensors. Any thread."""
+
+    def __init__(self, total_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds of any monotonic clock."""
+        self._total = total_bytes
+        self._now = now
+        self._began = self._logged_at = now()
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes of the files have been read."""
+        with self._lock:
+            self._done = done = min(self._total, self._done + num_bytes)
+            now = self._now()
+            if now - self._logged_at < LOG_EVERY_S:
+                return
+            self._logged_at = now
+        left = (self._total - done) * (now - self._began) / done
+        log.info(
+            "loading weights: %d %% of %.1f GB, about %.0f s more",
+            100 * done // self._total, self._total / 1e9, left,
+        )  # fmt: skip
 
 
 class TensorReader:
     """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
 
-    def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
-        """Read the headers of `files`. Raises ModelRefused for one that is broken."""
+    def __init__(
+        self,
+        files: Iterable[Path],
+        dtype: torch.dtype,
+        device: torch.device,
+        widen: Widen | None = None,
+    ) -> None:
+        """Read the headers of `files`; `widen`: what their tensors stand for, if not themselves.
+
+        Raises ModelRefused for a file that is broken, and as `widen` does.
+        """
         self._dtype = dtype
         self._device = device
-        self._stored: dict[str, StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
         self._read: set[str] = set()
         for path in files:
-            self._stored.update(_header(path))
+            stored.update(_header(path))
+        self._stored: Mapping[str, Readable] = stored if widen is None else widen(stored)
         self._progress = LoadProgress(sum(each.num_bytes for each in self._stored.values()))
 
     @property
@@ -108,7 +134,7 @@ class TensorReader:
         numbers = sum(math.prod(self._stored[name].shape) for name in self._read)
         return numbers * self._dtype.itemsize
 
-    def stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> Readable:
         """What the files say of a tensor. Raises ModelRefused if the checkpoint lacks it."""
         if name not in self._stored:
             raise ModelRefused(f"the checkpoint has no tensor {name!r}", field="model")
@@ -131,9 +157,7 @@ class TensorReader:
         stored = self.stored(name)
         return self._stack([stored], (name,), stored.dtype)
 
-    def _stack(
-        self, parts: Sequence[StoredTensor], names: Sequence[str], dtype: torch.dtype
-    ) -> Tensor:
+    def _stack(self, parts: Sequence[Readable], names: Sequence[str], dtype: torch.dtype) -> Tensor:
         first = parts[0]
         if any(part.shape[1:] != first.shape[1:] for part in parts):
             raise ModelRefused(f"tensors {', '.join(names)} do not fit together", field="model")
@@ -144,7 +168,7 @@ class TensorReader:
         flat, at = whole.view(-1), 0
         for part in parts:
             count = math.prod(part.shape)
-            _fill(flat[at : at + count], part)
+            part.fill(flat[at : at + count])
             self._progress.add(part.num_bytes)
             at += count
         self._read.update(names)
@@ -168,28 +192,3 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         start = 8 + size + entry["data_offsets"][0]
         found[name] = StoredTensor(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
     return found
-
-
-def _fill(target: Tensor, stored: StoredTensor) -> None:
-    """Read a tensor into flat `target`, casting on the way where it differs."""
-    with stored.path.open("rb", buffering=0) as file:
-        file.seek(stored.start)
-        if target.dtype == stored.dtype and target.device.type == "cpu":
-            _read_exactly(file, target, stored.path)
-            return
-        step = _BUFFER_BYTES // stored.dtype.itemsize
-        buffer = torch.empty(min(step, target.numel()), dtype=stored.dtype)
-        for at in range(0, target.numel(), step):
-            part = buffer[: min(step, target.numel() - at)]
-            _read_exactly(file, part, stored.path)
-            target[at : at + part.numel()].copy_(part)
-
-
-def _read_exactly(file: FileIO, target: Tensor, path: Path) -> None:
-    """Fill contiguous `target` from the file's position. Raises ModelRefused at its end."""
-    view = target.view(torch.uint8).numpy().data
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise ModelRefused(f"{path} has become shorter while it was read", field="model")
-        view = view[count:]

@@ -3,6 +3,7 @@
     plain checkpoint                      -> plain layers
     plain checkpoint, --quantization      -> each linear layer quantized as it is read
     quantized checkpoint                  -> its integers in its own scheme; the rest plain
+    one of small floats, GGUF, ...        -> widened by the reader (widening.py): as a plain one
     --lm-head-quantization                -> a head that is stored plain quantized as it is read
 
 Only products are ever quantized: embeddings, norms and routers stay as they are. The rounded head
@@ -18,8 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of, module_names
+from baton.engine.checkpoint.quantized_checkpoint import Layout, module_names
 from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.quantization.integer import (
     IntWeight,
     QuantizedFormat,
@@ -182,7 +184,7 @@ def open_weights(
 
     Raises ModelRefused for a quantized checkpoint whose layout is not understood.
     """
-    layout = None if quantization_config is None else layout_of(quantization_config)
+    layout = integer_layout(quantization_config)
     integers = QuantizedFormat(reader.dtype, device)
     plain = choose_linear(reader.dtype, device)
     return Weights(reader, WeightFormats(plain, integers, scheme, head), layout)

@@ -14,15 +14,15 @@ from baton.engine.state.step_plan import StepPlan
 
 
 class Announcements:
-    def __init__(self, pins: Pins, stats: EngineStats) -> None:
-        self.hooks: EngineHooks | None = None
+    def __init__(self, pins: Pins, stats: EngineStats, hooks: EngineHooks | None) -> None:
         self._pins = pins
         self._stats = stats
+        self._hooks = hooks
 
     def admitted(self, plan: StepPlan) -> None:
         """Report new PREFILL requests before any layer runs, so that their handles leave at once.
         Pins their blocks."""
-        if self.hooks is None:
+        if self._hooks is None:
             return
         for group in plan.admitted:
             if group.task is not Task.PREFILL:
@@ -30,14 +30,14 @@ class Announcements:
             blocks = as_lists(group.leader.tables)
             self._pins.pin(blocks)
             try:
-                self.hooks.admitted(group.request, blocks, len(group.leader.tokens))
+                self._hooks.admitted(group.request, blocks, len(group.leader.tokens))
             except Exception:
                 self._pins.unpin(blocks)  # no export exists that could return it
                 raise
 
     def may_admit(self, num_tokens: int, num_pending: int) -> bool:
         """See EngineHooks.may_admit."""
-        return self.hooks is None or self.hooks.may_admit(num_tokens, num_pending)
+        return self._hooks is None or self._hooks.may_admit(num_tokens, num_pending)
 
     def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         """What the runner calls after each layer of `plan`. None for a step of single tokens: it is
@@ -47,7 +47,7 @@ class Announcements:
             for row in plan.rows
             if row.group.task is Task.PREFILL
         )
-        hooks = self.hooks if progress else None
+        hooks = self._hooks if progress else None
         if hooks is None and plan.num_tokens <= len(plan.rows):
             return None
 

@@ -1,12 +1,17 @@
 """Assembly: an engine is put together from complete parts; nothing is set on it afterwards.
 
-build_engine()  weights, KV arena and grammars of a configured model, then assemble()
-assemble()      scheduler, steps and all that lies around them, over any runner
+load_parts()    weights, KV arena and grammars of a configured model
+assemble()      scheduler, steps and all that lies around them, over the parts of any runner
+build_engine()  both at once
+
+A prefill node works in between: its engine's hooks export KV of the arena, so the arena exists
+first, then the connector over it, then the hooks, then the engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +20,7 @@ from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.core.active_model import ActiveModel, activate
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.engine import Engine
-from baton.engine.core.grammars import Grammars, grammars_of
+from baton.engine.core.grammars import grammars_of
 from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
 from baton.engine.core.run_ahead import RunAhead
@@ -27,21 +32,41 @@ from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
-from baton.engine.memory.lengths import model_len, pool_len
 from baton.engine.memory.pins import Pins
 from baton.engine.memory.swap import Swapper
 from baton.engine.running.sizing import make_pool, size_pool
 from baton.engine.running.speculation import Drafter, load_draft
-from baton.engine.state.interface import ModelInfo
+from baton.engine.state.interface import EngineHooks, ModelInfo
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
+from baton.guided.cache import GrammarCache
 from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of: `active` runs its steps, with KV in `arena`. Guided requests need
+    `grammars`."""
+
+    config: EngineConfig
+    active: ActiveModel
+    arena: KVArena
+    info: ModelInfo
+    grammars: GrammarCache | None = None
 
 
 def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
-    """The real thing: weights from `config.model`, the KV arena in what memory is left, or in
-    `memory` (a pool on the CPU only). Sets torch's threads if the config says how many.
+    """An engine that exports nothing. Raises what load_parts() and assemble() raise."""
+    return assemble(load_parts(config, memory))
+
+
+def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> EngineParts:
+    """Weights from `config.model`, the KV arena in what memory is left, or in `memory` (a pool on
+    the CPU only). Sets torch's threads if the config says how many.
 
     Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
     """
@@ -51,31 +76,28 @@ def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engi
     model, draft = load_model(config), load_draft(config)
     info = model.info
     block_size = config.block_size or DEFAULT_BLOCK_SIZE[model.device.type]
-    num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
+    num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
     arena = make_pool(model, num_blocks, block_size, memory)
     config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
     active = activate(model, draft, config, arena, Utilization())
-    return assemble(config, active, arena, info, grammars=grammars_of(config, info))
+    return EngineParts(config, active, arena, info, grammars_of(config, info))
 
 
 def assemble(
-    config: EngineConfig,
-    active: ActiveModel,
-    arena: KVArena,
-    info: ModelInfo,
-    clock: Clock | None = None,
-    grammars: Grammars | None = None,
+    parts: EngineParts, hooks: EngineHooks | None = None, clock: Clock | None = None
 ) -> Engine:
-    """An engine whose steps `active` runs, with KV in `arena`. Guided requests need `grammars`.
+    """An engine of `parts`, which are its alone from now on. It exports its PREFILL requests
+    through `hooks`; None = not at all.
 
     Raises ConfigError for a pool that holds no token, or a longest length beyond the model's.
     """
+    config, active, arena, info = parts.config, parts.active, parts.arena, parts.info
     clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
     bounds = _bounds(config, info, arena)
     pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
     tables = BlockTables(pool, arena, stats, arena.groups.windows)
     pins = Pins(tables)
-    announcements = Announcements(pins, stats)
+    announcements = Announcements(pins, stats, hooks)
     block_bytes = arena.num_bytes // arena.num_blocks
     scheduler = Scheduler(
         tables,
@@ -112,14 +134,49 @@ def assemble(
         steps=steps,
         outputs=Outputs(scheduler, stats, info.eos_token_ids, bounds.limit, requests.finished),
         active=active,
-        grammars=grammars,
+        grammars=parts.grammars,
     )
 
 
+def _model_len(config: EngineConfig, info: ModelInfo) -> int:
+    """As configured, else the model's own. Raises ConfigError for more than that."""
+    if config.max_model_len is None:
+        return info.max_model_len
+    if config.max_model_len > info.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the model's {info.max_model_len}",
+            field="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _pool_len(wanted: int, arena: KVArena) -> int:
+    """`wanted` tokens, or as many as the whole pool holds of one request.
+
+    A preempted request is computed again from its start, when windows free nothing yet: so that is
+    what all groups of layers can hold of it at once. Raises ConfigError if that is no token.
+    """
+    num_groups = arena.groups.num_groups
+    max_len = min(wanted, arena.num_blocks // num_groups * arena.block_size)
+    if max_len < 1:
+        raise ConfigError(
+            f"a pool of {arena.num_blocks} KV blocks holds no token: this model's layers need "
+            f"{num_groups} blocks for each {arena.block_size} tokens",
+            field="num_kv_blocks",
+        )
+    if max_len < wanted:
+        log.warning(
+            "the KV pool of %d blocks of %d tokens (of %d groups of layers each) holds less "
+            "than one request of %d tokens: requests are limited to %d",
+            arena.num_blocks, arena.block_size, num_groups, wanted, max_len,
+        )  # fmt: skip
+    return max_len
+
+
 def _bounds(config: EngineConfig, info: ModelInfo, arena: KVArena) -> EngineBounds:
-    longest = model_len(config, info)
+    longest = _model_len(config, info)
     return EngineBounds(
-        local_len=pool_len(longest, arena),
+        local_len=_pool_len(longest, arena),
         model_len=longest,
         vocab_size=info.vocab_size,
         max_num_seqs=config.max_num_seqs,

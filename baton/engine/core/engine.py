@@ -22,7 +22,7 @@ from baton.engine.core.active_model import ActiveModel
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.arrival import arrive, new_group
 from baton.engine.core.departure import Departure, Leaving, departure_of
-from baton.engine.core.grammars import Grammars, guide, refuse_unguided
+from baton.engine.core.grammars import guide, refuse_unguided
 from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
 from baton.engine.core.pooling import Pooler
@@ -35,22 +35,20 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
-from baton.engine.memory.kv_cache import KVArena, MakeMemory
+from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.pins import Pins
-from baton.engine.memory.usage import usage_of
 from baton.engine.parallel.ranks import Ranks
 from baton.engine.running.speculation import Drafter
-from baton.engine.sampling.proposer import Proposer
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.interface import (
     ChunkResult,
-    EngineHooks,
     ModelInfo,
     Reservation,
     Task,
 )
 from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats, KVUsage
+from baton.guided.cache import GrammarCache
 from baton.protocol import block_hashes
 from baton.protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
 from baton.protocol.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
@@ -63,7 +61,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Engine:
-    """Made by assembly.py: build_engine() for a real model, assemble() over any runner.
+    """Made by assembly.py: build_engine() for a real model, assemble() of any parts.
 
     `config` is resolved (block size, blocks, longest length filled in); `info.max_model_len` is
     what a LOCAL request may reach here: the smallest of the model's, the configured one and the
@@ -84,16 +82,8 @@ class Engine:
     steps: Steps
     outputs: Outputs
     active: ActiveModel
-    grammars: Grammars | None = None  # of guided requests
+    grammars: GrammarCache | None = None  # of guided requests
     _stalled: bool = field(default=False, init=False)
-
-    @classmethod
-    def load(cls, config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
-        """The same as build_engine()."""
-        # Lazy: that module makes this class.
-        from baton.engine.core.assembly import build_engine
-
-        return build_engine(config, memory)
 
     # ---- its model ----
 
@@ -127,19 +117,10 @@ class Engine:
         without requests."""
         self.steps.wait()
         self.steps.use(active.runner)
-        self.set_proposer(active.proposer)
+        self.scheduler.use(Drafter.of(active.proposer, self.config))
         self.active = active
         if active.model is not None:
             self.set_adapters(active.model.info.adapters, self.config.lora_modules)
-
-    def set_hooks(self, hooks: EngineHooks | None) -> None:
-        """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""
-        self.announcements.hooks = hooks
-
-    def set_proposer(self, proposer: Proposer | None) -> None:
-        """Speculate: `proposer` guesses up to config.num_speculative_tokens for each decode row.
-        Without requests."""
-        self.scheduler.set_drafter(Drafter.of(proposer, self.config))
 
     def set_adapters(self, ids: tuple[str, ...], modules: tuple[str, ...]) -> None:
         """Requests may ask for these adapters from now on; `modules`: what another load of the
@@ -382,7 +363,7 @@ class Engine:
 
     def kv_usage(self) -> KVUsage:
         """What the blocks hold for requests right now. Walks all block tables."""
-        return usage_of(self.scheduler.sequences(), self.pool.block_size)
+        return KVUsage.of(self.scheduler.sequences(), self.pool.block_size)
 
     def take_block_events(self) -> list[BlockEvent]:
         """Prefix-map changes since the last call, in order."""

@@ -1,199 +1,24 @@
-"""Grammars: the compiled grammars of one engine, each compiled once, off every loop.
+"""What the engine does with grammars: which it has, which requests wait for one and follow it.
 
-submit(guided) -> a future: at once for a grammar that is kept, else from a thread of its own, at
-most WORKERS at a time and MAX_WAITING in line. A request waits for it outside of the engine, so it
-keeps nobody else from running. A compilation cannot be stopped from outside: llguidance bounds it
-by its own limits, and the router has tried it (baton/guided/grammar_trials.py); what xgrammar is to
-build is tried here first, in a process that can be given up. The wait has a budget, and threads are
-daemons, so that no exit waits for one.
-The tokenizer is loaded with the first grammar. Safe to use from several threads.
+Compiling and following them is baton/guided; writing masks on logits is running/masks.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
-from typing import Final
-
 from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
-from baton.engine.core.grammar_trial import trials_of
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.sequence import RequestGroup
-from baton.guided.base import Backend, Matcher, Vocabulary, load_vocabulary
-from baton.guided.grammar_trials import GrammarTrials, too_busy
-from baton.guided.grammars import FIELD, check_size
+from baton.guided.cache import GrammarCache
 from baton.guided.guide import Grammar
-from baton.guided.thought import FREE, ThoughtEnd, ThoughtLimit
-from baton.protocol.errors import BatonError, InternalError, Overloaded, UnsupportedFeature
+from baton.guided.spec import FIELD, check_size
+from baton.guided.vocabulary import Vocabulary, load_vocabulary
+from baton.protocol.errors import UnsupportedFeature
 from baton.protocol.request import Request
 from baton.protocol.sampling import GuidedDecoding
 
-log = logging.getLogger(__name__)
 
-WORKERS: Final = 2
-MAX_WAITING: Final = 64
-MAX_KEPT: Final = 256
-COMPILE_S: Final = 30.0  # most that a request waits for its grammar, the tokenizer's loading too
-
-
-class Grammars:
-    """`load` gives the vocabulary (once, on a worker); `backend`: for requests that name none.
-    `trials`: where xgrammar, which knows no limits, tries a grammar first."""
-
-    def __init__(
-        self,
-        load: Callable[[], Vocabulary],
-        backend: str = "auto",
-        trials: GrammarTrials | None = None,
-    ) -> None:
-        self.num_compiled = 0
-        self._trials = trials
-        self._load = load
-        self._default = backend
-        self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(WORKERS)
-        self._kept: OrderedDict[GuidedDecoding, Grammar] = OrderedDict()
-        self._coming: dict[GuidedDecoding, Future[Grammar]] = {}
-        self._making = threading.Lock()  # vocabulary and backends: made once, slowly
-        self._vocabulary: Vocabulary | None = None
-        self._backends: dict[str, Backend] = {}
-        self._thoughts: dict[str, ThoughtEnd] = {}
-
-    def submit(self, guided: GuidedDecoding) -> Future[Grammar]:
-        """The grammar, when it is compiled. Raises InvalidRequest (field `guided`) for what can be
-        seen to be none, Overloaded if too many wait; the future, what compiling raises."""
-        check_size(guided)
-        guided = replace(guided, most_thought=None, thought_start="")  # the same grammar for all
-        if guided.backend in ("", "auto"):
-            guided = replace(guided, backend=self._default)
-        with self._lock:
-            grammar = self._kept.get(guided)
-            if grammar is not None:
-                self._kept.move_to_end(guided)
-                done: Future[Grammar] = Future()
-                done.set_result(grammar)
-                return done
-            coming = self._coming.get(guided)
-            if coming is not None:
-                return coming
-            if len(self._coming) >= MAX_WAITING:
-                raise Overloaded("too many grammars wait to be compiled", field=FIELD)
-            future = self._coming[guided] = Future[Grammar]()
-        work = threading.Thread(
-            target=self._work, args=(guided, future), name="grammar", daemon=True
-        )
-        work.start()
-        return future
-
-    def get(self, guided: GuidedDecoding) -> Grammar:
-        """The grammar, with the limit of its thought; waits for it, within the budget. Raises as
-        `submit` and compiling do."""
-        try:
-            grammar = self.submit(guided).result(COMPILE_S)
-        except FutureTimeout as error:
-            raise too_busy() from error
-        if guided.most_thought is None:
-            return grammar
-        return replace(grammar, limit=self._limit(guided, guided.most_thought))
-
-    def _limit(self, guided: GuidedDecoding, most: int) -> ThoughtLimit:
-        vocabulary = self._known_vocabulary()  # a grammar has been compiled with it by now
-        start = self._thought(guided.thought_start) if guided.thought_start else None
-        return ThoughtLimit(start, tuple(vocabulary.encode(guided.starts_after)), most)
-
-    def _thought(self, marker: str) -> ThoughtEnd:
-        vocabulary = self._known_vocabulary()
-        with self._making:
-            return self._thoughts.setdefault(marker, ThoughtEnd(marker, vocabulary))
-
-    def _work(self, guided: GuidedDecoding, future: Future[Grammar]) -> None:
-        try:
-            with self._slots:
-                grammar = self._compile(guided)
-        except BaseException as error:
-            self._ended(guided)
-            if not isinstance(error, BatonError):
-                log.exception("a grammar could not be compiled")
-                error = InternalError("a grammar could not be compiled")
-            future.set_exception(error)
-        else:
-            self._ended(guided, grammar)
-            future.set_result(grammar)
-
-    def _ended(self, guided: GuidedDecoding, grammar: Grammar | None = None) -> None:
-        with self._lock:
-            del self._coming[guided]
-            if grammar is None:
-                return
-            self.num_compiled += 1
-            self._kept[guided] = grammar
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-
-    # ---- on a worker ----
-
-    def _compile(self, guided: GuidedDecoding) -> Grammar:
-        start = self._start(guided)
-        thought = self._thought(guided.starts_after) if guided.starts_after else None
-        return Grammar(start, thought, frozenset(self._known_vocabulary().eos_token_ids))
-
-    def _start(self, guided: GuidedDecoding) -> Matcher:
-        if guided.kind == "free":
-            return FREE
-        if not self._known_vocabulary().eos_token_ids:
-            message = "guided: this model names no end-of-sequence token, so nothing could end"
-            raise UnsupportedFeature(message, field=FIELD)
-        if guided.backend not in ("", "auto"):
-            return self._built(guided.backend, guided)
-        try:
-            return self._built("llguidance", guided)
-        except UnsupportedFeature as lacking:
-            try:
-                return self._built("xgrammar", guided)
-            except UnsupportedFeature:  # not installed, or no better
-                raise lacking from None
-
-    def _built(self, name: str, guided: GuidedDecoding) -> Matcher:
-        backend = self._backend(name)
-        if name == "xgrammar" and self._trials is not None:
-            self._trials.run(guided)
-        return backend.compile(guided)
-
-    def _backend(self, name: str) -> Backend:
-        vocabulary = self._known_vocabulary()
-        with self._making:
-            if name not in self._backends:
-                self._backends[name] = _make(name, vocabulary)
-            return self._backends[name]
-
-    def _known_vocabulary(self) -> Vocabulary:
-        with self._making:
-            if self._vocabulary is None:
-                self._vocabulary = self._load()
-            return self._vocabulary
-
-
-async def prepared(grammars: Grammars | None, guided: GuidedDecoding | None) -> Grammar | None:
-    """Wait, from asyncio, until the grammar of a request is compiled: the engine then has it at
-    once. Whoever keeps what this returns keeps it from being forgotten. Raises as `get` does."""
-    if guided is None or grammars is None:
-        return None
-    compiling = asyncio.wrap_future(grammars.submit(guided))
-    try:
-        # Shielded: others may wait for the same one.
-        return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_S)
-    except TimeoutError as error:
-        raise too_busy() from error
-
-
-def grammars_of(config: EngineConfig, info: ModelInfo) -> Grammars:
+def grammars_of(config: EngineConfig, info: ModelInfo) -> GrammarCache:
     """Of an engine over a checkpoint. Reads nothing yet."""
 
     def load() -> Vocabulary:
@@ -201,11 +26,10 @@ def grammars_of(config: EngineConfig, info: ModelInfo) -> Grammars:
             open_checkpoint(config.model).path, info.vocab_size, info.eos_token_ids
         )
 
-    trials = trials_of(config.model, info.vocab_size, info.eos_token_ids)
-    return Grammars(load, config.guided_decoding_backend, trials)
+    return GrammarCache(load)
 
 
-def refuse_unguided(request: Request, grammars: Grammars | None) -> None:
+def refuse_unguided(request: Request, grammars: GrammarCache | None) -> None:
     """Raise InvalidRequest for a grammar that can be seen to be none, UnsupportedFeature for one
     where there is no vocabulary."""
     guided = request.params.guided
@@ -216,23 +40,20 @@ def refuse_unguided(request: Request, grammars: Grammars | None) -> None:
         raise UnsupportedFeature("guided: this engine has no tokenizer", field=FIELD)
 
 
-def guide(group: RequestGroup, grammars: Grammars | None) -> None:
+async def prepared(grammars: GrammarCache | None, guided: GuidedDecoding | None) -> Grammar | None:
+    """Wait, from asyncio, for the grammar of a request, so that `guide` does not. Whoever keeps
+    what this returns keeps it from being forgotten. Raises as `GrammarCache.get` does."""
+    if guided is None or grammars is None:
+        return None
+    return await grammars.prepared(guided)
+
+
+def guide(group: RequestGroup, grammars: GrammarCache | None) -> None:
     """Give each sequence of a guided request its guide. Waits for the grammar, unless it was
-    `prepared`; raises as `get` does."""
+    `prepared`; raises as `GrammarCache.get` does."""
     guided = group.request.params.guided
     if guided is None or grammars is None:
         return
     grammar = grammars.get(guided)
     for sequence in group.sequences:
         sequence.guide = grammar.guide()
-
-
-def _make(name: str, vocabulary: Vocabulary) -> Backend:
-    # Lazy: the second one is a package of its own.
-    if name == "xgrammar":
-        from baton.guided.xgrammar import XgrammarBackend
-
-        return XgrammarBackend(vocabulary)
-    from baton.guided.llguidance import LlguidanceBackend
-
-    return LlguidanceBackend(vocabulary)

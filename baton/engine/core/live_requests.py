@@ -19,7 +19,7 @@ from baton.engine.memory.adopted_pages import TAKEN_BACK
 from baton.engine.state.sequence import RequestGroup, SequenceState
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepPlan
-from baton.guided.grammars import FIELD
+from baton.guided.spec import FIELD
 from baton.protocol.errors import BatonError, InvalidRequest, KVStale
 from baton.protocol.events import RequestFailed, TokenEvent
 from baton.protocol.request import Request

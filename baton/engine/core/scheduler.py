@@ -83,8 +83,8 @@ class Scheduler:
         self._overtakes = 0  # reservations granted past the present head of waiting
         self.short_of_room = False  # the last step found no blocks, or no export room, for somebody
 
-    def set_drafter(self, drafter: Drafter | None) -> None:
-        """Without requests: from now on decode rows carry drafts, or none."""
+    def use(self, drafter: Drafter | None) -> None:
+        """Decode rows carry its drafts from now on; None = none. Only without requests."""
         self._drafter = drafter
 
     # ---- what others may see ----

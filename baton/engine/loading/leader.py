@@ -1,7 +1,7 @@
-"""The leader: the rank that has the engine. It tells the others each forward, and runs its own.
+"""The leader: the rank that has the engine. It sends the others each forward, and runs its own.
 
 `LeaderModel` is a model like any other, so scheduler, runner, sampler and pooler know nothing of
-ranks: forward() tells the step to all ranks before it computes its own share of it, logits() names
+ranks: forward() sends the step to all ranks before it computes its own share of it, logits() names
 the rows. One message a step in plain decoding, two where not every row is asked about.
 """
 
@@ -62,11 +62,11 @@ class LeaderModel(ModelAround):
 
 
 class Written:
-    """Tells of a layer when all ranks have written it: behind the layer's sum over the ranks, so
+    """Reports a layer when all ranks have written it: behind the layer's sum over the ranks, so
     with the next layer's own write, or at the end."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report = report
         self._pending: int | None = None
 
     def __call__(self, layer: int) -> None:
@@ -75,7 +75,7 @@ class Written:
 
     def finish(self) -> None:
         if self._pending is not None:
-            self._tell(self._pending)
+            self._report(self._pending)
             self._pending = None
 
 

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
+from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.shared_weights import (
     LEAST_BYTES,
     WeightsKey,
     WeightSource,
     shared_weights,
 )
-from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.weights import Weights, open_weights
+from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
 from baton.engine.loading.route import (
@@ -132,9 +133,9 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         dtype=dtype_name,
     )
     logger.info(
-        "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",
-        info.name, info.model_impl, dtype_name, device, len(info.layers), weight_bytes / 1e6,
-        max_model_len,
+        "loaded %s: %s route, %s%s on %s, %d layers, %.1f MB of weights, up to %d tokens",
+        info.name, info.model_impl, dtype_name, _origin(checkpoint), device, len(info.layers),
+        weight_bytes / 1e6, max_model_len,
     )  # fmt: skip
     if isinstance(model, FixedTiles):
         prove(model, info, device)
@@ -144,13 +145,22 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     )  # fmt: skip
 
 
+def _origin(checkpoint: Checkpoint) -> str:
+    """What its weights were before they were read."""
+    kind = widened_kind(checkpoint.config.get("quantization_config"))
+    return "" if kind is None else f" (widened from {kind})"
+
+
 def _digest(checkpoint: Checkpoint, config: EngineConfig) -> str:
-    """The checkpoint's digest, bound to how its weights were rounded.
+    """The checkpoint's digest, bound to how its weights were widened and rounded.
 
     Adapters come and go: their ids are bound to their contents, and KV to the id.
     """
     base = digest(checkpoint)
     named: list[str] = []
+    kind = widened_kind(checkpoint.config.get("quantization_config"))
+    if kind is not None:
+        named.append(f"widened {kind}")
     if config.quantization != "none":
         named.append(f"quantization {config.quantization}")
     if config.lm_head_quantization != "auto":
@@ -179,9 +189,9 @@ def _build(
     device: torch.device,
     group: RankGroup | None = None,
 ) -> _Built:
-    """`lean`: as choose_route read the config. Whether it fits, the tensors' names tell."""
+    """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
-        reader = TensorReader(checkpoint.weight_files, dtype, device)
+        reader = open_tensors(checkpoint, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config))

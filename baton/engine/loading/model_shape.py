@@ -8,10 +8,12 @@ built on torch's meta device by transformers (shape_on_meta.py), which costs sec
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from baton.engine.checkpoint.kinds import WIDENED_BITS, widened_kind
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 
@@ -41,6 +43,7 @@ class StoredWeights:
     method: str
     bits: int
     group_size: int = 0  # weights that share a scale; 0 = a whole row or more
+    widened: bool = False  # when it is read: it is kept plain
 
     @property
     def bytes_per_weight(self) -> float:
@@ -68,7 +71,7 @@ class ModelShape:
     experts: ExpertsShape | None = None
     stored: StoredWeights | None = None
     note: str = ""  # what is not certain about these numbers
-    refused: str | None = None  # why no route serves it, as far as its layers tell
+    refused: str | None = None  # why no route serves it, as far as its layers show
 
     @property
     def active_parameters(self) -> int:
@@ -230,8 +233,12 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
     if not given:
         return None
     method = str(given.get("quant_method", "unknown"))
-    if method == "fp8":
-        return StoredWeights(method, 8)
+    with contextlib.suppress(ModelRefused):  # the route says so; it is sized all the same
+        kind = widened_kind(given)
+        if kind is not None:
+            types = ", ".join(given.get("types") or ())
+            named = f"{kind} ({types})" if types else kind
+            return StoredWeights(named, WIDENED_BITS[kind], widened=True)
     if method == "bitsandbytes":
         return StoredWeights(method, 4 if given.get("load_in_4bit") else 8)
     groups = given.get("config_groups") or {}

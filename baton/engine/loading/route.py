@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from baton.engine.checkpoint.checkpoint import text_config
-from baton.engine.checkpoint.quantized_checkpoint import layout_of
+from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
 from baton.engine.kernels.rope import position_limit
 from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
@@ -49,16 +49,16 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
     if stated is not None:
         choose_length(config.max_model_len, stated)
     quantized = values.get("quantization_config")
-    if quantized is not None:
-        layout_of(quantized)
-        if config.quantization != "none":
-            raise ConfigError(
-                f"the checkpoint is quantized already ({quantized['quant_method']}): "
-                f"--quantization {config.quantization} is for unquantized ones",
-                field="quantization",
-            )
+    integers = integer_layout(quantized) is not None
+    if integers and config.quantization != "none":
+        method = (quantized or {}).get("quant_method")
+        raise ConfigError(
+            f"the checkpoint is quantized already ({method}): --quantization "
+            f"{config.quantization} is for unquantized ones",
+            field="quantization",
+        )
     if config.tensor_parallel_size > 1:
-        _refuse_ranks(config, quantized is not None or classifies(values))
+        _refuse_ranks(config, integers or classifies(values))
     if config.model_impl == "transformers":
         leave_lean(values, config, "not with model_impl transformers")
     else:
@@ -81,7 +81,7 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
         raise ModelRefused(message, field="model")
     if config.model_impl == "lean":
         raise ModelRefused(f"the lean route cannot serve this: {reason}", field="model_impl")
-    if values.get("quantization_config") is not None or rounds(config):
+    if integer_layout(values.get("quantization_config")) is not None or rounds(config):
         raise ModelRefused(
             "quantized weights are served by the lean route alone, and it cannot serve this: "
             f"{reason}",

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
-from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.checkpoint.widening import open_tensors
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,11 @@ def refuse_layers(family: Any, config: Any) -> None:
         raise ModelRefused("it keeps recurrent state")
 
 
+def _unquantized(values: dict[str, Any]) -> dict[str, Any]:
+    """What is widened while it is read is plain to transformers."""
+    return {key: value for key, value in values.items() if key != "quantization_config"}
+
+
 def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """transformers' own model on the CPU, each tensor read once, in the dtype that it is kept in.
 
@@ -112,17 +117,17 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     Raises ModelRefused for layers that are not served, before a tensor is read; for tensors that
     are missing or of another shape.
     """
-    family, config = causal_class(checkpoint.config)
+    family, config = causal_class(_unquantized(checkpoint.config))
     refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
-    lazy = TensorReader(checkpoint.weight_files, dtype, torch.device("cpu")).lazy()
+    lazy = open_tensors(checkpoint, dtype, torch.device("cpu")).lazy()
     loaded: Any = family.from_pretrained(
         None,
         config=config,
         state_dict=lazy,
         dtype=dtype,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told of below: its own error does not name them
+        ignore_mismatched_sizes=True,  # reported below: its own error does not name them
     )
     causal, loading = loaded
     incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])

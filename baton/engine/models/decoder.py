@@ -9,7 +9,10 @@ weights only, the base's and those of its LoRA adapters.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.kernels.rope import Rotation, attention_factor, inverse_frequencies
 from baton.engine.models.compiled_step import compile_step
@@ -17,13 +20,51 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
-from baton.engine.models.shards import Shards, Whole
 from baton.engine.quantization.linear import Linears, in_float32
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.work import ParameterCounts
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
+
+
+class Shards(Protocol):
+    """What a decoder asks for where its weights may be one rank's share of the model: the lookup of
+    embeddings, the sum behind each row-parallel product, the vocabulary's logits. `Whole` is the
+    model in one piece; parallel/sharding.py is a rank of several. T = tokens, N = rows, H = hidden
+    size.
+
+    Source: Megatron-LM (arXiv 1909.08053, section 3).
+    """
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """token_ids [T], weight [vocabulary here, H] -> [T, H]."""
+        ...
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """What this rank's share of a product's inputs gave, [T, H] -> the sum over all ranks; may
+        mutate `partial`."""
+        ...
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """logits [N, vocabulary here] -> [N, vocabulary] on the rank that samples."""
+        ...
+
+
+class Whole:
+    """Shards of a model in one piece."""
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See Shards."""
+        return functional.embedding(token_ids, weight)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """See Shards."""
+        return partial
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """See Shards."""
+        return logits
 
 
 class Decoder:

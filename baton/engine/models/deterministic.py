@@ -10,7 +10,7 @@ kernels with the same shapes in a prompt's first chunk, after a prefix hit, and 
 
 Within a tile rows may want different experts and adapters. The lean decoder lets each expert and
 each adapter that is met compute the whole tile, and takes of it the rows that want it. What
-transformers' experts do cannot be told from outside: such a model gets tiles of one row, whose
+transformers' experts do cannot be seen from outside: such a model gets tiles of one row, whose
 products are its own.
 
 What the machine must give besides: a row's place in its tile must not matter. `prove` tries that on

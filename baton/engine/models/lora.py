@@ -83,7 +83,7 @@ class Adapter:
 class AdapterRows:
     """Rows [n] int64 of a flattened step that want one adapter, by its id.
 
-    `fixed_shapes`: its products are made of all rows of the step, so that their shape does not tell
+    `fixed_shapes`: its products are made of all rows of the step, so that their shape does not show
     how many want it (--deterministic); else of these alone.
     """
 

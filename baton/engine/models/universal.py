@@ -174,8 +174,8 @@ class UniversalModel:
     def __init__(self, causal: Any, fixed_shapes: bool = False) -> None:
         """Probe `causal` (on its device, in eval mode, our attention set). Raises ModelRefused.
 
-        `fixed_shapes`: no adapter's product tells how many rows want it. What experts do is the
-        modelling code's own business: see `has_experts`.
+        `fixed_shapes`: no adapter's product depends on how many rows want it. What experts do is
+        the modelling code's own business: see `has_experts`.
         """
         self._fixed_shapes = fixed_shapes
         self._absorbed = absorb_latents(causal)

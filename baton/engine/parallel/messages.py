@@ -1,4 +1,4 @@
-"""What the leader tells the other ranks, over a socket pair with each: one message per forward.
+"""What the leader sends the other ranks, over a socket pair with each: one message per forward.
 
     leader -> rank   SETUP (JSON) ... POOL (JSON) ... then for each step FORWARD, LOGITS
     rank -> leader   LOADED or FAILED (JSON), READY
@@ -65,7 +65,7 @@ class Link:
         except OSError as error:
             raise Gone from error
 
-    def tell(self, kind: MessageKind, values: dict[str, Any]) -> None:
+    def send_json(self, kind: MessageKind, values: dict[str, Any]) -> None:
         """Send `values` as JSON. Raises Gone."""
         self.send(kind, json.dumps(values).encode())
 
@@ -85,7 +85,7 @@ class Link:
         return kind, json.loads(body) if body else {}
 
     def close(self) -> None:
-        """Idempotent; who waits in `receive` on either end is told Gone."""
+        """Idempotent; `receive` raises Gone on either end."""
         with suppress(OSError):  # the other end went first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

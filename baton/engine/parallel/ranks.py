@@ -3,7 +3,7 @@
 Life: start() -> each reads its share of the weights, as the leader does -> await_loaded() ->
 make_pool(): shared memory, and all ranks meet -> send() for every step -> close().
 A rank that dies, or a collective that fails, loses the group: it is logged, every rank is killed,
-`on_lost` is told, and what is sent from then on raises. Nothing is tried again: ranks may have
+`on_lost` is called, and what is sent from then on raises. Nothing is tried again: ranks may have
 stopped at different places. A leader that dies closes the sockets, which ends the others.
 """
 
@@ -35,7 +35,7 @@ from baton.runtime.socket_folder import SocketFolder
 log = logging.getLogger(__name__)
 
 LOAD_DEADLINE_S: Final = 1800.0  # until all have read their weights
-STOP_S: Final = 10.0  # a rank that was told to end
+STOP_S: Final = 10.0  # a rank that was asked to end
 DEATH_S: Final = 1.0  # how long a failed collective waits for the death that explains it
 MODULE: Final = "baton.engine.running.worker"
 MEETING_PREFIX: Final = "baton-ranks-"  # of folders, in the temporary directory
@@ -168,7 +168,7 @@ class Ranks:
         memory = SharedMemory(self._memory, group.place, blocks, info.layers, info.kv_dtype)
         with self.fatal():
             for each in self.processes:
-                each.link.tell(
+                each.link.send_json(
                     MessageKind.POOL, {"num_blocks": num_blocks, "block_size": block_size}
                 )
             group.connect(store(str(self._meeting.path), group.place.size))
@@ -284,5 +284,5 @@ def start_process(start: RankStart) -> RankProcess:
         )
     link = Link(ours)
     link.limit(LOAD_DEADLINE_S)
-    link.tell(MessageKind.SETUP, start.setup())
+    link.send_json(MessageKind.SETUP, start.setup())
     return RankProcess(start.place.rank, process, link)

@@ -73,7 +73,7 @@ def _vocabulary_width(vocab_size: int, size: int) -> int:
 
 
 class RankShards:
-    """Implements models.shards.Shards over a group. `config`: the whole model's."""
+    """Implements models.decoder.Shards over a group. `config`: the whole model's."""
 
     def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
         self._group = group

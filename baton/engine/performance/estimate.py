@@ -20,6 +20,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from baton.engine.checkpoint.gguf_folder import gguf_folder, is_gguf
 from baton.engine.config import EngineConfig
 from baton.engine.loading.model_shape import model_shape
 from baton.engine.performance.ideal import Estimate, EstimateOptions, estimate
@@ -39,7 +40,9 @@ _ASKED: Final = (  # options that an engine has too
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """The config.json in or at `model`. Raises ConfigError."""
+    """The config.json in or at `model`, or a GGUF file's. Raises ConfigError, ModelRefused."""
+    if is_gguf(model):
+        model = gguf_folder(model)
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
         raise ConfigError(f"there is no {file}", field="model")
@@ -47,7 +50,10 @@ def read_config(model: Path) -> dict[str, Any]:
 
 
 def stored_bytes(model: Path) -> int | None:
-    """Bytes of all tensors in the safetensors beside the config, by their headers; None without."""
+    """Bytes of all tensors in the safetensors beside the config, by their headers; None without.
+    Of a GGUF file its size."""
+    if is_gguf(model):
+        return model.stat().st_size
     if not model.is_dir():
         return None
     files = sorted(model.glob("*.safetensors"))
@@ -90,7 +96,7 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
     model, draft = options.model.expanduser(), options.speculative_model
     try:
         choose_route(read_config(model), EngineConfig(str(model), **asked))
-        if any(any(model.glob(pattern)) for pattern in _WEIGHTS):
+        if is_gguf(model) or any(any(model.glob(pattern)) for pattern in _WEIGHTS):
             open_checkpoint(str(model))
         if draft is not None:
             choose_route(read_config(draft.expanduser()), EngineConfig(str(draft)))

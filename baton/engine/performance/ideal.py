@@ -97,7 +97,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All numbers; None where the machine was not told. Bytes and seconds; memory is per device."""
+    """All numbers; None where the machine is not known. Bytes and seconds; memory is per device."""
 
     model_type: str
     note: str
@@ -195,7 +195,7 @@ def estimate(
         concurrency = num_blocks // groups.blocks_held(context, options.block_size)
     result = Estimate(
         model_type=shape.model_type,
-        note=shape.note,
+        note=_note(shape, precision),
         parameters=shape.parameters,
         active_parameters=shape.active_parameters,
         dtype=precision.dtype,
@@ -316,11 +316,22 @@ def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
     return LayerSpec(-(-spec.kv_heads // tp), spec.k_dim, spec.v_dim, spec.window, spec.kind)
 
 
+def _note(shape: ModelShape, precision: Precision) -> str:
+    """What is not certain, and what the weights are before they are read."""
+    if shape.stored is None or not shape.stored.widened:
+        return shape.note
+    kept = precision.dtype if precision.stored is None else precision.stored.method
+    read = f"weights are stored as {shape.stored.method}, read and kept as {kept}"
+    return f"{shape.note}; {read}" if shape.note else read
+
+
 def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
     dtype = shape.dtype if options.dtype == "auto" else options.dtype
     if dtype not in WEIGHT_BYTES:
         raise ConfigError(f"weights of dtype {dtype} are not known: set --dtype", field="dtype")
     stored = shape.stored
+    if stored is not None and stored.widened:
+        stored = None
     if options.quantization != "none":
         stored = QUANTIZED[options.quantization]
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype

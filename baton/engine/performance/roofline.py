@@ -48,7 +48,7 @@ def limits_of(
     if not config.measure_limits:
         return None
     found = _kept(device, dtype, folder, None)
-    return _told("limits", config, found, dtype)
+    return _logged("limits", config, found, dtype)
 
 
 def limits_again(
@@ -60,10 +60,10 @@ def limits_again(
 ) -> Limits:
     """Measure again, and keep of each limit the higher: other work can only have lowered it."""
     found = _kept(device, dtype, folder, before)
-    return _told("limits, measured again", config, found, dtype)
+    return _logged("limits, measured again", config, found, dtype)
 
 
-def _told(name: str, config: EngineConfig, found: Limits, dtype: torch.dtype) -> Limits:
+def _logged(name: str, config: EngineConfig, found: Limits, dtype: torch.dtype) -> Limits:
     """`found`, but for what the configuration states."""
     given, flops = config.memory_bandwidth, config.peak_flops
     limits = Limits(
@@ -159,7 +159,7 @@ def _highest(found: Limits, other: Limits | None) -> Limits:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Names what the limits depend on; None where boots cannot be told apart."""
+    """Names what the limits depend on; None where boots cannot be distinguished."""
     try:
         boot = _BOOT_ID.read_text().strip()
     except OSError:

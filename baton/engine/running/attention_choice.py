@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from baton.engine.attention.compiled import CompiledAttention
-from baton.engine.attention.compiled_int8 import CompiledInt8Attention
+from baton.engine.attention.compiled import CompiledAttention, CompiledInt8Attention
 from baton.engine.attention.fixed_order import FixedOrderAttention
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.kernels.cpu.int8_kv import int8_kv_kernels_for

@@ -177,7 +177,7 @@ class DraftModelProposer:
                 return None
             branch.blocks.extend(blocks)
         params = ask.params
-        if params.logprobs is not None:  # nobody reads what is told of a guess
+        if params.logprobs is not None:  # nobody reads the log probabilities of a guess
             params = replace(params, logprobs=None)
         return _Guess(ask, branch, params, limit, list(ask.history))
 

@@ -44,7 +44,7 @@ class Asked:
 
     @property
     def drafts(self) -> Sequence[int]:
-        """The proposals among the chunk's tokens; draw i tells whether drafts[i] stands."""
+        """The proposals among the chunk's tokens; draw i decides whether drafts[i] stands."""
         chunk = self.chunk
         return chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
 
@@ -122,13 +122,13 @@ class ModelRunner:
             rows.extend(range(first, first + count))
             tokens.extend(chunk.history[chunk.start + 1 : chunk.start + 1 + count])
             counts.extend([chunk.prompt_logprobs] * count)
-        told: list[tuple[TokenLogprob, ...]] = []
+        reported: list[tuple[TokenLogprob, ...]] = []
         rows_at_once = max(1, PROMPT_SLAB_ELEMENTS // self._loaded.info.vocab_size)
         for at in range(0, len(rows), rows_at_once):
             slab = slice(at, at + rows_at_once)
             logits = self._loaded.logits(_rows(hidden, rows[slab]))
-            told.extend(logprobs.tell(logits, tokens[slab], counts[slab]))
-        return {index: tuple(told[share]) for index, share in shares.items()}
+            reported.extend(logprobs.report(logits, tokens[slab], counts[slab]))
+        return {index: tuple(reported[share]) for index, share in shares.items()}
 
 
 def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int]) -> list[Sampled]:
@@ -138,7 +138,8 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
     numbers.
     """
     draws = [draw for one in asked for draw in one.draws]
-    # Told of raw logits, but which rows stand is known once tokens are chosen: so copies are kept.
+    # Log probabilities are those of raw logits, but which rows stand is known once tokens are
+    # chosen: so copies are kept.
     kept = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     raw = _rows(logits, kept)
     for one in asked:
@@ -154,7 +155,7 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
     tokens = sample(remaining, [draws[row] for row in drawn]) if drawn else []
     by_row = dict(zip(drawn, tokens, strict=True))
     standing = {one.first: _accepted(one, by_row) for one in asked if one.first in by_row}
-    told = _told(raw, kept, draws, standing)
+    reported = _reported(raw, kept, draws, standing)
     outcomes: list[Sampled] = []
     for one in asked:
         if one.first in branches:
@@ -162,7 +163,7 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
             continue
         accepted = standing[one.first]
         rows = range(one.first, one.first + len(accepted))
-        outcomes.append(Sampled(accepted, tuple(told[row] for row in rows if row in told)))
+        outcomes.append(Sampled(accepted, tuple(reported[row] for row in rows if row in reported)))
     return outcomes
 
 
@@ -209,7 +210,7 @@ def _branches(logits: Tensor, asked: Sequence[Asked]) -> dict[int, tuple[TokenLo
     return {one.first: row for one, row in zip(beams, best, strict=True)}
 
 
-def _told(
+def _reported(
     raw: Tensor,
     kept: Sequence[int],
     draws: Sequence[Draw],
@@ -224,12 +225,12 @@ def _told(
         return {}
     rows = [kept[place] for place in places]
     counts = [draws[row].params.logprobs or 0 for row in rows]
-    best = logprobs.tell(_rows(raw, places), [tokens[row] for row in rows], counts)
-    told = dict(zip(rows, best, strict=True))
+    best = logprobs.report(_rows(raw, places), [tokens[row] for row in rows], counts)
+    reported = dict(zip(rows, best, strict=True))
     for row, place in zip(rows, places, strict=True):
         if ids := draws[row].params.logprob_token_ids:
-            told[row] = logprobs.tell_of(raw[place], tokens[row], ids)
-    return told
+            reported[row] = logprobs.report_ids(raw[place], tokens[row], ids)
+    return reported
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:

@@ -56,7 +56,7 @@ class DeviceMemory(Protocol):
         ...
 
     def peak_of(self, run: Callable[[], object]) -> int | None:
-        """Most that `run` holds at once, beyond what is in use before; None = cannot be told."""
+        """Most that `run` holds at once, beyond what is in use before; None = unknown."""
         ...
 
 
@@ -201,7 +201,7 @@ def host_budget(available: int) -> Budget:
 def refuse_beyond(budget: Budget, memory: HostMemory) -> None:
     """Raise ConfigError for a pool that main memory cannot hold: the kernel would kill us later.
 
-    Where the kernel does not tell what is available, the user's word is taken.
+    Where the kernel does not report what is available, the user's word is taken.
     """
     try:
         available = memory.available()

@@ -1,4 +1,4 @@
-"""A rank other than the leader: a process that runs its share of whatever the leader tells.
+"""A rank other than the leader: a process that runs its share of whatever the leader sends.
 
 `python -m baton.engine.running.worker SOCKET MEMORY` (two inherited descriptors): started
 by ranks.py, never by hand. Its life: SETUP -> weights -> LOADED -> POOL -> meets the others ->
@@ -99,7 +99,7 @@ def join(link: Link, memory: int, setup: dict[str, Any]) -> Rank:
     try:
         loaded = load_model(config, group)
     except ConfigError as error:
-        link.tell(MessageKind.FAILED, {"message": error.message, "field": error.field})
+        link.send_json(MessageKind.FAILED, {"message": error.message, "field": error.field})
         raise
     link.send(MessageKind.LOADED)
     _, pool = link.expect(MessageKind.POOL)

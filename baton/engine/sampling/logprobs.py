@@ -19,43 +19,43 @@ from baton.protocol.events import TokenLogprob
 SLAB_ELEMENTS: Final = 1 << 22  # logits whose log-softmax exists at once: 16 MiB
 
 
-def tell(
+def report(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:
     """Per row of logits [N, vocab] float32: its token first, then the best others.
 
-    Row i tells the counts[i] best tokens (-1 = all), best first, without tokens[i] if that is among
-    them (its rank says where it belongs).
+    Row i reports the counts[i] best tokens (-1 = all), best first, without tokens[i] if that is
+    among them (its rank says where it belongs).
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
     rows_at_once = max(1, SLAB_ELEMENTS // vocab_size)
-    told: list[tuple[TokenLogprob, ...]] = []
+    reported: list[tuple[TokenLogprob, ...]] = []
     for at in range(0, len(tokens), rows_at_once):
         rows = slice(at, at + rows_at_once)
-        told.extend(_tell(logits[rows], tokens[rows], counts[rows]))
-    return told
+        reported.extend(_report(logits[rows], tokens[rows], counts[rows]))
+    return reported
 
 
-def tell_of(logits: Tensor, token: int, ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+def report_ids(logits: Tensor, token: int, ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
     """Of one row of logits [vocab] float32: its token first, then `ids`, best first."""
     wanted = [token, *(other for other in dict.fromkeys(ids) if other != token)]
     chosen = torch.tensor(wanted, device=logits.device)
     values = logits.log_softmax(-1)[chosen].tolist()
     ranks = _ranks(logits.expand(len(wanted), -1), chosen[:, None])
     own, *others = map(TokenLogprob, wanted, values, ranks)
-    return (own, *sorted(others, key=lambda told: told.rank))
+    return (own, *sorted(others, key=lambda other: other.rank))
 
 
 def candidates(scores: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
     """The counts[i] highest of each row of scores [N, vocab] float32, best first.
 
-    For beams: scores are log probabilities that penalties.py has changed, and are told as they are.
-    Tokens that are ruled out (-inf) are left out, so a row may tell fewer. Raises InternalError if
-    a row holds NaN or +inf.
+    For beams: scores are log probabilities that penalties.py has changed, and are reported as they
+    are. Tokens that are ruled out (-inf) are left out, so a row may have fewer. Raises
+    InternalError if a row holds NaN or +inf.
     """
     require_numbers(scores)
-    told: list[tuple[TokenLogprob, ...]] = []
+    reported: list[tuple[TokenLogprob, ...]] = []
     rows_at_once = max(1, SLAB_ELEMENTS // scores.shape[1])
     for at in range(0, len(counts), rows_at_once):
         slab, wanted = scores[at : at + rows_at_once], counts[at : at + rows_at_once]
@@ -63,14 +63,14 @@ def candidates(scores: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob
         values = slab.gather(1, ids)
         for count, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist(), strict=True):
             ranked = enumerate(zip(row_ids[:count], row_values, strict=False), start=1)
-            told.append(
+            reported.append(
                 tuple(
                     TokenLogprob(token, value, rank)
                     for rank, (token, value) in ranked
                     if value > -torch.inf
                 )
             )
-    return told
+    return reported
 
 
 def top_exact(logits: Tensor, count: int) -> Tensor:
@@ -88,7 +88,7 @@ def top_exact(logits: Tensor, count: int) -> Tensor:
     return ids
 
 
-def _tell(
+def _report(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
@@ -107,15 +107,15 @@ def _tell(
     beyond = (~found).nonzero().squeeze(1)
     for row, rank in zip(beyond.tolist(), _ranks(logits[beyond], chosen[beyond]), strict=True):
         ranks[row] = rank
-    told: list[tuple[TokenLogprob, ...]] = []
+    reported: list[tuple[TokenLogprob, ...]] = []
     for row, row_ids in enumerate(ids.tolist()):
         others = [
             TokenLogprob(token, values[row][place], place + 1)
             for place, token in enumerate(row_ids[: counts[row]])
             if token != tokens[row]
         ]
-        told.append((TokenLogprob(tokens[row], own[row], ranks[row]), *others))
-    return told
+        reported.append((TokenLogprob(tokens[row], own[row], ranks[row]), *others))
+    return reported
 
 
 def _ranks(logits: Tensor, chosen: Tensor) -> list[int]:

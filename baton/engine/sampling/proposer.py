@@ -92,7 +92,7 @@ class _Text:
     memory: np.ndarray = field(default_factory=lambda: np.empty(_INITIAL_CAPACITY, np.int64))
 
     def follow(self, history: Sequence[int]) -> None:
-        """Take in what is new; start again if `history` is not a continuation (its end tells)."""
+        """Take in what is new; start again if `history` is not a continuation (its end shows)."""
         total = len(history)
         if total < self.count or (self.count and history[self.count - 1] != self._last):
             self.count = 0

@@ -68,7 +68,7 @@ class Batch:
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [T, kv_heads, dim], tell `on_layer`, attend with q [T, query_heads, dim]."""
+        """Write k, v [T, kv_heads, dim], call `on_layer`, attend with q [T, query_heads, dim]."""
         table = self.tables[self.attention.group_of[layer]]
         self.attention.write(layer, k, v, table.slots)
         if self.on_layer is not None:

@@ -68,8 +68,8 @@ class BeamSearch:
         for rank, (score, parent, candidate) in enumerate(ranked):
             stops = last or candidate.token_id in self.stop_ids
             if stops and rank < self.width:
-                told = self._penalized(score, length)
-                self._finished.append(self._grown(parent, candidate, candidates, told))
+                final = self._penalized(score, length)
+                self._finished.append(self._grown(parent, candidate, candidates, final))
             elif not stops and len(survivors) < self.width:
                 survivors.append((parent, self._grown(parent, candidate, candidates, score)))
         # Stable: an earlier one stays in front of its equals.

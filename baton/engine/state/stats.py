@@ -6,8 +6,11 @@ elsewhere. `num_layers` alone may be read by any thread at any time.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from baton.engine.state.sequence import SequenceState
 from baton.engine.state.work import SMOOTHING, Utilization
 
 
@@ -109,6 +112,26 @@ class KVUsage:
     shared_blocks: int  # held by more than one sequence
     allocated_slots: int
     used_slots: int  # slots that hold a computed token
+
+    @classmethod
+    def of(cls, sequences: Iterable[SequenceState], size: int) -> KVUsage:
+        """What blocks of `size` tokens hold for these sequences right now. Walks all block
+        tables."""
+        counts: Counter[int] = Counter()
+        filled: dict[int, int] = {}
+        for sequence in sequences:
+            for table in sequence.tables:
+                counts.update(table.blocks)
+                for index, block in enumerate(table.blocks, table.num_freed):
+                    here = min(size, max(0, sequence.num_computed - index * size))
+                    filled[block] = max(here, filled.get(block, 0))
+        return cls(
+            allocated_blocks=len(counts),
+            table_blocks=counts.total(),
+            shared_blocks=sum(1 for count in counts.values() if count > 1),
+            allocated_slots=len(counts) * size,
+            used_slots=sum(filled.values()),
+        )
 
     @property
     def waste(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from baton.protocol.adapters import adapter_name
@@ -12,36 +11,33 @@ from router.api.anthropic.errors import error_body
 from router.api.anthropic.events import MessageEvents
 from router.api.dialect import Event
 from router.api.http.web_errors import error_object
-from router.api.intake import ChatTurn
-from router.api.openai.replies import ReplyRules
-from router.api.openai.reply_ids import PinnedIds
+from router.api.openai.message import DrawId
 from router.request.completion import Completion, Delta
 
 
 class MessageAnswer:
-    """Made for one completion; `take` its deltas in order."""
+    """Made for one completion; `take` its deltas in order. `fitted`: the client's max_tokens was
+    more than the room, and lowered to it."""
 
-    def __init__(self, id_: str, turn: ChatTurn, rules: ReplyRules) -> None:
-        self._turn = turn
-        self._rules = rules
-        model = adapter_name(turn.completion.request.adapter) or turn.completion.model
+    def __init__(
+        self, id_: str, completion: Completion, draw_id: DrawId, fitted: bool = False
+    ) -> None:
+        self._completion = completion
+        self._fitted = fitted
+        model = adapter_name(completion.request.adapter) or completion.model
         head = {"id": id_, "type": "message", "role": "assistant", "model": model}
-        draw_id = turn.draw_id
-        if not turn.short_ids:
-            pinned = isinstance(draw_id, PinnedIds)
-            draw_id = draw_id.with_prefix("toolu_") if pinned else draw_use_id
         self._events = MessageEvents(head, draw_id)
         self._begun = False
 
     def take(self, delta: Delta) -> list[Event]:
         if delta.finish_reason is FinishReason.ABORT:
             raise Unavailable("the request was aborted")
-        completion = self._turn.completion
+        completion = self._completion
         events: list[Event] = []
         if not self._begun:
             self._begun = True
             events += self._events.begin(message_usage(completion))
-        for part in self._rules.parts_of(delta):
+        for part in completion.parts_of(delta):
             events += self._events.part(part)
         if delta.finish_reason is not None:
             reason, sequence = self._stop(delta)
@@ -61,14 +57,10 @@ class MessageAnswer:
     def _stop(self, delta: Delta) -> tuple[str, str | None]:
         """Why it ended, and at which of the client's sequences."""
         if delta.finish_reason is FinishReason.LENGTH:
-            return "model_context_window_exceeded" if self._turn.fitted else "max_tokens", None
+            return "model_context_window_exceeded" if self._fitted else "max_tokens", None
         if isinstance(delta.stop_reason, str):
             return "stop_sequence", delta.stop_reason
         return "tool_use" if delta.num_calls else "end_turn", None
-
-
-def draw_use_id() -> str:
-    return "toolu_" + secrets.token_hex(12)
 
 
 def message_usage(completion: Completion) -> dict[str, Any]:

@@ -10,14 +10,12 @@ from starlette.routing import Route
 from router.api.anthropic import body
 from router.api.anthropic.answer import MessageAnswer
 from router.api.anthropic.errors import PREFIX
-from router.api.calls import CallRunner
-from router.api.dialect import DialectCall, in_own_names, own_name
+from router.api.dialect import DialectExchange, in_own_names, own_name
 from router.api.http.reading import read_body
 from router.api.intake import Intake
-from router.api.openai.replies import ReplyRules
-from router.api.sse import StreamReply
-from router.api.whole import WholeReply
-from router.request.request_ids import note_body_id, reply_id
+from router.api.openai.reply_ids import call_ids, pin_of
+from router.request.completion import CallRunner
+from router.request.request_ids import reply_id
 from router.services import RouterServices
 
 
@@ -35,20 +33,19 @@ class AnthropicApi:
             Route(f"{PREFIX}/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
-    async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
+    async def create(self, request: HttpRequest) -> DialectExchange:
         thought = self._intake.formats.reasoning
         limits = thought is not None and thought.can_end
         chat = body.read(await read_body(request), limits)
-        note_body_id(request, chat.request_id)
-        id_ = reply_id("msg_", request)
+        id_ = reply_id("msg_", request, chat.request_id)
+        most = chat.max_tokens
         with in_own_names(body.NAMES):
-            turn = await self._intake.chat(chat, id_, request, fit_room=True)
-        completion = turn.completion
+            completion = await self._intake.chat(chat, id_, request, fit_room=True)
         completion.guided_field = own_name(body.NAMES, completion.guided_field)
-        rules = ReplyRules(self._services.tokenizer, parsed=turn.parsed, draw_id=turn.draw_id)
-        answer = MessageAnswer(id_, turn, rules)
+        draw_id = call_ids(pin_of(request.scope), completion.rules.message, "toolu_")
+        answer = MessageAnswer(id_, completion, draw_id, fitted=chat.max_tokens != most)
         timeout_s = self._services.config.request_timeout_s
-        return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
+        return DialectExchange(completion, answer, self._runner, bool(chat.stream), timeout_s)
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         chat = body.read_count(await read_body(request))

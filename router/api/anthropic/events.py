@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 Event = dict[str, Any]
 Kind = Literal["text", "thinking", "tool_use"]

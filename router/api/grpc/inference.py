@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -38,7 +39,7 @@ from router.api.openai.fields import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.api.openai.prompt_options import logprobs_within
 from router.api.receipt import HEADER, header_of, receipt_of
 from router.api.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
-from router.api.served import adapter_named, model_name, model_names, unknown
+from router.api.served import adapter_named, model_names, unknown
 from router.config import RouterConfig
 from router.nodes.registry import ServedModel
 from router.prompts.reader import (
@@ -46,13 +47,12 @@ from router.prompts.reader import (
     Length,
     PromptReader,
     TextInputs,
+    beyond_room,
     check_logprobs,
     check_prompt_logprobs,
-    check_room,
     room_for_output,
 )
-from router.request.completion import Completion, Delta, OutputRules
-from router.request.draws import DRAWS
+from router.request.completion import CallRunner, Completion, Delta, OutputRules
 from router.request.failures import as_baton_error, log_failure
 from router.request.terms import read_terms, resume_of
 from router.resumable.canonical import owner_digest, record_id
@@ -84,7 +84,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
         """Stream one request; a client that goes away aborts it on every node, or begins the grace
         of a resumable one."""
-        request_id = request.request_id or "gen-" + DRAWS.hex(12)
+        request_id = request.request_id or "gen-" + secrets.token_hex(12)
         with request_context(request_id):
             try:
                 completion, deltas = await self._opened(request, request_id, context)
@@ -158,9 +158,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         # Names of one key are not those of another, nor does it learn of them.
         own_id = record_id(self._owner(context), request_id)
         completion.request = replace(completion.request, id=own_id)
-        meter = services.metrics.begin(completion.model, completion.request.arrival)
-        deltas = completion.deltas(services.dispatcher, meter, services.clock)
-        return completion, _all_fresh(deltas)
+        runner = CallRunner(services.dispatcher, services.metrics, services.clock)
+        return completion, _all_fresh(completion.deltas(runner))
 
     async def _prepared(
         self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
@@ -207,7 +206,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         params = logprobs_within(_sampling_params(message, defaults), most, model.vocab_size)
         check_logprobs(params, at_once=False, field="logprobs")
         await self._prompts.check_guided(params.guided, grant)
-        check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
+        if len(ids) + params.max_tokens > model.max_model_len:
+            raise beyond_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         check_token_ids(params, model.vocab_size)
         now = self._services.clock.monotonic()
@@ -264,7 +264,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         return self._keys.bearer(given.encode()) or EVERYBODY
 
     def _name(self, model: ServedModel) -> str:
-        return model_name(self._services, model)
+        return model_names(self._services, model)[0]
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
@@ -415,7 +415,7 @@ def _sampling_params(
     """`defaults` (max_tokens at least) stand in for absent fields.
 
     Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
-    given: dict[str, Any] = {"seed": DRAWS.seed(), **defaults, **sampling_fields(message)}
+    given: dict[str, Any] = {"seed": secrets.randbits(64), **defaults, **sampling_fields(message)}
     return SamplingParams(**given)
 
 

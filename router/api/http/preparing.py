@@ -53,29 +53,20 @@ def hooked(plain: Handler, other: Handler, names: frozenset[bytes]) -> Handler:
     return chosen
 
 
-def preparation_of(scope: Scope) -> Preparation | None:
-    """The request's; None of one that nobody sends, such as an adopted one."""
-    return scope.get(_PREPARATION)
-
-
 def end_preparing(scope: Scope, counted_tokens: int = 0) -> None:
     """It enters the gate now, or has its answer: so many tokens of it were only counted."""
-    found = preparation_of(scope)
+    found: Preparation | None = scope.get(_PREPARATION)  # None where nobody sends the request
     if found is not None:
         found.counted = counted_tokens
         found.end()
 
 
-async def wait_to_read(scope: Scope) -> None:
-    """Until a body as large as the head says is read. Raises Overloaded if that would be long."""
-    found = preparation_of(scope)
-    if found is None:
-        return
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            wait_s = found.reserve(int(value))
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
+async def wait_to_read(scope: Scope, num_bytes: int) -> None:
+    """Until a body so large is read. Raises Overloaded if that would be long."""
+    found: Preparation | None = scope.get(_PREPARATION)
+    wait_s = 0.0 if found is None else found.reserve(num_bytes)
+    if wait_s > 0:
+        await asyncio.sleep(wait_s)
 
 
 @dataclass(slots=True)

@@ -20,38 +20,37 @@ _TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 @lru_cache(maxsize=64)  # parsed by the library of mails, and clients say one of very few
-def _fault_of(content_type: str) -> str:
-    """What is wrong with it, empty for nothing."""
+def _fault_of(content_type: str, content_encoding: str) -> HTTPException | None:
+    """What is wrong (415) with bytes that are not JSON, or not in its own UTF-8."""
     # Only JSON by name: a foreign web page then cannot post here without a CORS preflight.
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        return "the content-type must be application/json"
-    message = Message()
-    message["content-type"] = content_type
-    charset = message.get_content_charset("utf-8")
-    return "" if charset in ("utf-8", "utf8", "us-ascii") else "the charset must be utf-8"
-
-
-def _check_head(request: HttpRequest) -> None:
-    """Raise HTTPException (415) for bytes that are not JSON, or not in its own UTF-8."""
-    kind = encoding = ""
-    for name, value in request.scope["headers"]:  # Starlette's Headers decodes all of them
-        if name == b"content-type":
-            kind = value.decode("latin-1")
-        elif name == b"content-encoding":
-            encoding = value.decode("latin-1").strip().lower()
-    fault = _fault_of(kind)
-    if encoding not in ("", "identity") and not fault.startswith("the content-type"):
+        return HTTPException(415, "the content-type must be application/json")
+    if content_encoding.strip().lower() not in ("", "identity"):
         # RFC 9110, 15.5.16: says what would be understood.
         headers = {"accept-encoding": "identity"}
-        raise HTTPException(415, "the content-encoding is not supported: send it plain", headers)
-    if fault:
-        raise HTTPException(415, fault)
+        return HTTPException(415, "the content-encoding is not supported: send it plain", headers)
+    message = Message()
+    message["content-type"] = content_type
+    if message.get_content_charset("utf-8") not in ("utf-8", "utf8", "us-ascii"):
+        return HTTPException(415, "the charset must be utf-8")
+    return None
 
 
 async def read_body(request: HttpRequest) -> bytes:
     """The whole JSON body. Raises HTTPException (413, 415), Cancelled, Overloaded."""
-    _check_head(request)
-    await wait_to_read(request.scope)
+    kind = encoding = length = b""
+    for name, value in request.scope["headers"]:  # Starlette's Headers decodes all of them
+        if name == b"content-type":
+            kind = value
+        elif name == b"content-encoding":
+            encoding = value
+        elif name == b"content-length":
+            length = value
+    fault = _fault_of(kind.decode("latin-1"), encoding.decode("latin-1"))
+    if fault is not None:
+        raise HTTPException(fault.status_code, fault.detail, fault.headers)
+    if length.isdigit():
+        await wait_to_read(request.scope, int(length))
     parts: list[bytes] = []
     num_bytes, more = 0, True
     while more:  # not request.stream(): an asynchronous generator costs more than what is read

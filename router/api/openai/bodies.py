@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -19,9 +19,7 @@ import orjson
 
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import SamplingParams
-from router.api.fan_out import fan_out
-from router.api.http.json_faults import fault_of
-from router.api.openai.breaches import refusal
+from router.api.openai.breaches import fault_of, refusal
 from router.api.openai.chat import Effort, Messages, Tools
 from router.api.openai.fields import (
     BIASED_TOKEN,
@@ -66,6 +64,7 @@ from router.api.openai.fields import (
 from router.api.unserved import COMPLETIONS, GENERATING, refuse
 
 MAX_PROMPTS: Final = 128
+_OF_COMPLETIONS: Final = {**GENERATING, **COMPLETIONS}
 _BIASED_TOKEN: Final = re.compile(BIASED_TOKEN)
 
 
@@ -208,9 +207,9 @@ def object_of(raw: bytes) -> dict[str, Any]:
 
 def checked(content: dict[str, Any], kind: type[Body]) -> Body:
     """A body of its fields. Raises like `parse`."""
-    refuse(content, GENERATING)
-    if kind is CompletionBody:
-        refuse(content, COMPLETIONS)
+    unserved = _OF_COMPLETIONS if kind is CompletionBody else GENERATING
+    if not unserved.keys().isdisjoint(content):
+        refuse(content, unserved)
     return struct_of(content, kind)
 
 
@@ -230,34 +229,81 @@ def sampling_params(
     Raises InvalidRequest, naming the client's own field, for values out of bounds, and
     UnsupportedFeature for those that no engine serves yet.
     """
-    asked = _asked_of_chat(body) if isinstance(body, ChatBody) else _asked_of_completion(body)
-    given = asked.max_tokens
+    chat = isinstance(body, ChatBody)
+    max_tokens, logprobs, prompt_logprobs = _of_chat(body) if chat else _of_completion(body)
     values: dict[str, Any] = dict(defaults)
     for name, value in zip(_SAME_NAMES, _same(body), strict=True):
         if value is not None:
             values[name] = tuple(value) if type(value) is list else value
-    values |= fan_out(body)
-    if given is not None:
-        values["max_tokens"] = given
+    if body.best_of is not None or body.use_beam_search or body.early_stopping is not None:
+        values |= fan_out(body)
+    if max_tokens is not None:
+        values["max_tokens"] = max_tokens
     if body.seed is not None:
         values["seed"] = body.seed % 2**64  # OpenAI's clients count 64 bits as signed
-    values["logprobs"] = asked.logprobs
-    values["prompt_logprobs"] = asked.prompt_logprobs
+    values["logprobs"] = logprobs
+    values["prompt_logprobs"] = prompt_logprobs
     if body.logit_bias:
         values["logit_bias"] = _logit_bias(body.logit_bias)
     try:
-        params = SamplingParams(**values)
+        return SamplingParams(**values)
     except InvalidRequest as error:
-        own_name = {"beam_width": "n", **asked.own_names}.get(error.field or "")
-        if own_name is not None and error.field is not None:
-            message = error.message.replace(error.field, own_name)
-            raise type(error)(message, field=own_name) from error
-        raise
-    return params
+        field = error.field or ""
+        own = name_in(body, field)
+        if own == field:
+            raise
+        raise type(error)(error.message.replace(field, own), field=own) from error
+
+
+def name_in(body: CompletionBody | ChatBody, field: str) -> str:
+    """What a body calls a field of SamplingParams."""
+    if field == "beam_width":
+        return "n"
+    if isinstance(body, ChatBody):
+        if field == "logprobs":
+            return "top_logprobs"
+        if field == "max_tokens" and body.max_completion_tokens is not None:
+            return "max_completion_tokens"
+    return field
+
+
+def fan_out(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """SamplingParams' fields for several answers to one prompt; empty if one is asked for.
+
+    vLLM's names: with `use_beam_search` n is the width of the search (or best_of, if that is
+    larger), and its n best beams are the answers. Raises InvalidRequest, naming the field, for what
+    cannot be streamed or contradicts itself.
+    """
+    count, best_of = body.n or 1, body.best_of
+    if best_of is not None and best_of < count:
+        message = f"best_of ({best_of}) must not be below n ({count})"
+        raise InvalidRequest(message, field="best_of")
+    if body.use_beam_search:
+        if body.stream:
+            message = "use_beam_search: which beams are best is known at their end: no stream"
+            raise InvalidRequest(message, field="use_beam_search")
+        return {
+            "beam_width": max(count, best_of or 1),
+            "best_of": None,
+            "early_stopping": _early_stopping(body.early_stopping),
+        }
+    if body.early_stopping is not None:
+        message = "early_stopping is only allowed with use_beam_search"
+        raise InvalidRequest(message, field="early_stopping")
+    if best_of is not None and best_of > count and body.stream:
+        message = "best_of: which samples are best is known at their end: no stream"
+        raise InvalidRequest(message, field="best_of")
+    return {}
+
+
+def _early_stopping(given: bool | str | None) -> str:
+    if given in (None, True, False, "never"):
+        return given if isinstance(given, str) else str(bool(given)).lower()
+    raise InvalidRequest('early_stopping must be true, false or "never"', field="early_stopping")
 
 
 # What the bodies and SamplingParams call by one name is copied, but for what has its own way: in
-# sampling_params, in fan_out.py (early_stopping), or as text (bad_words and stop, in intake.py).
+# sampling_params, in fan_out (early_stopping), or as text (bad_words and stop, in intake.py).
 _OWN_WAY: Final = {
     "max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "early_stopping",
     "bad_words", "stop", "include_stop_str_in_output", "skip_special_tokens",
@@ -271,35 +317,23 @@ _same: Final = attrgetter(*_SAME_NAMES)
 _TOKEN_IDS: Final = tuple(name for name in _SAME_NAMES if name.endswith("_token_ids"))
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputAsk:
-    """What the two APIs spell differently. `own_names`: SamplingParams' field -> the client's."""
-
-    max_tokens: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    own_names: dict[str, str] = field(default_factory=dict[str, str])
-
-
-def _asked_of_chat(body: ChatBody) -> _OutputAsk:
+def _of_chat(body: ChatBody) -> tuple[int | None, int | None, int | None]:
+    """max_tokens, logprobs, prompt_logprobs: what the two APIs spell differently."""
     if body.top_logprobs and not body.logprobs:
         message = "top_logprobs is only allowed when logprobs is true"
         raise InvalidRequest(message, field="top_logprobs")
+    newer = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    names = {"logprobs": "top_logprobs"}
-    max_tokens = body.max_tokens
-    if body.max_completion_tokens is not None:
-        max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
-    return _OutputAsk(max_tokens, logprobs, body.prompt_logprobs, names)
+    return body.max_tokens if newer is None else newer, logprobs, body.prompt_logprobs
 
 
-def _asked_of_completion(body: CompletionBody) -> _OutputAsk:
+def _of_completion(body: CompletionBody) -> tuple[int | None, int | None, int | None]:
     """The prompt's log-probabilities are computed with those that an echo shows."""
     told = [body.prompt_logprobs, body.logprobs if body.echo else None]
     counts = [count for count in told if count is not None]
     prompt_logprobs = -1 if -1 in counts else max(counts, default=None)  # -1 = all
     max_tokens = 1 if body.only_echo else body.max_tokens  # an engine always computes one
-    return _OutputAsk(max_tokens, body.logprobs, prompt_logprobs)
+    return max_tokens, body.logprobs, prompt_logprobs
 
 
 def stops_of(body: CompletionBody | ChatBody) -> tuple[str, ...]:
@@ -355,8 +389,11 @@ def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidRequest, naming the field, for ids that the vocabulary does not have."""
     for name in _TOKEN_IDS:
-        token_ids_below(getattr(params, name), vocab_size, name)
-    token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
+        ids = getattr(params, name)
+        if ids:
+            token_ids_below(ids, vocab_size, name)
+    if params.logit_bias:
+        token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
     for word in params.bad_words:
         token_ids_below(word, vocab_size, "bad_words")
 

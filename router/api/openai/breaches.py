@@ -1,10 +1,13 @@
-"""How msgspec's refusal of a body is told: the field as the client wrote it, its bounds in words.
+"""How the refusal of a body is told: the field as the client wrote it, its bounds in words.
 
-The words come from the types that msgspec refused by (router/api/openai/fields.py). Pure.
+The words come from the types that msgspec refused by (router/api/openai/fields.py). Where orjson
+refused it, the field is looked for once more. Pure.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, cast, get_args, get_origin
@@ -17,6 +20,9 @@ _PLACE: Final = re.compile(r"^(`key` in )?`\$\.?([^`]*)`$")
 _MISSING: Final = re.compile(r"missing required field `([^`]+)`")
 _BREACH: Final = re.compile(r"Expected `(\w+)` (of length )?(?:[<>]=?) (\S+)")
 _UNITS: Final = {"array": "items", "object": "pairs", "str": "characters"}
+
+LARGEST: Final = 2**64 - 1
+SMALLEST: Final = -(2**63)
 
 
 def refusal(
@@ -103,3 +109,41 @@ def _value_at(content: object, path: str) -> object:
             mapping = cast("dict[str, object]", content) if isinstance(content, dict) else {}
             content = mapping.get(name)
     return content
+
+
+def fault_of(raw: bytes) -> tuple[str, str] | None:
+    """Which field made orjson refuse a body (NaN, a lone surrogate, a huge number): its path, like
+    `messages[0].content`, and what is wrong there; None where JSON itself is broken. What is found
+    is never used as a value."""
+    try:
+        content: object = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    waiting: list[tuple[str, object]] = [("", content)]
+    while waiting:
+        path, value = waiting.pop()
+        what = _json_fault(value)
+        if what is not None:
+            return path, what
+        if isinstance(value, dict):
+            fields = cast("dict[str, object]", value)
+            if any(_json_fault(name) for name in fields):
+                return path, "has a name that is not valid Unicode"
+            waiting += [(f"{path}.{name}" if path else name, each) for name, each in fields.items()]
+        elif isinstance(value, list):
+            items = cast("list[object]", value)
+            waiting += [(f"{path}[{index}]", each) for index, each in enumerate(items)]
+    return None
+
+
+def _json_fault(value: object) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if isinstance(value, int) and not SMALLEST <= value <= LARGEST:
+        return "is a number of more than 64 bits"
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "is not valid Unicode (a lone surrogate)"
+    return None

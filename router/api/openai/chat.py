@@ -82,20 +82,17 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     Raises InvalidRequest, naming the field, for a message without content, for parts that are not
     text and for arguments that are not a JSON object.
     """
-    plain: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        _check_message(message, where)
-        item = cast("dict[str, Any]", msgspec.to_builtins(message))
-        item["content"] = _content(message.content, f"{where}.content")
-        for number, call in enumerate(item.get("tool_calls", ())):
-            function = call["function"]
-            field = f"{where}.tool_calls[{number}].function.arguments"
-            function["arguments"] = _arguments(function["arguments"], field)
+    plain = cast("list[dict[str, Any]]", msgspec.to_builtins(messages))
+    for index, (message, item) in enumerate(zip(messages, plain, strict=True)):
+        if type(message.content) is not str:
+            item["content"] = text_of(message, f"messages[{index}].content")
+        for number, call in enumerate(message.tool_calls or ()):
+            field = f"messages[{index}].tool_calls[{number}].function.arguments"
+            function = item["tool_calls"][number]["function"]
+            function["arguments"] = _arguments(call.function.arguments, field)
         thought = message.reasoning or message.reasoning_content
         if thought:
             item["reasoning"] = item["reasoning_content"] = thought
-        plain.append(item)
     return plain
 
 
@@ -149,13 +146,6 @@ def template_kwargs(
     return {**asked, **kwargs}
 
 
-def _check_message(message: ChatMessage, where: str) -> None:
-    # An answer may have been all reasoning, calls or refusal: what was said is sent back as it was.
-    if message.content is None and message.role != "assistant":
-        field = f"{where}.content"
-        raise InvalidRequest(f"{field} is missing", field=field)
-
-
 def _arguments(given: str | dict[str, Any] | None, field: str) -> dict[str, Any]:
     """A call's arguments as an object; none is an empty one."""
     if isinstance(given, dict) or not given:
@@ -169,11 +159,16 @@ def _arguments(given: str | dict[str, Any] | None, field: str) -> dict[str, Any]
     return cast("dict[str, Any]", found)
 
 
-def _content(content: object, field: str) -> str:
-    if content is None:
-        return ""
+def text_of(message: ChatMessage, field: str) -> str:
+    """The text of a message's `field`, its parts joined."""
+    content = message.content
     if isinstance(content, str):
         return content
+    if content is None:
+        # An answer may have been all reasoning, calls or refusal: it is sent back as it was.
+        if message.role != "assistant":
+            raise InvalidRequest(f"{field} is missing", field=field)
+        return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{field} must be a string or a list of parts", field=field)
     texts: list[str] = []

@@ -3,55 +3,102 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, cast
 
+from baton.parsers.grammar import ToolFormat
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import ReasoningFormat
+from baton.parsers.registry import Formats
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.text.chat_template import Chat
 from router.api.openai.bodies import ChatBody, TokenizeBody
-from router.api.openai.chat import messages_of, schemas_of, template_kwargs, tools_of
+from router.api.openai.chat import messages_of, schemas_of, template_kwargs, text_of, tools_of
 from router.api.openai.guided_fields import check_forced, forces_calls, room_for_content
-from router.parsers.grammar import ToolFormat
-from router.parsers.message import MessageRules
-from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint
-from router.prompts.reader import ChatPrompt, ChatToRender, Length
-from router.request.terms import Terms
 
+ALLOWED: Final = "allowed_tools"  # OpenAI's way to offer some of the tools, or have one called
+ALLOWED_FIELD: Final = "tool_choice.allowed_tools"
+_MODES: Final = ("auto", "required")
 _AUTO_IS_OFF: Final = (
     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     " (as auto: a parser that it has found in the model's chat template)"
 )
 
 
-def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length) -> ChatToRender:
+def conversation_of(body: ChatBody | TokenizeBody) -> Chat:
     """What the chat template gets. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise InvalidRequest(message, field="continue_final_message")
-    effort, salt = None, ""
+    kwargs, effort = body.chat_template_kwargs or {}, None
+    messages = messages_of(body.messages or [])
+    tools = tools_of(body.tools) if body.tools else ()
     if isinstance(body, ChatBody):
-        effort, salt = body.reasoning_effort, body.cache_salt or ""
-    chat = Chat(
-        messages=messages_of(body.messages or []),
-        tools=tools_of(body.tools),
+        effort = body.reasoning_effort
+    if kwargs or effort is not None:
+        kwargs = template_kwargs(kwargs, effort)
+    return Chat(
+        messages=messages,
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        kwargs=template_kwargs(body.chat_template_kwargs, effort),
+        kwargs=kwargs,
         documents=body.documents or (),
     )
-    special = body.add_special_tokens is True
-    return ChatToRender(
-        chat, length, terms.grant, special, terms.salt(salt), template=body.chat_template
-    )
 
 
-def said_first(body: ChatBody, asked: Chat, answers: str) -> tuple[str, str]:
+def said_first(body: ChatBody, answers: str) -> tuple[str, str]:
     """The role that answers, `answers` by default, and what is told before its answer: with `echo`
     the message that it goes on with, if that is its own."""
-    last = asked.messages[-1]
-    role = answers if asked.add_generation_prompt else last["role"]
-    return role, last["content"] if body.echo and last["role"] == role else ""
+    last = body.messages[-1]
+    prompted = body.add_generation_prompt is not False and not body.continue_final_message
+    role = answers if prompted else last.role
+    return role, text_of(last, "messages") if body.echo and last.role == role else ""
+
+
+def apply_allowed(body: ChatBody) -> None:
+    """Mutates the tools and the choice of a body that allows some of them; no other.
+
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [
+            {"type": "function", "function": {"name": "get_weather"}}]}}
+
+    The others are not shown to the model, so it cannot call them; the rest is the plain choice
+    `mode`. Raises InvalidRequest, naming the field.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
+        return
+    allowed = choice.get(ALLOWED)
+    if not isinstance(allowed, dict):
+        raise InvalidRequest(f"{ALLOWED_FIELD} must be an object", field=ALLOWED_FIELD)
+    mode, given = (cast("dict[str, Any]", allowed).get(name) for name in ("mode", "tools"))
+    if mode not in _MODES:
+        raise InvalidRequest(
+            f"{ALLOWED_FIELD}.mode must be auto or required", field=f"{ALLOWED_FIELD}.mode"
+        )
+    if not isinstance(given, list) or not given:
+        message = f"{ALLOWED_FIELD}.tools must be a list of functions, not empty"
+        raise InvalidRequest(message, field=f"{ALLOWED_FIELD}.tools")
+    offered = {_name_of(tool): tool for tool in body.tools or ()}
+    names: set[str] = set()
+    for index, tool in enumerate(cast("list[object]", given)):
+        name = _name_of(tool)
+        if name is None or name not in offered:
+            field = f"{ALLOWED_FIELD}.tools[{index}]"
+            message = f"{field} must be {{type: function, function: {{name: ...}}}} of one of tools"
+            raise InvalidRequest(message, field=field)
+        names.add(name)
+    body.tools = [tool for name, tool in offered.items() if name in names]
+    body.tool_choice = mode
+
+
+def _name_of(tool: object) -> str | None:
+    """None for what is no function with a name."""
+    found = cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
+    function = found.get("function")
+    name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+    return name if found.get("type") == "function" and isinstance(name, str) else None
 
 
 def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
@@ -77,28 +124,28 @@ def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
 
 def message_rules(
     body: ChatBody,
-    asked: Chat,
-    prompt: ChatPrompt,
-    formats: Formats,
+    chat: Chat,
+    prompt: str,
+    tools: ToolFormat | None,
+    thinks: ReasoningFormat | None,
     own: Constraint | None,
 ) -> MessageRules | None:
-    """How the answer to `prompt` is taken apart, None if all of it is content. `own`: the
-    constraint of the body's own fields."""
-    tools, thinks = tool_format(body, formats), formats.reasoning
+    """How the answer to `prompt` is taken apart, None if all of it is content. `tools`: how calls
+    are found in it (tool_format). `own`: the constraint of the body's own fields."""
     if tools is None and thinks is None:
         return None
     opened = False
-    if thinks is not None and asked.continue_final_message and asked.messages[-1]["content"]:
-        opened = thinks.opened_by(asked.messages[-1]["content"])
+    if thinks is not None and chat.continue_final_message and chat.messages[-1]["content"]:
+        opened = thinks.opened_by(chat.messages[-1]["content"])
     elif thinks is not None:
-        opened = thinks.opened(prompt.text, asked.kwargs)
+        opened = thinks.opened(prompt, chat.kwargs)
     if thinks is not None and forces_calls(body):
         thinks = replace(thinks, calls=False)  # the grammar begins where the thought ends
     return MessageRules(
         reasoning=thinks,
         opened=opened,
         tools=tools,
-        schemas=schemas_of(tuple(dict(tool) for tool in asked.tools)),
+        schemas=schemas_of(tuple(dict(tool) for tool in chat.tools)),
         show_reasoning=body.include_reasoning is not False,
         one_call=body.parallel_tool_calls is False,
         room=room_for_content(body, own),

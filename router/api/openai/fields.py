@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from baton.guided.grammars import BACKENDS, MAX_CHOICES
+from baton.guided.spec import BACKENDS, MAX_CHOICES
 from baton.protocol.sampling import (
     BOUNDS,
     MAX_ALLOWED_TOKEN_IDS,
@@ -21,13 +21,14 @@ from baton.protocol.sampling import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
 )
-from router.api.openai.prompt_options import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from router.api.openai.prompt_options import MAX_BAD_WORD_CHARS
 from router.config import MAX_LOGPROBS
 from router.prompts.reader import MAX_TEMPLATE_CHARS
 from router.request.request_ids import ID_PATTERN
 from router.request.terms import MAX_SESSION_CHARS
 
 MAX_NAME_CHARS: Final = 256  # of models, cache salts, tools, template parameters
+MAX_BAD_WORDS: Final = 64
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 PRIORITY_LIMIT: Final = 2**31 - 1

@@ -17,15 +17,15 @@ from typing import Any, Final, cast
 
 import orjson
 
-from baton.guided.grammars import BACKENDS, choices_of, lenient
+from baton.guided.spec import BACKENDS, closed, format_of, lenient
+from baton.parsers.grammar import forced, offered
+from baton.parsers.message import MessageRules
+from baton.parsers.parts import Room
+from baton.parsers.reasoning import ReasoningFormat
+from baton.parsers.registry import Formats
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from router.api.openai.bodies import ChatBody, CompletionBody
-from router.parsers.message import MessageRules
-from router.parsers.parts import Room
-from router.parsers.reasoning import ReasoningFormat
-from router.parsers.registry import Formats
-from router.parsers.tool_grammars import forced, offered
 from router.prompts.grammar_checks import Constraint
 
 _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -68,7 +68,7 @@ def asked_of_chat(
     thought = None if message is None else message.reasoning
     asked = _asked_of_tools(body, formats, own)
     if asked is None and own is not None and thought is not None and thought.answer is not None:
-        whole = _tagged(thought.answer(_as_format(own.guided, own.field)), own.guided.backend)
+        whole = _tagged(thought.answer(format_of(own.guided, own.field)), own.guided.backend)
         asked = replace(own, guided=replace(whole, whitespace=own.guided.whitespace))
     asked = asked or own
     opened = message is not None and message.opened
@@ -82,13 +82,11 @@ def limited(
 ) -> Constraint | None:
     """The constraint with a limit for the thought before it, if a client gives its tokens.
 
-    `opened`: the answer begins within a thought. Raises InvalidRequest, UnsupportedFeature.
+    `opened`: the answer begins within a thought. Raises UnsupportedFeature.
     """
     field = "thinking_token_budget"
     if budget is None or budget == -1:
         return asked
-    if not 0 <= budget < 2**31:
-        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 on", field=field)
     if thought is None or not thought.can_end:
         message = f"{field} needs a server with a --reasoning-parser of tags"
         raise UnsupportedFeature(message, field=field)
@@ -156,7 +154,7 @@ def _asked_of_tools(
         return Constraint(_tagged(forced(form, tools, several), backend), "tools")
     if asked is not None:
         # An answer in the asked form, or calls.
-        answer = _as_format(asked.guided, "tools")
+        answer = format_of(asked.guided, "tools")
         if formats.reasoning is not None and formats.reasoning.answer is not None:
             answer = formats.reasoning.answer(answer)
         either = {"type": "or", "elements": [answer, forced(form, tools, several)]}
@@ -178,27 +176,6 @@ def _text(value: object, field: str) -> str:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:
         raise InvalidRequest(f"{field} is nested too deeply", field=field) from error
-
-
-def _as_format(guided: GuidedDecoding, field: str) -> dict[str, Any]:
-    """A constraint as a part of a structural tag; `field`: whose fault it is where it cannot be."""
-    match guided.kind:
-        case "free":
-            return {"type": "any_text"}
-        case "json_object":
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
-        case "json_schema":
-            return {"type": "json_schema", "json_schema": orjson.loads(guided.grammar)}
-        case "regex":
-            return {"type": "regex", "pattern": guided.grammar}
-        case "ebnf":
-            return {"type": "grammar", "grammar": guided.grammar}
-        case "choice":
-            texts = [{"type": "const_string", "value": text} for text in choices_of(guided.grammar)]
-            return {"type": "or", "elements": texts}
-        case "structural_tag":
-            message = f"{field} cannot be combined with a structural_tag"
-            raise UnsupportedFeature(message, field=field)
 
 
 # ---- the fields ----
@@ -249,7 +226,7 @@ def _of_structured_outputs(given: dict[str, Any] | None) -> Constraint | None:
         if not isinstance(given.get(flag), bool | None):
             raise InvalidRequest(f"{where}.{flag} must be a boolean", field=f"{where}.{flag}")
     if kinds[0] == "json" and given.get("disable_additional_properties"):
-        value = _closed(_schema(value, field))
+        value = closed(_schema(value, field))
     guided = _guided(kinds[0], value, field)
     whitespace = given.get("whitespace_pattern")
     if whitespace is not None and not isinstance(whitespace, str):
@@ -306,15 +283,3 @@ def _schema(value: object, field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field} must be a JSON schema", field=field)
     return cast("dict[str, Any]", value)
-
-
-def _closed(schema: Any) -> Any:
-    """A schema in which objects that name properties have no others, unless they say so."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in cast("list[Any]", schema)]
-    if not isinstance(schema, dict):
-        return schema
-    plain = {key: _closed(value) for key, value in cast("dict[str, Any]", schema).items()}
-    if isinstance(plain.get("properties"), dict):
-        plain.setdefault("additionalProperties", False)
-    return plain

@@ -8,14 +8,12 @@ log-probability that always has the token itself. -inf is not JSON: the floor is
 from __future__ import annotations
 
 import codecs
-import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from baton.protocol.events import TokenLogprob
-from baton.protocol.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
 
 FLOOR: Final = -9999.0
@@ -35,11 +33,6 @@ class CompletionLogprobs(msgspec.Struct):
         self.token_logprobs += more.token_logprobs
         self.top_logprobs += more.top_logprobs
         self.text_offset += more.text_offset
-
-
-def told_count(params: SamplingParams) -> int | None:
-    """Up to which rank what a row holds is told; None = nothing is."""
-    return sys.maxsize if params.logprob_token_ids else params.logprobs
 
 
 def chat_logprobs(

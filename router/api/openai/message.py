@@ -13,14 +13,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 DrawId = Callable[[], str]
 _SHORT: Final = string.ascii_letters + string.digits
 
 
-def draw_call_id() -> str:
-    return "call_" + secrets.token_hex(12)
+def draw_call_id(prefix: str = "call_") -> str:
+    return prefix + secrets.token_hex(12)
 
 
 def draw_short_call_id() -> str:

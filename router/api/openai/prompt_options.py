@@ -12,9 +12,8 @@ from typing import Final, Literal, TypeVar
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
-from router.prompts.reader import Length
+from router.prompts.reader import Length, whole_length
 
-MAX_BAD_WORDS: Final = 64
 MAX_BAD_WORD_CHARS: Final = 256
 Ids = TypeVar("Ids", tuple[int, ...], list[int])
 
@@ -38,18 +37,17 @@ def truncated(
 def useful_length(count: int | None, limit: int, side: Literal["left", "right"]) -> Length:
     """How much of a prompt is of any use; `count` as for `truncated`."""
     if count is None:
-        return Length(limit)
+        return whole_length(limit)
     return Length(count if 1 <= count <= limit else limit, side)
 
 
 def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word as tokens, as it stands at a start and, where that is other tokens, after a space.
+    How many there are, the body's type has checked.
 
     Raises InvalidRequest. Source: vLLM, sampling_params.py, `update_from_tokenizer`.
     """
     found: list[tuple[int, ...]] = []
-    if words is not None and len(words) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words: at most {MAX_BAD_WORDS} words", field="bad_words")
     for word in words or ():
         if not 0 < len(word.lstrip()) <= MAX_BAD_WORD_CHARS:
             message = f"bad_words: words of 1 to {MAX_BAD_WORD_CHARS} characters"

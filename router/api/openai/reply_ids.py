@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import string
-import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
+from baton.parsers.message import MessageRules
 from router.api.openai.message import DrawId, draw_call_id, draw_short_call_id
 
 _PIN_KEY: Final = "baton.pin"
@@ -48,34 +48,25 @@ class PinnedIds:
             return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest.digest()[:9])
         return self._prefix + digest.hexdigest()[:24]
 
-    def of_choice(self, index: int) -> PinnedIds:
-        """Those of one of several choices: their order among choices does not matter then."""
-        return PinnedIds(f"{self._seed}/{index}", self._short, self._prefix)
-
-    def with_prefix(self, prefix: str) -> PinnedIds:
-        return PinnedIds(self._seed, self._short, prefix)
-
 
 def pin(scope: Scope, pinned: Pin) -> None:
     """Mutates `scope`: replies of its request can be told again."""
     scope[_PIN_KEY] = pinned
 
 
-def created_at(request: HttpRequest) -> int:
-    pinned = pin_of(request.scope)
-    return int(time.time()) if pinned is None else pinned.created
-
-
-def call_ids(request: HttpRequest, short: bool) -> DrawId:
-    """What draws the ids of tool calls."""
-    pinned = pin_of(request.scope)
+def call_ids(
+    pinned: Pin | None,
+    message: MessageRules | None,
+    prefix: str = "call_",
+    choice: int | None = None,
+) -> DrawId:
+    """What draws the ids of tool calls in a reply whose messages are read by such rules: those of
+    one of several choices do not hang on the order among choices."""
+    short = message is not None and message.tools is not None and message.tools.short_ids
     if pinned is not None:
-        return PinnedIds(f"{pinned.name}/{pinned.created}", short)
-    return draw_short_call_id if short else draw_call_id
-
-
-def of_choice(draw_id: DrawId, index: int) -> DrawId:
-    return draw_id.of_choice(index) if isinstance(draw_id, PinnedIds) else draw_id
+        seed = f"{pinned.name}/{pinned.created}"
+        return PinnedIds(seed if choice is None else f"{seed}/{choice}", short, prefix)
+    return draw_short_call_id if short else partial(draw_call_id, prefix)
 
 
 def pin_of(scope: Scope) -> Pin | None:

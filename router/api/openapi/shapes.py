@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from baton.guided.grammars import MAX_CHOICES
+from baton.guided.spec import MAX_CHOICES
 from router.api.openai.bodies import MAX_PROMPTS
 from router.api.openai.chat import MAX_MESSAGES, TEXT_PARTS, TOOL_NAME
 from router.api.openai.fields import MAX_TOKEN_ID

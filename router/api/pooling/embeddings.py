@@ -34,7 +34,7 @@ from router.api.openai.bodies import object_of, struct_of, token_ids_below
 from router.api.openai.fields import Dimensions, Priority, RequestId, Truncation
 from router.api.openai.prompt_options import truncated, useful_length
 from router.api.pooling.config import PoolingSettings
-from router.api.served import adapter_of, model_name, served_model
+from router.api.served import served_model
 from router.api.unserved import POOLING, Unserved, refuse
 from router.nodes.slo import ANY
 from router.prompts.reader import PromptReader, TextInputs
@@ -158,7 +158,8 @@ class PoolingParts:
         self, request: HttpRequest, body: InputBody, prefix: str, wanted: PoolAsk
     ) -> PooledInputs:
         """What is `wanted` of each input of a body. Raises BatonError."""
-        model, grant = served_model(self.services, body.model), terms_of(request).grant
+        model, base, adapter = served_model(self.services, body.model)
+        grant = terms_of(request).grant
         prompts = await self._prompts(body, model.max_model_len, model.vocab_size, grant)
         id_ = reply_id(prefix, request)
         ask = replace(
@@ -166,10 +167,9 @@ class PoolingParts:
             id=pool_id(id_),
             prompts=prompts,
             deadline=self.deadline(),
-            adapter=adapter_of(self.services, body.model),
+            adapter=adapter,
             priority=body.priority,
         )
-        base = model_name(self.services, model)
         vectors = await self.run(request, ask, base)
         return PooledInputs(
             id_, adapter_name(ask.adapter) or base, vectors, tuple(map(len, prompts))

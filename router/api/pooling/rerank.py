@@ -31,7 +31,7 @@ from router.api.pooling.embeddings import (
     pool_id,
     read_pooling,
 )
-from router.api.served import adapter_of, model_name, served_model
+from router.api.served import served_model
 from router.api.unserved import RERANKING
 from router.prompts.reader import Length
 from router.request.pool import PoolAsk
@@ -157,9 +157,8 @@ class RerankApi:
     ) -> _Scored:
         """The model's opinion of each (query, document). Raises BatonError."""
         parts, services = self._parts, self._parts.services
-        model = served_model(services, body.model)
-        adapter = adapter_of(services, body.model)
-        name = adapter_name(adapter) or model_name(services, model)
+        model, base, adapter = served_model(services, body.model)
+        name = adapter_name(adapter) or base
         parts.settings.check_reranker(name)
         if not 0 < len(pairs) <= MAX_INPUTS:
             raise InvalidRequest(f"{field}: 1 to {MAX_INPUTS} documents", field=field)
@@ -185,7 +184,7 @@ class RerankApi:
             field=field,
             priority=body.priority,
         )
-        vectors = await parts.run(request, ask, model_name(services, model))
+        vectors = await parts.run(request, ask, base)
         scores = [numbers_of(vector)[0] for vector in vectors]
         return _Scored(id_, name, scores, PoolingUsage(tokens, tokens))
 

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from baton.parsers.parts import Content
 from baton.protocol.errors import BatonError, Unavailable
 from baton.protocol.request import FinishReason
 from router.api.dialect import Event
 from router.api.http.web_errors import error_object
-from router.api.intake import ChatTurn
-from router.api.openai.replies import ReplyHead, ReplyRules
+from router.api.openai.logprobs import chat_logprobs
+from router.api.openai.message import DrawId
 from router.api.responses.body import ResponsesCall
 from router.api.responses.events import Logprobs, ResponseEvents
 from router.api.responses.items import kept
 from router.api.responses.keeper import Stored
-from router.parsers.parts import Content
 from router.request.completion import Completion, Delta
 
 Keep = Callable[[Stored], Awaitable[bool]]
 
 
 class ResponseAnswer:
-    """Made for one completion; `take` its deltas in order. `keep`: stores the response before its
-    last event is told, None if it is not to be stored."""
+    """Made for one completion; `take` its deltas in order. `head`: of response_head. `keep`: stores
+    the response before its last event is told, None if it is not to be stored."""
 
     def __init__(
         self,
-        head: ReplyHead,
+        head: Mapping[str, Any],
         call: ResponsesCall,
-        turn: ChatTurn,
-        rules: ReplyRules,
+        completion: Completion,
+        draw_id: DrawId,
         keep: Keep | None = None,
     ) -> None:
-        self._completion = turn.completion
-        self._rules = rules
+        self._completion = completion
+        chat = call.chat
+        self._logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
         self._keep = keep
         self._items = call.items
-        fields = {**response_head(head, call, turn.completion), "store": keep is not None}
-        self._events = ResponseEvents(fields, rules.draw_id, call.summarized, call.tools.known)
+        fields = {**head, "store": keep is not None}
+        self._events = ResponseEvents(fields, draw_id, call.summarized, call.tools.known)
         self._told: Logprobs = []  # of tokens whose text is still to come
         self._begun = False
 
@@ -50,14 +51,17 @@ class ResponseAnswer:
         if not self._begun:
             self._begun = True
             events += self._events.begin()
-        self._told += self._rules.chat_logprobs(delta)
-        for part in self._rules.parts_of(delta):
+        completion = self._completion
+        if self._logprobs is not None:
+            rows, tokenizer = delta.logprobs, completion.tokenizer
+            self._told += chat_logprobs(rows, self._logprobs, tokenizer)
+        for part in completion.parts_of(delta):
             told, self._told = self._told, []
             events += self._events.part(part, told if isinstance(part, Content) else None)
         if delta.finish_reason is not None:
             cut_short = delta.finish_reason is FinishReason.LENGTH
-            usage = response_usage(self._completion)
-            told_at = self._completion.trace.told_at
+            usage = response_usage(completion)
+            told_at = completion.trace.told_at
             ended_at = int(time.time()) if told_at is None else told_at
             events += self._events.end(cut_short, usage, ended_at)
         return events
@@ -100,16 +104,18 @@ def response_usage(completion: Completion) -> dict[str, Any]:
     }
 
 
-def response_head(head: ReplyHead, call: ResponsesCall, completion: Completion) -> dict[str, Any]:
+def response_head(
+    id_: str, created: int, call: ResponsesCall, completion: Completion
+) -> dict[str, Any]:
     """What all states of a response repeat: mostly what was asked, and what it came to mean."""
     body, params = call.body, completion.request.params
     reasoning, text = body.reasoning, body.text
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning else None
     return {
-        "id": head.id,
+        "id": id_,
         "object": "response",
-        "created_at": head.created,
-        "model": head.model,
+        "created_at": created,
+        "model": completion.model,
         "background": body.background is True,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

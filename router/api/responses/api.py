@@ -5,26 +5,25 @@ What can be done with one that is stored is in router/api/responses/stored_api.p
 
 from __future__ import annotations
 
+import time
+
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.calls import CallRunner
-from router.api.dialect import DialectCall, in_own_names, own_name
+from router.api.dialect import DialectExchange, in_own_names, own_name
 from router.api.http.reading import read_body
 from router.api.intake import Intake
-from router.api.openai.replies import ReplyHead, ReplyRules
-from router.api.openai.reply_ids import created_at, pin_of
+from router.api.openai.reply_ids import call_ids, pin_of
 from router.api.responses import body
-from router.api.responses.answer import Keep, ResponseAnswer
+from router.api.responses.answer import Keep, ResponseAnswer, response_head
 from router.api.responses.conversation import conversation_of
 from router.api.responses.keeper import Keeper
 from router.api.responses.output import RESPONSE_PREFIX
 from router.api.resumable.http import owner_of
-from router.api.sse import StreamReply
-from router.api.whole import WholeReply
-from router.request.request_ids import note_body_id, reply_id
+from router.request.completion import CallRunner
+from router.request.request_ids import reply_id
 from router.services import RouterServices
 
 
@@ -44,25 +43,22 @@ class ResponsesApi:
             Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
         ]
 
-    async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
+    async def create(self, request: HttpRequest) -> DialectExchange:
         call = await self._read(request)
         chat = call.chat
-        note_body_id(request, chat.request_id)
-        id_ = reply_id("resp_", request)
+        id_ = reply_id("resp_", request, chat.request_id)
         with in_own_names(call.names):
-            turn = await self._intake.chat(chat, id_, request)
-        completion = turn.completion
+            completion = await self._intake.chat(chat, id_, request)
         completion.guided_field = own_name(call.names, completion.guided_field)
-        rules = ReplyRules(
-            self._services.tokenizer,
-            (chat.top_logprobs or 0) if chat.logprobs else None,
-            parsed=turn.parsed,
-            draw_id=turn.draw_id,
+        pinned = pin_of(request.scope)
+        head = response_head(
+            id_, int(time.time()) if pinned is None else pinned.created, call, completion
         )
-        head = ReplyHead(id_, completion.model, created_at(request))
-        answer = ResponseAnswer(head, call, turn, rules, self._keep(call, owner_of(request.scope)))
+        draw_id = call_ids(pinned, completion.rules.message)
+        keep = self._keep(call, owner_of(request.scope))
+        answer = ResponseAnswer(head, call, completion, draw_id, keep)
         timeout_s = self._services.config.request_timeout_s
-        return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
+        return DialectExchange(completion, answer, self._runner, bool(chat.stream), timeout_s)
 
     async def input_tokens(self, request: HttpRequest) -> Response:
         """How many tokens the prompt of such a call would have; nothing is computed."""

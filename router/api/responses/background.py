@@ -28,14 +28,14 @@ from baton.protocol.errors import (
     UnsupportedFeature,
 )
 from baton.protocol.request import RequestState
-from router.api.calls import CallRunner
-from router.api.dialect import DialectCall
+from router.api.dialect import DialectExchange
+from router.api.exchange import Exchange
 from router.api.responses.answer import ResponseAnswer, error_of
 from router.api.responses.body import asks_background, read
 from router.api.responses.keeper import Keeper, Stored
 from router.api.responses.output import RESPONSE_PREFIX
-from router.api.resumable.http import NamedRequest, Reply, ResumableApi, ResumedReply, asked_of
-from router.api.sse import StreamReply
+from router.api.resumable.http import NamedRequest, ResumableApi, ResumedReply, asked_of
+from router.request.completion import CallRunner
 from router.request.request_ids import note_body_id
 from router.resumable.canonical import Canonical, record_id
 from router.resumable.replay import ToldDispatch
@@ -106,8 +106,8 @@ class Background:
         if found is None:
             message = "the events of this response are not kept any more: read it without stream"
             raise RequestNotFound(message, field="stream")
-        call = replace(_call_of(await self._resumable.told_of(found.canonical)), after=after)
-        return self._resumable.reading(StreamReply(call, self._runner), found)
+        told = _own(await self._resumable.told_of(found.canonical))
+        return self._resumable.reading(replace(told, stream=True, after=after), found)
 
     async def cancel(self, owner: str, stored: Stored) -> Stored:
         """Raises UnsupportedFeature for one that never ran in the background."""
@@ -126,20 +126,15 @@ class Background:
 
     # ---- inside ----
 
-    @property
-    def _runner(self) -> CallRunner:
-        services = self._services
-        return CallRunner(services.dispatcher, services.metrics, services.clock)
-
     async def _begin(self, request: HttpRequest, asked: NamedRequest) -> Found:
         """Keep it as queued, then run it; what is refused leaves nothing."""
-        canonical, reply = await self._resumable.prepare(request, asked)
+        canonical, exchange = await self._resumable.prepare(request, asked)
         fields = self._resumable.fields(canonical, asked)
-        stored = _answer_of(reply).stored(status="queued")
+        stored = _answer_of(exchange).stored(status="queued")
         if not await self._keeper.keep(asked.owner, stored):
             raise Unavailable("the response cannot be stored now, and would be lost")
         try:
-            [completion] = reply.call.completions
+            [completion] = exchange.completions
             runs = self._resumable.runs
             found = await runs.begin(canonical, completion.twin(), fields, wait_s=ACCEPT_S)
             async with found.reading() as log:
@@ -158,10 +153,10 @@ class Background:
     async def _settle(self, found: Found) -> None:
         """Keep how it ended: read to its end, it keeps itself. Raises Unavailable."""
         canonical, runs = found.canonical, self._resumable.runs
-        call = _call_of(await self._resumable.told_of(canonical))
+        exchange = _own(await self._resumable.told_of(canonical))
         try:
             async with found.reading() as log:
-                await call.whole(CallRunner(ToldDispatch(log), runs.readers, runs.clock))
+                await exchange.whole(CallRunner(ToldDispatch(log), runs.readers, runs.clock))
         except BatonError as error:
             await self._failed(canonical.owner, _id_of(canonical), error)
 
@@ -182,14 +177,13 @@ def json_of(content: dict[str, Any]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def _call_of(reply: Reply) -> DialectCall:
-    call = reply.call
-    assert isinstance(call, DialectCall), "the route of responses makes such calls"
-    return call
+def _own(exchange: Exchange) -> DialectExchange:
+    assert isinstance(exchange, DialectExchange), "the route of responses makes such exchanges"
+    return exchange
 
 
-def _answer_of(reply: Reply) -> ResponseAnswer:
-    answer = _call_of(reply).answer
+def _answer_of(exchange: Exchange) -> ResponseAnswer:
+    answer = _own(exchange).answer
     assert isinstance(answer, ResponseAnswer), "the route of responses makes such answers"
     return answer
 

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 from router.api.openai.message import DrawId
 from router.api.responses.output import (
     CustomCall,
@@ -22,7 +23,6 @@ from router.api.responses.output import (
     Thought,
 )
 from router.api.responses.tools import ClientTool
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 Logprobs = list[dict[str, Any]]
 

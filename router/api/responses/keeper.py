@@ -18,7 +18,7 @@ from router.api.responses.items import Item
 from router.request.gate.gate import Gate
 from router.services import RouterServices
 from router.store.documents import Keeping
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.tenants.keys import Grant
 
 _ENDED: Final = ("completed", "incomplete", "failed", "cancelled")

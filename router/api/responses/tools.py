@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, cast
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
-from router.api.openai.allowed_tools import KIND as ALLOWED
 from router.api.openai.chat import MAX_NAME_CHARS
+from router.api.openai.chat_rules import ALLOWED
 from router.api.responses.custom_input import FIELD
 
 Tool = dict[str, Any]

@@ -20,7 +20,7 @@ from baton.protocol.errors import (
     RequestNotFound,
     Unavailable,
 )
-from router.request.completion import Completion, Delta
+from router.request.completion import CallRunner, Completion, Delta
 from router.resumable.canonical import Canonical, body_digest, record_id
 from router.resumable.replay import ToldDispatch
 from router.resumable.runs import Found, Runs
@@ -113,9 +113,8 @@ async def _read(
 ) -> AsyncGenerator[tuple[Delta, bool], None]:
     seen = list(after) + [0] * (completion.num_choices - len(after))
     async with runs.reading(found, resumed=any(after)) as told:
-        meter = runs.readers.begin(completion.model, completion.request.arrival)
-        deltas = completion.deltas(ToldDispatch(told), meter, runs.clock)
-        async with aclosing(deltas):
+        runner = CallRunner(ToldDispatch(told), runs.readers, runs.clock)
+        async with aclosing(completion.deltas(runner)) as deltas:
             async for delta in deltas:
                 fresh = seen[delta.sample] == 0
                 seen[delta.sample] -= not fresh

@@ -9,6 +9,7 @@ the same call of the body that the record keeps, on any router.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hmac import compare_digest
@@ -19,15 +20,13 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.protocol.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
-from router.api.calls import CallRunner
+from router.api.exchange import Exchange, respond_whole
 from router.api.http.preparing import Handler, hooked
 from router.api.http.reading import read_body
 from router.api.openai.bodies import object_of
-from router.api.openai.reply_ids import Pin, created_at, pin, pin_of
+from router.api.openai.reply_ids import Pin, pin, pin_of
 from router.api.resumable.numbered import NumberedReply
-from router.api.sse import StreamReply
-from router.api.whole import WholeReply
-from router.request.completion import Completion
+from router.request.completion import CallRunner, Completion
 from router.request.request_ids import given_id, known_id, note_body_id, pin_request_id
 from router.request.terms import GRANT_KEY
 from router.resumable.canonical import Canonical, body_digest, owner_digest, record_id
@@ -59,7 +58,6 @@ RESUMABLE: Final = {
     "/v1/messages": "messages",
 }
 NOT_RESUMABLE: Final = ("/inference/v1/generate",)
-Reply = StreamReply | WholeReply
 
 
 class ResumableApi:
@@ -106,8 +104,8 @@ class ResumableApi:
         if found is None and terms.after is not None:
             raise _unknown(asked.name)
         if found is None:
-            canonical, reply = await self.prepare(request, asked)
-            [completion] = reply.call.completions
+            canonical, exchange = await self.prepare(request, asked)
+            [completion] = exchange.completions
             fields = self.fields(canonical, asked)
             found = await self.runs.begin(canonical, completion.twin(), fields)
             check_same(found, asked)
@@ -123,11 +121,15 @@ class ResumableApi:
             check_same(found, asked)
         return found
 
-    async def prepare(self, request: HttpRequest, asked: NamedRequest) -> tuple[Canonical, Reply]:
+    async def prepare(
+        self, request: HttpRequest, asked: NamedRequest
+    ) -> tuple[Canonical, Exchange]:
         """Check a new request and make it canonical; nothing of it runs."""
-        pinned = Pin(asked.name, created_at(request), asked.owner)
-        reply = await self._call(asked.path, request.scope, asked.body, pinned)
-        [completion, *others] = reply.call.completions
+        before = pin_of(request.scope)
+        created = int(time.time()) if before is None else before.created
+        pinned = Pin(asked.name, created, asked.owner)
+        exchange = await self._call(asked.path, request.scope, asked.body, pinned)
+        [completion, *others] = exchange.completions
         if others:
             message = "prompt: one per request, if it is resumable"
             raise UnsupportedFeature(message, field="prompt")
@@ -136,7 +138,7 @@ class ResumableApi:
             asked.path, asked.name, asked.owner, pinned.created, asked.grace_s, asked.body,
             completion.request,
         )  # fmt: skip
-        return canonical, reply
+        return canonical, exchange
 
     def fields(self, canonical: Canonical, asked: NamedRequest) -> dict[str, str]:
         """Of its record. Raises InvalidRequest if it is too large."""
@@ -158,36 +160,36 @@ class ResumableApi:
         raise _unknown(asked)
 
     async def _reply(self, found: Found, after: str | None, field: str) -> ResumedReply:
-        reply = await self.told_of(found.canonical)
-        seen = read_position(after, reply.call.completions[0].num_choices, field)
-        return self.reading(reply, found, seen)
+        exchange = await self.told_of(found.canonical)
+        seen = read_position(after, exchange.completions[0].num_choices, field)
+        return self.reading(exchange, found, seen)
 
-    def reading(self, reply: Reply, found: Found, seen: Position = START) -> ResumedReply:
+    def reading(self, exchange: Exchange, found: Found, seen: Position = START) -> ResumedReply:
         """The answer to somebody who reads it."""
-        return ResumedReply(reply, found.canonical.name, _Reader(self.runs, found, seen))
+        return ResumedReply(exchange, found.canonical.name, _Reader(self.runs, found, seen))
 
     # ---- calls ----
 
-    async def told_of(self, canonical: Canonical) -> Reply:
+    async def told_of(self, canonical: Canonical) -> Exchange:
         """How a kept request is told; nothing of it runs."""
         if canonical.api not in self._handlers:
             message = "this request was begun by gRPC: go on with it there"
             raise UnsupportedFeature(message, field="request_id")
         scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
         pinned = Pin(canonical.name, canonical.created, canonical.owner, again=True)
-        reply = await self._call(canonical.api, scope, canonical.body, pinned)
-        [completion] = reply.call.completions
+        exchange = await self._call(canonical.api, scope, canonical.body, pinned)
+        [completion] = exchange.completions
         completion.request = canonical.request
         # A receipt tells what happened on the way, and another replay would know something else.
         completion.trace.terms = replace(completion.trace.terms, receipt=False)
-        return reply
+        return exchange
 
     async def _completion(self, canonical: Canonical) -> Completion:
         """The completion of an adopted request, to be run."""
-        [completion] = (await self.told_of(canonical)).call.completions
+        [completion] = (await self.told_of(canonical)).completions
         return completion.twin()
 
-    async def _call(self, path: str, scope: Scope, body: bytes, pinned: Pin) -> Reply:
+    async def _call(self, path: str, scope: Scope, body: bytes, pinned: Pin) -> Exchange:
         """What the route makes of a body; nothing of it runs."""
         own: Scope = dict(scope)
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
@@ -234,8 +236,8 @@ class _Reader:
 class ResumedReply:
     """ASGI answer to one reader of a resumable request."""
 
-    def __init__(self, reply: Reply, name: str, reader: _Reader) -> None:
-        self._reply = reply
+    def __init__(self, exchange: Exchange, name: str, reader: _Reader) -> None:
+        self._exchange = exchange
         self._name = name
         self._reader = reader
 
@@ -252,13 +254,12 @@ class ResumedReply:
             await self._read(told, scope, receive, named)
 
     async def _read(self, told: Told, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, reader = self._reply, self._reader
+        exchange, reader = self._exchange, self._reader
         runner = CallRunner(ToldDispatch(told), reader.runs.readers, reader.runs.clock)
-        match reply:
-            case StreamReply():
-                await NumberedReply(reply.call, runner, reader.seen)(scope, receive, send)
-            case WholeReply():
-                await WholeReply(reply.call, runner)(scope, receive, send)
+        if exchange.stream:
+            await NumberedReply(exchange, runner, reader.seen)(scope, receive, send)
+        else:
+            await respond_whole(exchange, runner, scope, receive, send)
 
 
 def check_same(found: Found, asked: NamedRequest) -> None:

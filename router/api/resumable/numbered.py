@@ -16,27 +16,27 @@ from contextlib import aclosing, suppress
 from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import Cancelled
-from router.api.calls import GRACE_S, CallRunner
+from router.api.exchange import GRACE_S, Exchange, FrameWriter
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
-from router.api.sse import FrameWriter, StreamedCall
+from router.request.completion import CallRunner
 from router.request.failures import as_baton_error, log_failure
 from router.resumable.replay import StreamCut
 from router.resumable.terms import Position
 
 
 class NumberedReply:
-    """ASGI answer: the events of a call with one completion, after `seen`."""
+    """ASGI answer: the events of an exchange with one completion, after `seen`."""
 
-    def __init__(self, call: StreamedCall, runner: CallRunner, seen: Position) -> None:
-        self._call = call
+    def __init__(self, exchange: Exchange, runner: CallRunner, seen: Position) -> None:
+        self._exchange = exchange
         self._runner = runner
-        self._numbers = Numbers(call.completions[0].num_choices, seen)
+        self._numbers = Numbers(exchange.completions[0].num_choices, seen)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = FrameWriter(send)
         try:
-            async with asyncio.timeout(self._call.timeout_s + GRACE_S):
+            async with asyncio.timeout(self._exchange.timeout_s + GRACE_S):
                 await while_connected(receive, self._run(writer))
         except Cancelled as error:
             log_failure(error, error)
@@ -48,25 +48,25 @@ class NumberedReply:
             log_failure(found, error)
             if writer.started:
                 with suppress(Cancelled):  # gone by now: the failure is in the log
-                    await writer.end(self._numbers.tail(self._call.broken(found)))
+                    await writer.write(self._numbers.tail(self._exchange.broken(found)), more=False)
             else:
                 await error_response(found)(scope, receive, send)
         finally:
             writer.close()
 
     async def _run(self, writer: FrameWriter) -> None:
-        [completion] = self._call.completions
-        frames = self._call.frames(0)
+        [completion] = self._exchange.completions
+        frames = self._exchange.frames(0)
         openings = [each.opening() for each in frames]
         # A dialect's one answer tells of all choices, and it has one.
-        async with aclosing(self._runner.deltas(completion)) as deltas:
+        async with aclosing(completion.deltas(self._runner)) as deltas:
             async for delta in deltas:
                 data = openings[delta.sample] + frames[delta.sample].delta(delta)
                 openings[delta.sample] = b""
                 fresh = self._numbers.step(delta.sample, data)
                 if fresh:
                     await writer.write(fresh)
-        await writer.end(self._numbers.tail(await self._call.tail()))
+        await writer.write(self._numbers.tail(await self._exchange.tail()), more=False)
 
 
 class Numbers:

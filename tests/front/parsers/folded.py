@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
 @dataclass

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.text.chat_template import ChatTemplate
-from baton.text.tokenizer import Tokenizer
-from router.config import RouterConfig
-from router.parsers import formats
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageRules
-from router.parsers.reasoning import REASONING_FORMATS
-from router.parsers.registry import (
+from baton.parsers import formats
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import REASONING_FORMATS
+from baton.parsers.registry import (
     REASONING_MARKS,
     REASONING_PARSERS,
     TOOL_MARKS,
@@ -25,6 +22,9 @@ from router.parsers.registry import (
     Formats,
     formats_of,
 )
+from baton.text.chat_template import ChatTemplate
+from baton.text.tokenizer import Tokenizer
+from router.config import RouterConfig
 from tests.front.dialects import front
 from tests.front.fakes import TOKENIZER
 from tests.front.parsers.folded import parse
@@ -87,7 +87,7 @@ async def test_what_fits_no_format_is_said_once(caplog: pytest.LogCaptureFixture
     of = front("hello", config)
     of.chat_template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     tool = {"type": "function", "function": {"name": "f"}}
-    with caplog.at_level(logging.INFO, "router.parsers"):
+    with caplog.at_level(logging.INFO, "baton.parsers"):
         async with of.client() as client:
             plain = {"messages": ASK}
             for _ in range(2):
@@ -113,7 +113,7 @@ async def test_auto_reads_what_the_template_shows(caplog: pytest.LogCaptureFixtu
     of.chat_template = ChatTemplate(source, TOKENIZER.special_tokens)
     schema = {"type": "object", "properties": {"zone": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "get_time", "parameters": schema}}
-    with caplog.at_level(logging.INFO, "router.parsers"):
+    with caplog.at_level(logging.INFO, "baton.parsers"):
         async with of.client() as client:
             reply = await client.post(
                 "/v1/chat/completions", json={"messages": ASK, "tools": [tool]}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.frames import CallWriter
-from router.parsers.message import MessageRules
-from router.parsers.reasoning import REASONING_FORMATS
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.frames import CallWriter
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import REASONING_FORMATS
 from tests.front.parsers.folded import cut, parse
 from tests.front.parsers.spelled import PARAMETERS, SPELLED, Call
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import REASONING_FORMATS
+from baton.parsers.registry import Choice, formats_of
 from baton.text.chat_template import ChatTemplate
 from router.config import RouterConfig
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageRules
-from router.parsers.reasoning import REASONING_FORMATS
-from router.parsers.registry import Choice, formats_of
 from tests.front.dialects import front
 from tests.front.fakes import TOKENIZER, Front
 from tests.front.parsers.folded import Folded, parse

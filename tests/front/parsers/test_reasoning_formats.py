@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.parsers import harmony
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallStart, Reasoning
-from router.parsers.reasoning import OPENAI_GPTOSS, REASONING_FORMATS
+from baton.parsers import harmony
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallStart, Reasoning
+from baton.parsers.reasoning import OPENAI_GPTOSS, REASONING_FORMATS
 from tests.front.parsers.folded import Folded, cut, parse
 
 TAGGED = sorted(name for name, form in REASONING_FORMATS.items() if form.whole is None)

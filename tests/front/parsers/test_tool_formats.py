@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room
-from router.parsers.reasoning import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room
+from baton.parsers.reasoning import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
 from tests.front.parsers.examples import (
     A1,
     DS_CALL,

@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda each: build_one(each, folder), INSTRUCTION_SETS))
-    for instructions, (_, told) in zip(INSTRUCTION_SETS, outcomes, strict=True):
-        sys.stdout.write(f"{instructions.name:<11} {told}\n")
+    for instructions, (_, outcome) in zip(INSTRUCTION_SETS, outcomes, strict=True):
+        sys.stdout.write(f"{instructions.name:<11} {outcome}\n")
     sys.stdout.write(f"in {folder}\n")
     return 0 if all(done for done, _ in outcomes) else 1
 
 
 def build_one(instructions: InstructionSet, folder: Path) -> tuple[bool, str]:
-    """Whether its library is there now, and what a person is told."""
+    """Whether its library is there now, and a line about it for people."""
     if (folder / library_name(instructions)).exists():
         return True, "was there"
     began = time.monotonic()

@@ -1,6 +1,6 @@
 """A mixture's experts in one compiled call (experts.h): their constants, and the call.
 
-Not here: which mixtures are taken so (models/experts_cpu.py), whom a row chooses and how its
+Not here: which mixtures are taken so (models/experts.py), whom a row chooses and how its
 choices are mixed (models/experts.py).
 """
 

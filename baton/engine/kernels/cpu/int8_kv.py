@@ -1,7 +1,7 @@
 """The compiled CPU kernels of int8 KV (attention_int8.h) as Python calls.
 
 They come with the library of library.py; what they need of a layer is checked by who asks
-(attention/compiled_int8.py).
+(attention/compiled.py).
 """
 
 from __future__ import annotations

@@ -290,9 +290,9 @@ def state() -> str:
 
 @functools.cache
 def _found() -> tuple[CpuKernels | None, str]:
-    found, told = choose(os.environ.get(SWITCH))
-    logger.info("CPU kernels: %s", told)
-    return found, told
+    found, state = choose(os.environ.get(SWITCH))
+    logger.info("CPU kernels: %s", state)
+    return found, state
 
 
 def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
@@ -315,11 +315,11 @@ def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
             reasons = [f"{SWITCH} is {asked}, which is none of {names}, off"]
     for instructions in candidates:
         try:
-            return CpuKernels(instructions), _told(f"compiled, {instructions.title}", reasons)
+            return CpuKernels(instructions), _described(f"compiled, {instructions.title}", reasons)
         except (CannotBuild, OSError) as error:
             reasons.append(f"{instructions.title}: {error}")
-    return None, _told("torch's own serve", reasons)
+    return None, _described("torch's own serve", reasons)
 
 
-def _told(what: str, reasons: Sequence[str]) -> str:
+def _described(what: str, reasons: Sequence[str]) -> str:
     return f"{what} ({'; '.join(reasons)})" if reasons else what

@@ -88,7 +88,7 @@ class SamplingKernels:
     def race(
         self, logits: Tensor, highest: Tensor, temperatures: Sequence[float], keys: Sequence[int]
     ) -> list[int | None]:
-        """Who wins each row's keyed draw; None where it is too close to be told here.
+        """Who wins each row's keyed draw; None where it is too close to be decided here.
 
         logits [N, vocab] float32, `highest` [N] their maxima, all finite; one temperature and one
         unsigned 64-bit key per row.

@@ -28,12 +28,12 @@ def state() -> str:
 
 @functools.cache
 def _found() -> tuple[bool, str]:
-    found, told = False, f"torch's own serve: {SWITCH} is off"
+    found, state = False, f"torch's own serve: {SWITCH} is off"
     if os.environ.get(SWITCH) != "off":
         try:
             version = importlib.import_module("triton").__version__
-            found, told = True, f"Triton {version}"
+            found, state = True, f"Triton {version}"
         except ImportError as error:
-            told = f"torch's own serve: triton cannot be imported ({error})"
-    logger.info("GPU kernels: %s", told)
-    return found, told
+            state = f"torch's own serve: triton cannot be imported ({error})"
+    logger.info("GPU kernels: %s", state)
+    return found, state

@@ -13,8 +13,7 @@ from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.config import DecoderConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
-from baton.engine.models.experts import Expert, Experts, SharedExpert
-from baton.engine.models.experts_cpu import compiled
+from baton.engine.models.experts import Expert, Experts, SharedExpert, compiled_experts
 from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
 from baton.engine.models.layers.gates import ExpertGate, ExpertGroups, SigmoidGate, SoftmaxGate
 from baton.engine.models.layers.projection import Mlp, Projection
@@ -158,7 +157,7 @@ class LayerBuilder:
             fixed_shapes=self.fixed_shapes,
         )
         if isinstance(self.between, CompiledElementwise):
-            return compiled(layer, self.between.kernels)
+            return compiled_experts(layer, self.between.kernels)
         if not triton_serves(layer.gate.router.device):
             return layer
         from baton.engine.models.experts_gpu import stacked  # imports triton

@@ -1,0 +1,138 @@
+"""Weights of 4-bit floats (E2M1) with a scale per group of inputs, widened: MXFP4 and NVFP4.
+
+Two numbers lie in a byte, the first in its low half. `G` groups of inputs:
+
+    gpt-oss             NAME_blocks uint8 [experts, out, G, 16], NAME_scales uint8 [experts, out, G]
+                        (E8M0); the tensor NAME that they stand for is [experts, in, out]
+    compressed-tensors  weight_packed uint8 [out, in / 2], weight_scale [out, G]: E8M0 (MXFP4), or
+                        float8 over weight_global_scale (NVFP4)
+    modelopt            weight uint8 [out, in / 2], weight_scale float8 [out, G]; times
+                        weight_scale_2
+
+Source: OCP Microscaling Formats 1.0; transformers integrations/mxfp4.py; compressed_tensors
+compressors/nvfp4 and mxfp4; modelopt torch/quantization/qtensor/nvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.checkpoint.float8 import UNREAD, read_scale
+from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, WidenedTensor, refused
+
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its 3 lowest bits
+_GROUP_SIZES: Final = (16, 32)  # NVFP4, MXFP4
+_BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The stored parts of one tensor. `whole`: a second scale, of all of it; does it divide?"""
+
+    packed: StoredTensor
+    scale: StoredTensor
+    whole: StoredTensor | None = None
+    divides: bool = False
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self.packed, self.scale, *(() if self.whole is None else (self.whole,)))
+
+
+def widen_float4(
+    config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> dict[str, Readable]:
+    """Every tensor under its plain name. Raises ModelRefused for weights without fitting scales."""
+    found: dict[str, Readable] = {}
+    scales: set[str] = set()
+    for name, tensor in stored.items():
+        plain, names = _names(name, stored)
+        if names is None:
+            found[name] = tensor
+            continue
+        scales.update(names)
+        if tensor.dtype != torch.uint8 or names[0] not in stored:
+            raise refused(plain, f"it is not of bytes with their scales ({names[0]})")
+        whole = stored.get(names[-1]) if len(names) > 1 else None
+        divides = names[-1].endswith("_global_scale")
+        parts = _Groups(tensor, stored[names[0]], whole, divides)
+        found[plain] = _experts(plain, parts) if name.endswith(_BLOCKS) else _matrix(plain, parts)
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if name not in scales and not name.endswith(UNREAD)
+    }
+
+
+def _names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, Sequence[str] | None]:
+    """(plain name, names of its scale and of the whole's) if `name` is of packed numbers."""
+    if name.endswith(_BLOCKS):
+        plain = name.removesuffix(_BLOCKS)
+        return plain, (plain + _BLOCK_SCALES,)
+    if name.endswith(".weight_packed"):
+        plain = name.removesuffix("_packed")
+        return plain, (f"{plain}_scale", f"{plain}_global_scale")
+    if name.endswith(".weight") and stored[name].dtype == torch.uint8:
+        return name, (f"{name}_scale", f"{name}_scale_2")
+    return name, None
+
+
+def _matrix(name: str, parts: _Groups) -> WidenedTensor:
+    """[out, in]. Raises ModelRefused for shapes that do not fit."""
+    packed, scale = parts.packed.shape, parts.scale.shape
+    fits = len(packed) == len(scale) == 2 and packed[0] == scale[0]
+    if not fits or 2 * packed[1] not in (size * scale[1] for size in _GROUP_SIZES):
+        raise refused(name, f"scales {scale} do not fit packed weights {packed}")
+    shape = (packed[0], 2 * packed[1])
+
+    def open_slabs() -> Slab:
+        bytes_ = parts.packed.read().unflatten(1, (scale[1], -1))
+        return functools.partial(_slab, bytes_, _factors(name, parts), False)
+
+    return WidenedTensor(name, shape, parts.parts, open_slabs)
+
+
+def _experts(name: str, parts: _Groups) -> WidenedTensor:
+    """[experts, in, out]. Raises ModelRefused for shapes that do not fit."""
+    packed, scale = parts.packed.shape, parts.scale.shape
+    if len(packed) != 4 or packed[:-1] != scale:
+        raise refused(name, f"scales {scale} do not fit blocks {packed}")
+    experts, outputs, groups, size = packed
+    shape = (experts, groups * size * 2, outputs)
+
+    def open_slabs() -> Slab:
+        return functools.partial(_slab, parts.packed.read(), _factors(name, parts), True)
+
+    return WidenedTensor(name, shape, parts.parts, open_slabs, torch.bfloat16)
+
+
+def _factors(name: str, parts: _Groups) -> Tensor:
+    """Scale of each group, float32."""
+    factors = read_scale(name, parts.scale)
+    if parts.whole is None:
+        return factors
+    whole = read_scale(name, parts.whole)
+    if whole.numel() != 1 or (parts.divides and not bool(whole)):
+        raise refused(name, "its global scale is not one number that is not zero")
+    return factors / whole.view(()) if parts.divides else factors * whole.view(())
+
+
+def _slab(packed: Tensor, factors: Tensor, transposed: bool, start: int, stop: int) -> Tensor:
+    """packed [..., G, bytes], factors [..., G] -> numbers [..., G * bytes * 2]."""
+    numbers = _pairs()[packed[start:stop].int()].flatten(-2)
+    numbers = (numbers * factors[start:stop].unsqueeze(-1)).flatten(-2)
+    return numbers.transpose(1, 2) if transposed else numbers
+
+
+@functools.cache
+def _pairs() -> Tensor:
+    """The two numbers of each byte: [256, 2]."""
+    numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+    bytes_ = torch.arange(256)
+    return torch.stack((numbers[bytes_ & 15], numbers[bytes_ >> 4]), -1)

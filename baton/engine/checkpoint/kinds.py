@@ -1,0 +1,104 @@
+"""Which quantized checkpoints are widened while they are read: by their quantization_config alone.
+
+A format that is no integer format of Baton's is read under its plain names, each number as large
+as the format says it is, so that nothing behind the reader knows of it. Scales of activations and
+of KV are left unread: activations stay as they are, KV is what --kv-cache-dtype says.
+No torch here: `baton estimate` asks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+from baton.protocol.errors import ModelRefused
+
+Kind = Literal["fp8", "mxfp4", "nvfp4", "bitsandbytes 4-bit", "bitsandbytes 8-bit", "gguf"]
+WIDENED_BITS: Final[Mapping[Kind, int]] = {  # of a weight, without its scales
+    "fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitsandbytes 4-bit": 4, "bitsandbytes 8-bit": 8, "gguf": 8,
+}  # fmt: skip
+_MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+
+
+def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:
+    """What the weights of a `quantization_config` are widened from; None for plain weights, for
+    integers, and for what nobody reads (`layout_of` says which).
+
+    Raises ModelRefused, naming a variant that is not read.
+    """
+    if config is None:
+        return None
+    find = _METHODS.get(str(config.get("quant_method")))
+    return None if find is None else find(config)
+
+
+def _float8(config: Mapping[str, Any]) -> Kind:
+    return "fp8"
+
+
+def _microscaled(config: Mapping[str, Any]) -> Kind:
+    return "mxfp4"
+
+
+def _gguf(config: Mapping[str, Any]) -> Kind:
+    return "gguf"
+
+
+def _bitsandbytes(config: Mapping[str, Any]) -> Kind:
+    if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+        return "bitsandbytes 4-bit"
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return "bitsandbytes 8-bit"
+    raise unread("bitsandbytes checkpoints that say neither load_in_4bit nor load_in_8bit")
+
+
+def _modelopt(config: Mapping[str, Any]) -> Kind:
+    quantization = config.get("quantization") or config
+    algorithm = str(quantization.get("quant_algo"))
+    if algorithm not in _MODELOPT:
+        raise unread(f"modelopt checkpoints of {algorithm} (only {', '.join(_MODELOPT)})")
+    return _MODELOPT[algorithm]
+
+
+def _compressed(config: Mapping[str, Any]) -> Kind | None:
+    groups = config.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    floats = [each for each in weights if each.get("type", "int") == "float"]
+    if not floats:
+        return None
+    if len(floats) < len(weights):
+        raise unread("compressed-tensors of integers and floats")
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise unread(f"sparse checkpoints ({sparsity})")
+    if not all(each.get("symmetric", True) for each in floats):
+        raise unread("compressed-tensors of floats with zero points")
+    kinds: set[Kind] = {_compressed_kind(each) for each in floats}
+    if len(kinds) > 1:
+        raise unread(f"compressed-tensors of {' and '.join(sorted(kinds))}")
+    return kinds.pop()
+
+
+def _compressed_kind(weights: Mapping[str, Any]) -> Kind:
+    bits, group_size = weights.get("num_bits"), weights.get("group_size")
+    if bits == 8:
+        return "fp8"
+    if bits == 4 and group_size in (16, 32):
+        return "nvfp4" if group_size == 16 else "mxfp4"
+    raise unread(f"compressed-tensors of {bits}-bit floats in groups of {group_size}")
+
+
+def unread(what: str) -> ModelRefused:
+    """The refusal of a whole kind of checkpoint."""
+    return ModelRefused(f"{what} are not served: use the unquantized checkpoint", field="model")
+
+
+_METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Kind | None]]] = {
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed,
+    "fbgemm_fp8": _float8,
+    "fp8": _float8,
+    "gguf": _gguf,
+    "modelopt": _modelopt,
+    "mxfp4": _microscaled,
+}

@@ -1,0 +1,53 @@
+"""The reader of a checkpoint's tensors: plain, or widened from a format of fewer bits.
+
+config.json -> kinds.widened_kind -> the format's own file -> TensorReader under plain names
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from baton.engine.checkpoint.bitsandbytes import widen_bits4, widen_bits8
+from baton.engine.checkpoint.checkpoint import Checkpoint
+from baton.engine.checkpoint.float4 import widen_float4
+from baton.engine.checkpoint.float8 import widen_float8
+from baton.engine.checkpoint.gguf_weights import gguf_tensors
+from baton.engine.checkpoint.kinds import Kind, widened_kind
+from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
+from baton.engine.checkpoint.stored import Readable, StoredTensor
+from baton.engine.checkpoint.tensors import TensorReader
+
+_Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
+_FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
+    "fp8": widen_float8,
+    "mxfp4": widen_float4,
+    "nvfp4": widen_float4,
+    "bitsandbytes 4-bit": widen_bits4,
+    "bitsandbytes 8-bit": widen_bits8,
+}
+
+
+def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TensorReader:
+    """Its tensors under plain names, except for those of integer layouts.
+
+    Raises ModelRefused for a broken file and for tensors that their format does not understand.
+    """
+    config = checkpoint.config.get("quantization_config")
+    kind = widened_kind(config)
+    if kind == "gguf":
+        (file,) = checkpoint.weight_files
+        return TensorReader((), dtype, device, lambda _: gguf_tensors(file))
+    widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
+    return TensorReader(checkpoint.weight_files, dtype, device, widen)
+
+
+def integer_layout(config: Mapping[str, Any] | None) -> Layout | None:
+    """How integers lie in the files; None for plain weights and for widened ones.
+
+    Raises ModelRefused for a format that is neither.
+    """
+    return None if config is None or widened_kind(config) is not None else layout_of(config)

@@ -1,0 +1,135 @@
+"""Grammars tried out in a child process, before anybody depends on them: both sides of it.
+
+Building a grammar and its first mask can take minutes or gigabytes (`multipleOf: 9999991`), in one
+call that no thread can leave. So it is first done in a process that can be given up
+(baton/runtime/children.py):
+
+    python -m baton.guided.trials CPU_S BYTES
+
+A question is JSON, a GuidedDecoding's fields; the answer is empty if it can be followed, else
+{"message", "unsupported"}. The child builds the grammar and follows it for a little while, over
+tokens that are single bytes: that is enough for what a grammar is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+import llguidance
+
+from baton.guided.grammar_text import limits, llguidance_grammar, reason_of
+from baton.guided.spec import FIELD, check_size
+from baton.protocol.errors import InvalidRequest, Unavailable, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
+from baton.runtime import child
+from baton.runtime.children import ChildBudget, Children, Excess, GivenUp
+
+TRIAL: Final = (sys.executable, "-m", "baton.guided.trials")
+RETRY_S: Final = 5  # after which a machine that was too busy may be asked again
+NICE: Final = 5  # of a child: an answer waits for it; streams that go on do, too
+_FAULTS: Final = {
+    Excess.CPU: "guided: the grammar takes too long to build",
+    Excess.MEMORY: "guided: the grammar needs too much memory to build",
+}
+_END: Final = 256  # the token that ends a text
+_STEPS: Final = 32  # of the text that a grammar is tried with
+_BLANK: Final = 33  # the first byte that is no white space
+_QUOTE: Final = ord('"')
+
+
+class GrammarTrials:
+    """The parent's side. `run` from any thread; `close` twice is safe."""
+
+    def __init__(self, command: Sequence[str] = TRIAL, budget: ChildBudget | None = None) -> None:
+        self.children = Children(command, budget or ChildBudget())
+
+    def run(self, guided: GuidedDecoding) -> None:
+        """Raise InvalidRequest (field `guided`) for what cannot be built within the budget or
+        allows nothing, UnsupportedFeature for structural tags that cannot be written, Unavailable
+        if this machine was too busy to find out."""
+        try:
+            answer = self.children.ask(json.dumps(asdict(guided)).encode())
+        except GivenUp as error:
+            fault = _FAULTS.get(error.excess)
+            if fault is None:
+                raise too_busy() from error
+            raise InvalidRequest(fault, field=FIELD) from error
+        if answer:
+            refusal = json.loads(answer)
+            kind = UnsupportedFeature if refusal["unsupported"] else InvalidRequest
+            raise kind(refusal["message"], field=FIELD)
+
+    def close(self) -> None:
+        """End the children; those at work end when they are given back."""
+        self.children.close()
+
+
+def too_busy() -> Unavailable:
+    """It may be a good grammar: its client is not to blame, and may ask again."""
+    message = "guided: the server is too busy to compile the grammar now"
+    return Unavailable(message, field=FIELD, retry_after_s=RETRY_S)
+
+
+# ---- in the child ----
+
+
+class _Bytes:
+    """What llguidance.TokenizerWrapper wants: a token per byte, and one that ends the text."""
+
+    eos_token_id = _END
+    bos_token_id = None
+    special_token_ids = (_END,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def _serve(cpu_s: float, memory_bytes: int) -> None:
+    """Answer until the input ends."""
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+
+    def answer(question: bytes) -> bytes:
+        try:
+            _try(GuidedDecoding(**json.loads(question)), tokenizer)
+        except InvalidRequest as error:
+            unsupported = isinstance(error, UnsupportedFeature)
+            return json.dumps({"message": error.message, "unsupported": unsupported}).encode()
+        return b""
+
+    child.serve(answer, cpu_s, memory_bytes, nice=NICE)
+
+
+def _try(guided: GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> None:
+    """Build a grammar and follow one text for a little while: parts of a grammar are only built
+    where a text comes to them. Raise InvalidRequest if nothing can begin, or nothing but the end,
+    or if a limit is met."""
+    check_size(guided)
+    text = llguidance_grammar(guided)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
+    for step in range(_STEPS):
+        allowed = int.from_bytes(b"" if matcher.is_error() else matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            raise InvalidRequest(f"guided: {reason_of(matcher.get_error())}", field=FIELD)
+        if not allowed & ((1 << _END) - 1):
+            if step == 0:
+                reason = "nothing but an empty answer matches the grammar"
+                raise InvalidRequest(f"guided: {reason}", field=FIELD)
+            return
+        # A quote wherever it can be, so that a JSON text does not stay in its first string.
+        byte = _QUOTE if allowed >> _QUOTE & 1 else _lowest(allowed, _BLANK)
+        matcher.consume_token(byte if _BLANK <= byte < _END else _lowest(allowed))
+
+
+def _lowest(bits: int, start: int = 0) -> int:
+    """The lowest bit that is set, from `start` on; `start` - 1 if none is."""
+    rest = bits >> start
+    return start + (rest & -rest).bit_length() - 1
+
+
+if __name__ == "__main__":
+    _serve(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,149 @@
+"""Calls whose arguments are pairs of name and value, in Python's spelling or Gemma's; made JSON.
+
+    get_weather(city='Oslo', days=[1, 2], metric=True)                 Python
+    call:get_weather{city:<|"|>Oslo<|"|>,days:[1,2],metric:true}       Gemma 4
+
+One reader for both (baton/parsers/values.py); what stands alone and is no value is a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from baton.guided.xml_parameters import json_form as json_part
+from baton.guided.xml_parameters import string_form
+from baton.parsers.grammar import (
+    CallEnd,
+    Form,
+    Schemas,
+    Tool,
+    WrittenCall,
+    announce,
+    sequence,
+    tag,
+    text_form,
+)
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader, quoted
+from baton.parsers.values import PLAIN_KEY, Values
+
+WRITTEN_DEPTH: Final = 4  # of those that are written in the format's own spelling, not in JSON's
+MAX_ALTERNATIVES: Final = 8
+NOTES: Final = frozenset({"type", "items", "properties", "required", "title", "description"})
+
+
+@dataclass(frozen=True, slots=True)
+class Literals:
+    """`begin` NAME `opening` KEY `equals` VALUE `comma` ... `closing`. `quotes`: marks of strings
+    without escapes, the first of which models write; without any they write JSON's."""
+
+    begin: str = ""
+    opening: str = "("
+    closing: str = ")"
+    equals: str = "="
+    comma: str = ", "
+    quotes: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See Body.markers."""
+        return (self.begin, *self.quotes)
+
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+        """See Body.read."""
+        if self.begin and not (yield from reader.literal(self.begin)):
+            return CallEnd.NONE
+        name = yield from reader.word()
+        if not name or not (yield from reader.literal(self.opening)):
+            return CallEnd.NONE
+        values, opening = Values(reader, sink.arguments, self.quotes), "{"
+        while True:
+            yield from reader.space()
+            if (yield from reader.literal(self.closing)):
+                if opening == "{":
+                    announce(reader, sink, name)
+                sink.arguments("{}" if opening == "{" else "}")
+                return CallEnd.COMPLETE
+            key = yield from self._key(reader)
+            if not key:
+                return CallEnd.NONE if opening == "{" else CallEnd.CUT
+            if opening == "{":
+                announce(reader, sink, name)
+            sink.arguments(opening + quoted(key) + ": ")
+            opening = ", "
+            yield from reader.space()
+            if not (yield from values.value()):
+                return CallEnd.CUT
+            yield from reader.space()
+            yield from reader.literal(",")
+
+    def _key(self, reader: TextReader) -> Steps[str]:
+        """A parameter's name with what follows it; "" if there is none."""
+        found: list[str] = []
+        for quote in self.quotes:
+            if (yield from reader.literal(quote)):
+                yield from reader.until((quote,), found.append)
+                break
+        else:
+            found.append((yield from reader.matching(PLAIN_KEY)) if self.quotes else (
+                yield from reader.word()
+            ))  # fmt: skip
+        yield from reader.space()
+        return "".join(found).strip() if (yield from reader.literal(self.equals)) else ""
+
+    # ---- calls that must be made ----
+
+    def written(self, tool: Tool) -> WrittenCall:
+        """See Body.written."""
+        begin = f"{self.begin}{tool.name}{self.opening}"
+        pairs = self._pairs(tool.schema, tool.schema, 0)
+        if pairs is None:
+            return WrittenCall(begin, text_form(self.closing), "")
+        return WrittenCall(begin, pairs, self.closing)
+
+    def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Form | None:
+        """The properties of an object, those first that it requires; None if it has none."""
+        properties = cast("Mapping[str, Any]", schema.get("properties") or {})
+        required = [name for name in schema.get("required") or () if name in properties]
+        free = [name for name in properties if name not in required]
+        pair = {
+            name: sequence(text_form(name + self.equals), self._value(spec, root, depth + 1))
+            for name, spec in properties.items()
+        }
+        further = {name: sequence(text_form(self.comma), one) for name, one in pair.items()}
+
+        def rest(names: Sequence[str]) -> list[Form]:
+            return [{"type": "optional", "content": further[name]} for name in names]
+
+        if required:
+            first, *others = required
+            return sequence(pair[first], *(further[name] for name in others), *rest(free))
+        if not free:
+            return None
+        if depth or len(free) > MAX_ALTERNATIVES:  # in any order: alternatives tell all of them
+            tags = [tag(f"{name}{self.equals}", pair[name]["elements"][1], "") for name in free]
+            return {"type": "tags_with_separator", "tags": tags, "separator": self.comma}
+        starts = [sequence(pair[name], *rest(free[at + 1 :])) for at, name in enumerate(free)]
+        return {"type": "optional", "content": {"type": "or", "elements": starts}}
+
+    def _value(self, spec: object, root: Mapping[str, Any], depth: int) -> Form:
+        plain = cast("Mapping[str, Any]", spec) if isinstance(spec, Mapping) else {}
+        kind = plain.get("type")
+        if not self.quotes or depth > WRITTEN_DEPTH:
+            return json_part(plain, root)
+        if kind == "string":
+            return tag(self.quotes[0], string_form(plain, self.quotes[0]), self.quotes[0])
+        if not plain.keys() <= NOTES:
+            return json_part(plain, root)
+        if kind == "array" and isinstance(plain.get("items"), Mapping):
+            item = self._value(plain["items"], root, depth + 1)
+            further = {"type": "star", "content": sequence(text_form(","), item)}
+            items = {"type": "optional", "content": sequence(item, further)}
+            return sequence(text_form("["), items, text_form("]"))
+        if kind == "object" and plain.get("properties"):
+            pairs = self._pairs(plain, root, depth)
+            assert pairs is not None, "it has properties"
+            return sequence(text_form("{"), pairs, text_form("}"))
+        return json_part(plain, root)

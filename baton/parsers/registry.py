@@ -1,0 +1,157 @@
+"""Which formats a router reads: by the names that may be given, or by the model's chat template.
+
+`auto` looks for the marks that a format's models are told about, or see in their own history: the
+first row whose marks are all in the template's text names the format. Pure.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Final
+
+from baton.parsers import formats, harmony, reasoning
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.grammar import ToolFormat
+from baton.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+
+log = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
+REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
+_Row = tuple[str, tuple[str, ...]]
+_HARMONY: Final = (harmony.CHANNEL, harmony.MESSAGE)
+# Marks that several families share come after those that only one has.
+TOOL_MARKS: Final[tuple[_Row, ...]] = (
+    ("", ("<rfl:parameter",)),  # messages as harmony has them, arguments otherwise: not read
+    ("openai", _HARMONY),
+    ("gemma4", ("<|tool_call>",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("minimax_m3", ("]<]minimax[>[",)),
+    ("deepseek_v32", ("｜DSML｜", "function_calls>")),  # noqa: RUF001
+    ("deepseek_v4", ("｜DSML｜", "tool_calls>")),  # noqa: RUF001
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),  # noqa: RUF001
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),  # noqa: RUF001
+    ("step3", ("<steptml:invoke",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("hy_v3", ("<tool_sep", "<arg_key")),
+    ("iquest_q1", ("<iquest_tool_call>",)),
+    ("glm45", ("<arg_key>", "</arg_key>\n")),
+    ("glm45", ("<arg_key>", "</arg_key>\\n")),
+    ("glm45", ("<arg_key>", "\\n<arg_value>")),
+    ("glm47", ("<arg_key>",)),
+    ("dots", ("<dots_function_call>",)),
+    ("minicpm5", ("<function name=",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("apertus", ("<|tools_prefix|>",)),
+    ("cohere_command3", ("<|START_ACTION|>",)),
+    ("solar_open", ("<|tool_call:begin|>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("olmo3", ("<function_calls>",)),
+    ("internlm", ("<|plugin|>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("gigachat3", ("'function call'", "role_sep")),
+    ("gigachat3", ("<|function_call|>",)),
+    ("llama4_pythonic", ("func_name1(", "<|header_start|>")),
+    ("pythonic", ("func_name1(",)),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("xlam", ("calls in a single JSON array",)),
+    ("phi4_mini_json", ("functools[",)),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("jamba", ("<tool_calls>", "<|bom|>")),
+    ("minimax", ("<tool_calls>", "<beginning_of_sentence>")),
+    ("hunyuan_a13b", ("<tool_calls>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3_json", ('"parameters": dictionary',)),
+    ("hermes", ("<tool_call>",)),
+)
+REASONING_MARKS: Final[tuple[_Row, ...]] = (
+    ("openai_gptoss", _HARMONY),
+    ("gemma4", ("<|channel>",)),
+    ("mistral", ("[THINK]",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("cohere_command3", ("<|START_THINKING|>",)),
+    ("apertus", ("<|inner_prefix|>",)),
+    ("solar_open", ("<|think|>", "<|begin|>")),
+    ("kimi_vl", ("◁think▷",)),
+    ("minimax_m3", ("<mm:think>",)),
+    ("hy_v3", ("<think{}>",)),
+    ("granite", ("Here is my thought process",)),
+    ("granite", ("<think></think>", "<response></response>")),
+    ("hunyuan_a13b", ("<answer>", "<think>")),
+    ("think_tags", ("<think>",)),
+    ("think_tags", ("</think>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The options: parsers by name, AUTO or None; `calls`: those that the model makes by itself are
+    looked for."""
+
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    calls: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How the answers of one model are read. `looked_for`: so are calls that it makes by itself;
+    `tools` is there anyway, for calls that must be made."""
+
+    tools: ToolFormat = formats.HERMES
+    reasoning: ReasoningFormat | None = None
+    looked_for: bool = False
+
+
+def formats_of(choice: Choice, template: str | None, specials: Collection[str]) -> Formats:
+    """The formats by their options. `template`: the chat template's text; `specials`: the special
+    tokens' texts. Says in the log what `auto` has found."""
+    text, parser = template or "", choice.tool_parser
+    if parser == AUTO:
+        parser = _found("tool-call", TOOL_MARKS, text)
+    thought = choice.reasoning_parser
+    if thought == AUTO:
+        thought = _found("reasoning", REASONING_MARKS, text)
+    tools = None if parser is None else _spelled(parser, text, specials)
+    if tools is harmony.FORMAT:  # one format of both
+        thought = "openai_gptoss"
+    reads = None if thought is None else REASONING_FORMATS[thought]
+    if thought == "hy_v3":
+        suffix = _suffix("think", specials)
+        reads = replace(reasoning.HY_V3, open=(f"<think{suffix}>",), close=(f"</think{suffix}>",))
+    default = harmony.FORMAT if thought == "openai_gptoss" else formats.HERMES
+    return Formats(tools or default, reads, choice.calls and tools is not None)
+
+
+def _found(kind: str, rows: tuple[_Row, ...], template: str) -> str | None:
+    """The first row that fits; None, said in the log, if none does."""
+    name = next((name for name, marks in rows if all(mark in template for mark in marks)), "")
+    if name:
+        log.info("%s parser: %s, by the chat template", kind, name)
+        return name
+    log.warning("%s parser: the chat template has no marks of a known format; none is used", kind)
+    return None
+
+
+def _spelled(name: str, template: str, specials: Collection[str]) -> ToolFormat:
+    """A format as this model writes it: some families have changed their marks."""
+    if name == "mistral" and "[ARGS]" in specials:
+        return formats.MISTRAL_V11
+    if name == "phi4_mini_json" and "functools" not in template and "<|tool_call|>" in specials:
+        return formats.PHI4_MINI
+    if name == "hy_v3":
+        return formats.hy_v3(_suffix("tool_calls", specials))
+    return TOOL_FORMATS[name]
+
+
+def _suffix(tag: str, specials: Collection[str]) -> str:
+    """What a tokenizer adds to its tags' names, "" if nothing."""
+    found = (re.fullmatch(rf"<{tag}(:[^>]+)>", special) for special in specials)
+    return next((match[1] for match in found if match), "")

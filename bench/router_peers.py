@@ -1,0 +1,180 @@
+"""CPU time per request beside a proxy in Rust: `python -m bench.router_peers --sglang PYTHON`.
+
+PYTHON is the interpreter of a virtual environment with `pip install sglang-router setproctitle`.
+Its router runs in PD mode before two fake engines over HTTP (bench/router_peer_engines.py), Baton's
+before two fake nodes (bench/router_nodes.py), in alternating rounds. Each router has a core to
+itself; engines, nodes, clients and Redis share the others. Two loads: `whole` answers of 16 tokens,
+and `streams` of one event per token at a steady pace.
+
+They do not do the same. SGLang's router sends the body, parsed and written anew, to both engines
+and passes the bytes of one answer on. Baton's router renders the chat's template, encodes it,
+checks bounds, queues by tenant, writes a record to Redis (a row without shows the difference),
+follows the request over both nodes, decodes tokens, looks for stop texts and counts metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from baton.protocol.errors import BatonError, ConfigError
+from bench.children import stop
+from bench.router import QUICK, Bench
+from bench.router_processes import (
+    START_S,
+    STOP_S,
+    ProcessPlan,
+    Program,
+    cluster,
+    pinned,
+    program,
+    redis,
+)
+
+ENGINES: Final = "bench.router_peer_engines"
+PEER: Final = "sglang-router"
+PACE_MS: Final = 20.0
+LOADS: Final[dict[str, dict[str, int]]] = {
+    "whole": {"seconds": 4, "connections": 32, "words": 16, "tokens": 16},
+    "streams": {"connections": 64, "words": 16, "tokens": 200},
+}
+Figures = dict[str, dict[str, list[float]]]  # load -> router -> CPU microseconds, one a round
+
+
+@asynccontextmanager
+async def sglang(python: Path, plan: ProcessPlan) -> AsyncGenerator[Program, None]:
+    """SGLang's router in PD mode before two fake engines."""
+    async with AsyncExitStack() as stack:
+        flags = ["--step-ms", str(PACE_MS)]
+        engines = await stack.enter_async_context(program(ENGINES, flags, plan.others))
+        port, metrics = _free_port(), _free_port()
+        with pinned({plan.core}):
+            process = await asyncio.create_subprocess_exec(
+                str(python), "-m", "sglang_router.launch_router", "--pd-disaggregation",
+                "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics),
+                "--prefill", f"http://{engines.ready['prefill']}", "9001",
+                "--decode", f"http://{engines.ready['decode']}",
+                "--policy", "round_robin", "--log-level", "error",
+                "--max-concurrent-requests", "4096",
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+        try:
+            await _answers(port)
+            yield Program(process.pid, {"address": f"127.0.0.1:{port}"})
+        finally:
+            await stop(process, STOP_S)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+async def _answers(port: int) -> None:
+    """Until a chat is answered. Raises ConfigError when none is in time."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    try:
+        async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
+            while not await _is_answered(client, f"http://127.0.0.1:{port}", body):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+    except TimeoutError as error:
+        raise ConfigError("SGLang's router did not start") from error
+
+
+async def _is_answered(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> bool:
+    try:
+        return (await client.post(f"{url}/v1/chat/completions", json=body)).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+async def measure(bench: Bench, python: Path, rounds: int) -> Figures:
+    """CPU microseconds per answer and per streamed token, of each router in alternating rounds."""
+    found: Figures = {load: {} for load in LOADS}
+    with_redis, without = bench.plan, replace(bench.plan, redis_url=None)
+    for _ in range(rounds):
+        async with sglang(python, bench.plan) as server:
+            for load in LOADS:
+                await _ask(found, load, PEER, bench, server)
+        for name, plan in (("baton", with_redis), ("baton, no Redis", without)):
+            for load, step_ms in (("whole", None), ("streams", PACE_MS)):
+                async with cluster(replace(plan, step_ms=step_ms)) as server:
+                    await _ask(found, load, name, bench, server)
+    return found
+
+
+async def _ask(found: Figures, load: str, name: str, bench: Bench, server: Program) -> None:
+    seen = await bench.ask(server, load, **LOADS[load])
+    if seen["failures"] or not seen["answers"]:
+        raise ConfigError(f"{name}: {seen['failures']} of its answers failed")
+    count = seen["answers"] if load == "whole" else seen["tokens"]
+    found[load].setdefault(name, []).append(1e6 * seen["cpu_s"] / count)
+
+
+def show(found: Figures, console: Console) -> None:
+    """Medians with least and most; the ratio is taken round by round."""
+    for load, what in (("whole", "answer"), ("streams", "streamed token")):
+        table = Table("", f"CPU us per {what}", f"over {PEER}", box=box.SIMPLE)
+        peer = found[load][PEER]
+        for name, values in found[load].items():
+            ratios = [value / other for value, other in zip(values, peer, strict=True)]
+            table.add_row(name, _spread(values, 1), _spread(ratios, 2))
+        console.print(table)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+async def run(given: argparse.Namespace, folder: Path) -> Figures:
+    cores = sorted(os.sched_getaffinity(0))
+    others = frozenset(cores[1:] or cores)
+    async with redis(folder, others) as url:
+        plan = ProcessPlan(given.model, cores[0], others, redis_url=url)
+        return await measure(Bench(QUICK, plan, folder), given.sglang, given.rounds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point: 1 when a router could not be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.router_peers", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--sglang", type=Path, required=True, help="a Python with sglang_router")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=Path("demo_model"), help="its tokenizer")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    given = parser.parse_args(arguments)
+    console = Console()
+    try:
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+            found = asyncio.run(run(given, Path(folder)))
+    except BatonError as error:
+        console.print(f"bench.router_peers: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    if given.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        show(found, console)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,205 @@
+"""One call of OpenAI's API: a chat, or completions of one or several prompts, and its answer.
+
+Streamed, each choice has a writer of frames; whole, each is collected (router/api/openai/
+chat_choices.py, text_choices.py). What the client wants to be told stands in the body.
+
+Choices are numbered prompt by prompt: choice i is sample i % n of prompt i // n.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError
+from router.api.exchange import Frames, respond
+from router.api.http.web_errors import error_object
+from router.api.openai.bodies import ChatBody, CompletionBody
+from router.api.openai.chat_choices import ChatFrames, WholeChat
+from router.api.openai.chat_rules import said_first
+from router.api.openai.logprobs import prompt_logprobs
+from router.api.openai.replies import (
+    DONE,
+    FINGERPRINT,
+    ChatReply,
+    CompletionReply,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+    sse_frame,
+    told_count,
+)
+from router.api.openai.reply_ids import pin_of
+from router.api.openai.text_choices import CompletionFrames, WholeText
+from router.api.receipt import receipt_frame
+from router.request.completion import CallRunner, Completion, Delta
+from router.request.together import together
+from router.services import RouterServices
+
+# What chunks say of their usage (OpenAIExchange.chunk). Quotes within strings are escaped, so
+# nothing that a client or a model wrote looks like it.
+_NO_USAGE: Final = b'"usage":null'
+
+
+class OpenAIExchange:
+    """A checked call with its completions; it is its own ASGI answer (router/api/exchange.py).
+
+    `logprobs`: up to which rank log-probabilities are told, None = none are; `named_by_id`: there
+    tokens stand as ids. `role` answers a chat; `lead` is told before its content.
+    """
+
+    def __init__(
+        self,
+        services: RouterServices,
+        runner: CallRunner,
+        body: ChatBody | CompletionBody,
+        completions: Sequence[Completion],
+        id_: str,
+        scope: Scope,
+    ) -> None:
+        self.body = body
+        self.completions = completions
+        self.stream = bool(body.stream)
+        self.timeout_s = services.config.request_timeout_s
+        self.pinned = pin_of(scope)
+        first = completions[0]
+        self.logprobs = told_count(first.request.params)
+        by_id = body.return_tokens_as_token_ids
+        self.named_by_id = services.config.return_tokens_as_token_ids if by_id is None else by_id
+        usage = body.stream_options
+        self._tells_usage = usage is not None and bool(usage.include_usage)
+        self._counts_usage = usage is not None and bool(usage.continuous_usage_stats)
+        self._runner = runner
+        chat = isinstance(body, ChatBody)
+        self.role, self.lead = said_first(body, services.config.response_role) if chat else ("", "")
+        self._head: dict[str, Any] = {
+            "id": id_,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": int(time.time()) if self.pinned is None else self.pinned.created,
+            "model": adapter_name(first.request.adapter) or first.model,
+        }
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return respond(self, self._runner, scope, receive, send)
+
+    # ---- streamed ----
+
+    def frames(self, prompt: int) -> Sequence[Frames]:
+        completion = self.completions[prompt]
+        kind = ChatFrames if isinstance(self.body, ChatBody) else CompletionFrames
+        frames = [kind(self, completion, index) for index in self._indices(prompt)]
+        if self._tells_usage and self._counts_usage:
+            return [CountedFrames(each, completion.prompt_tokens) for each in frames]
+        return frames
+
+    def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
+        """The frame of one choice. With include_usage all but the last one say `usage: null`."""
+        content = {**self._head, "system_fingerprint": FINGERPRINT, "choices": [choice]}
+        if self._tells_usage:
+            content["usage"] = None
+        return b"data: " + orjson.dumps({**content, **more}) + b"\n\n"
+
+    async def tail(self) -> bytes:
+        data = b""
+        if self.completions[0].trace.terms.receipt:
+            data += receipt_frame(self.completions, self._head)
+        if self._tells_usage:
+            head = {**self._head, "system_fingerprint": FINGERPRINT}
+            data += sse_frame({**head, "choices": [], "usage": msgspec.to_builtins(self._usage())})
+        return data + DONE
+
+    def broken(self, error: BatonError) -> bytes:
+        return sse_frame(error_object(error)) + DONE
+
+    # ---- whole ----
+
+    async def whole(self, runner: CallRunner) -> bytes:
+        prompts = range(len(self.completions))
+        several = await together([self._choices(prompt, runner) for prompt in prompts])
+        return msgspec.json.encode(self._reply([choice for each in several for choice in each]))
+
+    async def _choices(self, prompt: int, runner: CallRunner) -> list[Any]:
+        """The whole choices of one prompt."""
+        completion = self.completions[prompt]
+        kind = WholeChat if isinstance(self.body, ChatBody) else WholeText
+        choices = [kind(self, completion, index) for index in self._indices(prompt)]
+        async with aclosing(completion.deltas(runner)) as deltas:
+            async for delta in deltas:
+                choices[delta.sample].take(delta)
+        return [each.choice() for each in choices]
+
+    def _reply(self, choices: list[Any]) -> CompletionReply | ChatReply:
+        id_, created, model = (self._head[name] for name in ("id", "created", "model"))
+        usage = self._usage()
+        if not isinstance(self.body, ChatBody):
+            return CompletionReply(id_, created, model, choices, usage)
+        first = self.completions[0]
+        return ChatReply(
+            id_,
+            created,
+            model,
+            choices,
+            usage,
+            prompt_logprobs=self.told_of_prompt(first),
+            prompt_token_ids=list(first.request.prompt_ids) if self.body.return_token_ids else None,
+        )
+
+    # ---- both ----
+
+    def told_of_prompt(self, completion: Completion) -> Any:
+        """vLLM's `prompt_logprobs`, None if nobody asked."""
+        count = self.body.prompt_logprobs
+        if count == -1:
+            count = completion.request.params.prompt_logprobs
+        if count is None:
+            return None
+        return prompt_logprobs(completion.prompt_logprobs, count, completion.tokenizer)
+
+    def _indices(self, prompt: int) -> range:
+        """The choices of a prompt, in the order of its samples."""
+        count = self.completions[prompt].request.params.n
+        return range(prompt * count, (prompt + 1) * count)
+
+    def _usage(self) -> Usage:
+        """Sums over all completions; final when they have ended."""
+        prompt = sum(c.prompt_tokens for c in self.completions)
+        completion = sum(c.completion_tokens for c in self.completions)
+        return Usage(
+            prompt,
+            completion,
+            prompt + completion,
+            PromptTokensDetails(sum(c.cached_tokens for c in self.completions)),
+            CompletionTokensDetails(sum(c.reasoning_tokens for c in self.completions)),
+        )
+
+
+class CountedFrames:
+    """The frames of one choice, with its usage in each: `stream_options.continuous_usage_stats`,
+    vLLM's. As in vLLM it asks for nothing without `include_usage`, and counts one choice: the
+    prompt's tokens and that choice's so far, where the chunk at the end sums over all."""
+
+    def __init__(self, frames: Frames, prompt_tokens: int) -> None:
+        self._frames = frames
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = 0
+
+    def opening(self) -> bytes:
+        return self._counted(self._frames.opening())
+
+    def delta(self, delta: Delta) -> bytes:
+        self._output_tokens += len(delta.token_ids)
+        return self._counted(self._frames.delta(delta))
+
+    def _counted(self, frames: bytes) -> bytes:
+        prompt, output = self._prompt_tokens, self._output_tokens
+        counts = {
+            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output
+        }  # fmt: skip
+        return frames.replace(_NO_USAGE, b'"usage":' + orjson.dumps(counts))

@@ -1,0 +1,97 @@
+"""Prometheus metrics of a router's parts: its gate, and what goes wrong around it.
+
+The parts count in plain numbers, which are read at scrape time: the queue, refusals, service levels
+and tokens by tenant of the gate; the counters of store/ledger.py, store/catch_up.py,
+nodes/health.py and retry_budget.py; the nodes' records. Only the gate's waits are a histogram.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from baton.protocol.handles import Role
+from baton.runtime.metrics import Values
+from router.metrics.metric_list import ROUTER
+from router.nodes.registry import NodeRegistry
+from router.request.gate.gate import Gate
+from router.request.retry_budget import RetryBudget
+from router.store.guard import StoreGuard
+from router.tallies import Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedParts:
+    """Where the numbers are."""
+
+    store: StoreGuard
+    registry: NodeRegistry
+    retries: RetryBudget
+
+
+def watch_failures(registry: CollectorRegistry, watched: WatchedParts) -> None:
+    """Export them in `registry`. Once per router."""
+    ROUTER.watch(registry, lambda: _of_failures(watched))
+
+
+def _of_failures(watched: WatchedParts) -> dict[str, Values]:
+    store, late = watched.store.stats, watched.store.catch_up.stats
+    health, retries = watched.registry.health.stats, watched.retries
+    return {
+        "baton_store_away": float(store.away),
+        "baton_store_outages": store.outages,
+        "baton_store_skipped": store.skipped,
+        "baton_store_refused": store.refused,
+        "baton_store_late_requests": late.requests,
+        "baton_store_late_tokens": late.tokens,
+        "baton_store_dropped_tokens": late.dropped,
+        "baton_node_deaths": health.deaths,
+        "baton_node_stalls": health.stalls,
+        "baton_node_quarantines": health.quarantines,
+        "baton_node_panics": health.panics,
+        "baton_stale_events": health.stale_events,
+        "baton_node_precisions": {
+            (role.value,): _num_precisions(watched.registry, role) for role in Role
+        },
+        "baton_retry_budget": {("granted",): retries.granted, ("refused",): retries.refused},
+    }
+
+
+def _num_precisions(registry: NodeRegistry, role: Role) -> int:
+    """How many precisions the nodes of a role have said that they compute in."""
+    mine = [each for each in registry.records() if each.role is role and each.precision]
+    return len({(each.precision, each.deterministic) for each in mine})
+
+
+def watch_gate(registry: CollectorRegistry, gate: Gate) -> None:
+    """Export `gate` in `registry`. Once per gate."""
+    waits = Histogram(ROUTER["baton_admission_wait_seconds"], registry)
+    gate.stats.waits.append(waits.labels().observe)
+    ROUTER.watch(registry, lambda: _of_gate(gate))
+
+
+def _of_gate(gate: Gate) -> dict[str, Values]:
+    queue, stats = gate.queue, gate.stats
+    waiting = queue.queued_by_tenant()
+    tenants = waiting.keys() | stats.served.keys() | {""}
+    return {
+        "baton_admission_live": queue.num_live,
+        "baton_admission_queued_tokens": queue.queued_tokens,
+        "baton_admission_queue_length": {(name,): waiting.get(name, 0) for name in tenants},
+        "baton_admission_drain_tokens_per_second": queue.tokens_per_s or 0.0,
+        "baton_admission_admitted": queue.stats.admitted,
+        "baton_admission_waited": queue.stats.queued,
+        "baton_admission_cancelled": queue.stats.cancelled,
+        "baton_admission_refused": {
+            (reason.value,): count for reason, count in queue.stats.refused.items()
+        },
+        "baton_slo_requests": {
+            (slo, outcome): count
+            for slo, counts in (("ttft", stats.ttft), ("tpot", stats.tpot))
+            for outcome, count in (
+                ("met", counts.met), ("missed", counts.missed), ("refused", counts.refused),
+            )
+        },
+        "baton_tenant_tokens": {(tenant,): served for tenant, served in stats.served.items()},
+    }  # fmt: skip

@@ -1,0 +1,112 @@
+"""What each format that is widened loses: `python -m tests.engine.format_losses [--model DIR]`.
+
+The products of a Llama's layers are packed as the tests pack them (to nearest; llama.cpp's own
+quantizer searches for better scales), GGUF files with their embeddings too; the packed model is
+loaded in float32 and compared with the plain one on the answers of the demo glossary and on a text
+that the demo model never saw: relative error of the logits, Kullback-Leibler divergence in nats per
+token, share of other greedy tokens. Bits per weight: of what is packed, scales included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.engine.checkpoint.gguf_header import read_gguf
+from baton.text.tokenizer import Tokenizer
+from bench.quantization import UNSEEN, UNSEEN_TOKENS, TimedAnswer, all_logits, glossary, load
+from tests.engine.gguf_models import MIXES, write_gguf
+from tests.engine.widened_models import FORMATS, edit_config
+
+SKIPPED = ("fp8-small-blocks", "fp8-static", "fp8-modelopt", "fp8-deepseek", "nvfp4-modelopt")
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Against the plain model, per token."""
+
+    error: float
+    divergence: float
+    other: float
+
+
+def packed_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float]]:
+    """(name, checkpoint or file, bits per packed weight) of each format."""
+    plain = load_file(model / "model.safetensors")
+    for name, format_ in FORMATS.items():
+        if name in SKIPPED:
+            continue
+        path = folder / name
+        shutil.copytree(model, path)
+        tensors = dict(plain)
+        numbers = num_bytes = 0
+        for key, weight in plain.items():
+            if key.endswith("_proj.weight"):
+                del tensors[key]
+                packed, _ = format_.pack(key.removesuffix(".weight"), weight.float())
+                tensors.update(packed)
+                numbers += weight.numel()
+                num_bytes += sum(each.nbytes for each in packed.values())
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        edit_config(path, quantization_config=format_.config)
+        yield name, path, 8 * num_bytes / numbers
+    for mix in MIXES:
+        if mix not in ("F32", "old", "older"):
+            file = folder / f"{mix}.gguf"
+            write_gguf(model, file, mix)
+            tensors = [each for each in read_gguf(file).tensors.values() if len(each.shape) > 1]
+            num_bytes = sum(each.shape[0] * each.row_bytes for each in tensors)
+            numbers = sum(each.shape[0] * each.shape[1] for each in tensors)
+            yield f"GGUF {mix}", file, 8 * num_bytes / numbers
+
+
+def losses(found: Tensor, exact: Tensor) -> Losses:
+    """Logits [tokens, vocab] against exact ones."""
+    error = float((found - exact).norm() / exact.norm())
+    expected = exact.log_softmax(-1)
+    divergence = (expected.exp() * (expected - found.log_softmax(-1))).sum(-1).mean()
+    other = (found.argmax(-1) != exact.argmax(-1)).float().mean()
+    return Losses(error, float(divergence), float(other))
+
+
+def texts(model: Path, every: int) -> tuple[list[TimedAnswer], list[TimedAnswer]]:
+    """(answers that the demo model knows, a text that it does not)."""
+    tokenizer = Tokenizer.load(model)
+    ids = tokenizer.encode(UNSEEN.read_text(encoding="utf-8"), add_special_tokens=False)
+    return list(glossary(tokenizer, every)), [TimedAnswer(ids[:UNSEEN_TOKENS], 1)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What each widened format loses.")
+    parser.add_argument("--model", type=Path, default=Path("demo_model"))
+    parser.add_argument("--every", type=int, default=4, help="of so many glossary entries one")
+    given = parser.parse_args()
+    kinds = texts(given.model, given.every)
+    plain = load(given.model, dtype="float32")
+    exact = [torch.cat(all_logits(plain, answers)) for answers in kinds]
+    heads = ("format", "bits per weight", "logit error", "KL", "other greedy token")
+    sys.stdout.write(f"| {' | '.join(heads)} | of unseen text: error | KL | other |\n|")
+    sys.stdout.write("---|" * 8 + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path, bits in packed_models(given.model.resolve(), Path(folder)):
+            model = load(path, dtype="float32")
+            cells = [name, f"{bits:.2f}"]
+            for answers, expected in zip(kinds, exact, strict=True):
+                each = losses(torch.cat(all_logits(model, answers)), expected)
+                cells += [f"{each.error:.4f}", f"{each.divergence:.2g}", f"{each.other:.1%}"]
+            sys.stdout.write(f"| {' | '.join(cells)} |\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

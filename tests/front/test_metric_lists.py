@@ -1,0 +1,136 @@
+"""The lists of metrics are what /metrics shows, what docs/metrics.md says, what queries ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from baton.runtime.metrics import MetricKind, MetricSpec
+from tests.front.test_metrics_pages import RECORDED
+from tests.system.test_endpoints import BOARD
+from tools.metrics_page import BEGIN, LISTS, PAGE, page
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECS = [spec for metrics in LISTS.values() for spec in metrics]
+SUFFIXES = ("_bucket", "_sum", "_count")
+# Not metrics: fields of requests and replies, and words of the text.
+OTHERS = {
+    "baton_command", "baton_error", "baton_kv", "baton_notes", "baton_receipt", "baton_resume",
+    "baton_s", "baton_timing",
+}  # fmt: skip
+NAME = re.compile(r"\b(vllm:\w+|baton_\w+)(\*?)(?:\{([^}]*)\}(\w*))?")
+SERIES = re.compile(r"\b((?:vllm:|baton_)\w+_(?:total|bucket|sum|count))()(?:\{([^}]*)\})?()")
+
+
+def test_the_page_shows_the_lists() -> None:
+    shown = PAGE.read_text()
+    assert shown == page(shown), "python -m tools.metrics_page writes it"
+
+
+@pytest.mark.parametrize("process", LISTS)
+def test_the_list_is_what_is_scraped(process: str) -> None:
+    """Of the recorded page, which is what a process shows today (test_metrics_pages.py)."""
+    text = (RECORDED / f"{process}.txt").read_text()
+    scraped = {
+        family.name: (family.type, family.documentation, labels_of(family.samples))
+        for family in text_string_to_metric_families(text)
+    }
+    declared = {
+        name: (spec.kind.value, spec.meaning, set(spec.labels))
+        for spec in LISTS[process]
+        for name in (spec.name, *spec.aliases)
+    }
+    assert scraped.keys() == declared.keys()
+    for name, (kind, meaning, labels) in scraped.items():
+        assert (kind, meaning) == declared[name][:2], name
+        assert labels in (declared[name][2], None), name
+    for spec in LISTS[process]:
+        assert spec.unit, spec.name
+        if spec.buckets:
+            assert f'{spec.name}_bucket{{le="{float(spec.buckets[-1])}"' in text
+
+
+def labels_of(samples: Sequence[Sample]) -> set[str] | None:
+    """None without samples."""
+    found = [set(sample.labels) - {"le"} for sample in samples]
+    return set.union(*found) if found else None
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(where, text) of whatever names metrics: documents, boards and rules, vLLM's board."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/*.md")]
+    rules = [
+        each for kind in ("yaml", "yml", "json", "cfg") for each in ROOT.glob(f"deploy/**/*.{kind}")
+    ]
+    for path in (*documents, *rules):
+        if path.name != "CHANGELOG.md":
+            yield str(path.relative_to(ROOT)), path.read_text().partition(BEGIN)[0]
+    for expression in BOARD:
+        yield "vLLM's board", expression
+
+
+def named(spec: MetricSpec) -> set[str]:
+    if spec.kind is not MetricKind.HISTOGRAM:
+        return set(spec.names)
+    return {name + end for name in spec.names for end in ("", *SUFFIXES)}
+
+
+def fault(name: str, star: str, braces: str | None, end: str) -> str | None:
+    """What is wrong with `name{braces}end` as a document writes it."""
+    if star or (braces is not None and end) or name.endswith("_"):
+        words = braces.split(",") if braces is not None and end else [""]
+        wanted = {name + word.strip() + end for word in words}
+        known = {each for spec in SPECS for each in named(spec)}
+        missing = {each for each in wanted if not any(one.startswith(each) for one in known)}
+        return f"no metric begins with {missing}" if missing else None
+    found = [spec for spec in SPECS if name in named(spec)]
+    if not found:
+        return "no such metric"
+    labels = set(re.findall(r"(\w+)\s*(?:=|!|,|$)", re.sub(r'"[^"]*"', "", braces or "")))
+    known = [{*spec.labels, "le"} for spec in found]
+    return None if any(labels <= each for each in known) else f"no labels {labels}"
+
+
+def test_whatever_asks_for_a_metric_asks_for_one_that_exists() -> None:
+    faults = {
+        (where, match[0]): wrong
+        for where, text in queries()
+        for match in NAME.finditer(text)
+        if match[1] not in OTHERS and (wrong := fault(match[1], match[2], match[3], match[4] or ""))
+    }
+    assert faults == {}
+
+
+def test_programs_read_series_that_exist() -> None:
+    paths = [*ROOT.glob("bench/*.py"), *ROOT.glob("deploy/*.py"), *ROOT.glob("tests/**/*.py")]
+    faults = {
+        (path.name, match[1])
+        for path in paths
+        for match in SERIES.finditer(path.read_text())
+        if fault(match[1], "", None, "") is not None
+    }
+    assert faults == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`baton_node_deaths_total`", False),
+        ("`baton_node_deaths`", True),
+        ('rate(vllm:request_success_total{finished_reason="stop"}[1m])', False),
+        ('rate(vllm:request_success_total{reason="stop"}[1m])', True),
+        ("`baton_store_{outages,skipped}_total`", False),
+        ("`baton_store_{outages,missing}_total`", True),
+        ("`baton_kv_lane_*{lane}`", False),
+        ("`baton_handover_seconds_bucket{le}`", False),
+    ],
+)
+def test_what_is_a_fault(text: str, wrong: bool) -> None:
+    match = NAME.search(text)
+    assert match is not None
+    assert (fault(match[1], match[2], match[3], match[4] or "") is not None) == wrong

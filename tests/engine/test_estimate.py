@@ -414,6 +414,7 @@ def test_known_families_need_no_torch() -> None:
 
 
 def test_mixtures_with_latents_are_lean(tmp_path: Path) -> None:
+    assert refused(DEEPSEEK, tmp_path, {}) is None, "8-bit floats as they are published"
     plain = {**config(DEEPSEEK), "quantization_config": None}
     for changes in (plain, GLM4_LITE, {**plain, "model_type": "kimi_k2"}):
         file = tmp_path / "config.json"

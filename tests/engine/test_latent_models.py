@@ -25,6 +25,7 @@ from tests.block_lists import held
 from tests.engine.quantized_models import RECIPES, quantized_pair
 from tests.engine.running import Driver, load, logits_of, relative_error
 from tests.engine.test_quantization import rounded_twin
+from tests.engine.widened_models import widened_pair
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.golden.latent_models import LATENT_MODELS, as_published, save_latent
 from tests.tiny_models import VOCAB_SIZE
@@ -161,6 +162,20 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     assert loaded.info.model_impl == "lean"
     found, expected = logits_of(loaded, PROMPT), logits_of(load(twin), PROMPT)
     assert relative_error(found, expected) < (0.3 if name == "w8a8" else 2e-5)
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8"])
+def test_published_as_8_bit_floats(scheme: str, tmp_path: Path) -> None:
+    """DeepSeek's own blocks, all products; as they are, and rounded while they are read."""
+    path, twin = widened_pair(
+        "fp8-deepseek",
+        save_latent(tmp_path / "packed", "v3", **WIDE),
+        save_latent(tmp_path / "twin", "v3", **WIDE),
+        ("_proj.weight", "_mqa.weight"),
+    )
+    loaded, plain = load(path, quantization=scheme), load(twin, quantization=scheme)
+    assert loaded.info.model_impl == "lean"
+    assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
 
 
 def test_layers_that_draft_are_not_read(tmp_path: Path) -> None:

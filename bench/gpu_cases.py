@@ -26,6 +26,7 @@ from baton.engine.kernels.rope import Rotation
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.elementwise import TorchElementwise
 from baton.engine.models.experts import Expert, Experts
+from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.sampling.sampler import Draw, sample
@@ -380,7 +381,7 @@ def product_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
         Expert(PlainLinear(gate_up[e], None), PlainLinear(down[e], None)) for e in range(count)
     )
     router = noise(shape, 22, count, shape.hidden).to(dtype)
-    layer = Experts(router, each, 2, True, None)
+    layer = Experts(SoftmaxGate(router, 2, True), each, None)
     together = replace(
         layer, together=lambda x, chosen: experts.grouped_experts(x, chosen, gate_up, down)
     )

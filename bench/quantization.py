@@ -61,12 +61,12 @@ class Measured:
         self.arena = KVArena(
             one_group(loaded.info.layers), num_blocks, BLOCK_SIZE, loaded.info.kv_dtype
         )
-        self._attention = choose_attention(loaded, self.arena)
+        self.attention = choose_attention(loaded, self.arena)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Logits of all rows of one step."""
-        step = flatten(chunks, self._attention, BLOCK_SIZE, self.loaded.device)
+        step = flatten(chunks, self.attention, BLOCK_SIZE, self.loaded.device)
         return self.loaded.logits(self.loaded.forward(step.token_ids, step.positions, step.batch))
 
     def step_s(self, sequences: int, context: int, repetitions: int) -> float:

@@ -222,10 +222,17 @@ def make_quantized(
 ) -> tuple[Path, Path]:
     """(quantized checkpoint, its plain twin) of RECIPES[name], of a tiny model or a mixture;
     modules ending in one of `ignored` stay plain."""
-    recipe = RECIPES[name]
     quantized, twin = path / "quantized", path / "twin"
     for each in (quantized, twin):
         make_plain(kind, each)
+    return quantized_pair(name, quantized, twin, ignored)
+
+
+def quantized_pair(
+    name: str, quantized: Path, twin: Path, ignored: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
+    """As make_quantized, out of two copies of one plain checkpoint, which are overwritten."""
+    recipe = RECIPES[name]
     plain = load_file(twin / "model.safetensors")
     packed = dict(plain)
     generator = torch.Generator().manual_seed(1)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.attention.compiled import CompiledAttention
+from baton.engine.attention.compiled import CompiledAttention, known_layer
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.kernels.cpu import build, library
 from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, InstructionSet
@@ -229,6 +229,29 @@ def test_every_count_of_rows_gives_what_each_row_gives_alone(
     assert close(alone, x.float() @ weight.float().T)
     for rows in range(1, len(x) + 1):
         assert torch.equal(cpu_kernels.linear(x[:rows], panels, None, 96), alone[:rows])
+
+
+@pytest.mark.parametrize(("heads", "k_dim", "latent"), [(16, 576, 512), (20, 96, 64)])
+def test_latents_are_keys_and_values(
+    heads: int, k_dim: int, latent: int, cpu_kernels: CpuKernels
+) -> None:
+    """MLA, DeepSeek's own sizes too: decode rows and a prompt's."""
+    starts, rows = [40, 200, 0, 17], [1, 1, 30, 21]
+    totals = [start + count for start, count in zip(starts, rows, strict=True)]
+    layers = (LayerSpec(1, k_dim, 0, kind="mla"),)
+    arena = KVArena(one_group(layers), 30, 16, "bfloat16", torch.device("cpu"))
+    spec = AttentionLayer(heads, k_dim**-0.5, latent=latent)
+    ours, plain = CompiledAttention(arena, [spec], cpu_kernels), TorchAttention(arena, [spec])
+    assert known_layer(arena, 0, spec) is not None
+    arena.layer(0)[0].fill_(torch.nan)
+    history = step_of(ours, [0] * len(starts), totals, 16)
+    stored = noise(41, sum(totals), 1, k_dim)
+    ours.write(0, stored, stored[..., :0], history.batch.tables[0].slots)
+    q = noise(42, sum(rows), heads, k_dim)
+    got = ours.attend(0, q, step_of(ours, starts, rows, 16).batch)
+    want = plain.attend(0, q, step_of(plain, starts, rows, 16).batch)
+    assert got.shape == (sum(rows), heads, latent)
+    assert close(got, want.float())
 
 
 @pytest.mark.parametrize("window", [0, 30])

@@ -75,7 +75,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
             "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
             "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         },
-        {}, 1,
+        {}, 16,
     ),
     "universal-mixtral": (
         "mixtral", {"num_local_experts": 4}, {"model_impl": "transformers"}, 1

@@ -36,6 +36,15 @@ QWEN2_MOE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+GLM4_LITE: dict[str, Any] = {
+    "model_type": "glm4_moe_lite", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "kv_lora_rank": 32,
+    "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "rope_theta": 1e6, "max_position_embeddings": 512,
+}  # fmt: skip
+
 MAMBA = {
     "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 4,
     "architectures": ["GraniteMoeHybridForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
@@ -84,6 +93,7 @@ def test_known_parameter_counts(name: str, parameters: int, active: int) -> None
         {**QWEN2_MOE, "model_type": "qwen3_moe", "head_dim": 24, "attention_bias": True},
         {**config(DEEPSEEK), "num_hidden_layers": 5},
         {**config(DEEPSEEK), "num_hidden_layers": 4, "q_lora_rank": None, "attention_bias": True},
+        GLM4_LITE,
     ],
     ids=lambda given: given["model_type"],
 )
@@ -413,6 +423,19 @@ def test_known_families_need_no_torch() -> None:
 
 
 # ---- what Baton would refuse ----
+
+
+def test_mixtures_with_latents_are_lean(tmp_path: Path) -> None:
+    assert refused(DEEPSEEK, tmp_path, {}) is None, "8-bit floats as they are published"
+    plain = {**config(DEEPSEEK), "quantization_config": None}
+    for changes in (plain, GLM4_LITE, {**plain, "model_type": "kimi_k2"}):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(changes))
+        found = sized(EstimateOptions(model=file, quantization="int8"))
+        assert found.refused is None
+        split = sized(EstimateOptions(model=file, tensor_parallel_size=2))
+        assert "latent attention is not split over ranks" in (split.refused or "")
+    assert model_shape({**plain, "model_type": "kimi_k2"}).parameters == shape(DEEPSEEK).parameters
 
 
 def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) -> str | None:

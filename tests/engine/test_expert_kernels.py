@@ -19,6 +19,7 @@ from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.models.experts import Expert, Experts, compiled_experts
+from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
 from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
 from tests.engine.running import Driver, load, relative_error
@@ -50,7 +51,7 @@ def mixture(kernels: CpuKernels, scheme: Scheme | None, per_token: int = 2) -> E
         )
         for index in range(COUNT)
     )
-    return Experts(noise(COUNT, HIDDEN, seed=200), experts, per_token, True, None)
+    return Experts(SoftmaxGate(noise(COUNT, HIDDEN, seed=200), per_token, True), experts, None)
 
 
 def one_by_one(kernels: CpuKernels, layer: Experts, hidden: Tensor, chosen: Tensor) -> Tensor:

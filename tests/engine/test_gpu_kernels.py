@@ -29,6 +29,7 @@ from baton.engine.kernels.gpu.support import state, triton_serves
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
+from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.state.attention import AttentionLayer
@@ -175,14 +176,14 @@ def test_stacked_experts_say_what_they_said() -> None:
         return PlainLinear(torch.randn(*size, generator=generator).to(DEVICE) / 4, None)
 
     each = tuple(Expert(plain(16, 24), plain(24, 8)) for _ in range(3))
-    router = plain(3, 24).weight
-    layer = Experts(router, each, 2, True, None)
+    gate = SoftmaxGate(plain(3, 24).weight, 2, True)
+    layer = Experts(gate, each, None)
     together = stacked(layer)
     assert together.together is not None
     hidden = torch.randn(5, 24, generator=generator).to(DEVICE)
     torch.testing.assert_close(together(hidden, ()), layer(hidden, ()), atol=1e-5, rtol=1e-4)
     biased = (*each[:2], Expert(each[2].gate_up, PlainLinear(plain(24, 8).weight, hidden[0])))
-    assert stacked(Experts(router, biased, 2, True, None)).together is None
+    assert stacked(Experts(gate, biased, None)).together is None
 
 
 def test_integer_weights_that_make_no_tiles_are_refused() -> None:

@@ -173,7 +173,7 @@ def rounded_twin(path: Path, scheme: Scheme, dtype: torch.dtype = torch.float32)
     """A checkpoint whose products are plain, of the weights that `scheme` rounds to when they are
     read in `dtype`."""
     tensors = load_file(path / "model.safetensors")
-    plain = ("embed_tokens", "norm", "shared_expert_gate", "mlp.gate.", "moe.gate.")
+    plain = ("embed_tokens", "norm", "shared_expert_gate", "mlp.gate.", "moe.gate.", "kv_b_proj")
     head = cast(Scheme, AUTO_HEADS[scheme])
     twin = path.with_name(f"{path.name}-{scheme}-{dtype}")
     shutil.copytree(path, twin)

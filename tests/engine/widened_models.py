@@ -263,14 +263,21 @@ FORMATS: Final = {
 
 def make_widened(name: str, path: Path, kind: str = "llama", **overrides: Any) -> tuple[Path, Path]:
     """(checkpoint of FORMATS[name], its plain twin): the projections packed, the rest as it was."""
-    format_ = FORMATS[name]
     packed_path, twin = path / "packed", path / "twin"
     for each in (packed_path, twin):
         make_tiny_model(kind, each, **(SHAPE | overrides))
+    return widened_pair(name, packed_path, twin)
+
+
+def widened_pair(
+    name: str, packed_path: Path, twin: Path, ends: tuple[str, ...] = ("_proj.weight",)
+) -> tuple[Path, Path]:
+    """As make_widened, out of two copies of one plain checkpoint, which are overwritten."""
+    format_ = FORMATS[name]
     plain = load_file(twin / "model.safetensors")
     packed = dict(plain)
     for key, weight in list(plain.items()):
-        if key.endswith("_proj.weight"):
+        if key.endswith(ends):
             tensors, numbers = format_.pack(key.removesuffix(".weight"), weight)
             del packed[key]
             packed.update(tensors)

@@ -34,7 +34,7 @@ from router.request.gate.admission import AdmissionStats
 from router.request.gate.gate import GateStats
 from router.request.trace import RequestTrace
 from router.store.catch_up import CatchUpStats
-from router.store.ledger import StoreStats
+from router.store.guard import StoreStats
 
 RECORDED = Path(__file__).parent / "recorded_metrics"
 

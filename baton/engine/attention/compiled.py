@@ -1,7 +1,7 @@
 """Paged attention with the compiled CPU kernels: straight from the pool, no gathers; also of a
 pool of int8.
 
-Layers that the kernels do not know (other dtypes, MLA, odd sizes) are torch_cpu.py's. A row's
+Layers that the kernels do not know (other dtypes, odd sizes) are torch_cpu.py's. A row's
 result depends on its own keys alone, and on whether it is its sequence's only one in the step.
 """
 
@@ -22,7 +22,7 @@ from baton.engine.kernels.cpu.step import StepPools
 from baton.engine.state.attention import AttentionLayer, KVViews
 from baton.engine.state.batch import Batch, GroupTables
 
-MAX_DIM: Final = 256  # attention.h's kMaxDim
+MAX_DIM: Final = 576  # attention.h's kMaxDim
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class CompiledAttention:
             self._torch.write(layer, k, v, slots)
             return
         self._kernels.store(k, compiled.keys, slots)
-        self._kernels.store(v, compiled.values, slots)
+        if v.shape[2]:  # else MLA: a value is a part of its key
+            self._kernels.store(v, compiled.values, slots)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
@@ -114,12 +115,16 @@ def known_layer(
     """What the kernels read of a layer; None for what they do not know. `dtype`: of the pool that
     they are for."""
     keys, values = pool.layer(layer)
-    if spec.latent or keys.dtype != dtype or values.dtype != dtype:
+    if keys.dtype != dtype or values.dtype != dtype:
         return None
+    if spec.latent:
+        if dtype != torch.bfloat16:
+            return None
+        values = keys[..., : spec.latent]
     k_dim, v_dim = keys.shape[3], values.shape[3]
     if k_dim % 32 or v_dim % 32 or max(k_dim, v_dim) > MAX_DIM or not v_dim:
         return None
-    if not (dense(keys[0]) and dense(values[0])):
+    if not (dense(keys[0]) and (spec.latent or dense(values[0]))):
         return None
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     return DecodeLayer(keys, values, spec.scale, spec.window, spec.softcap or 0.0, sinks)

@@ -34,6 +34,7 @@ from baton.protocol.errors import ModelRefused
 
 HEAD: Final = "lm_head"
 StoredWeight = IntWeight | Tensor
+CORRECTION: Final = ".e_score_correction_bias"  # DeepSeek-V3's, of its routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,14 @@ class Weights:
         return sum(self._tensor_bytes.values())
 
     def tensor(self, *names: str) -> Tensor:
-        """Tensors stacked along their first dimension, in the model's dtype; integers widened."""
+        """Tensors stacked along their first dimension, in the model's dtype; integers widened.
+
+        The bias that balances experts is in float32 always: its last bits decide a choice.
+        """
         quantized = any(name.removesuffix(".weight") in self._modules for name in names)
-        if self._share is None and not quantized:
+        if names[0].endswith(CORRECTION):
+            whole = self._reader.read_as_stored(names[0]).float()
+        elif self._share is None and not quantized:
             whole = self._reader.read(*names)
         else:
             parts = [self._tensor(name) for name in names]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final
 
 import torch
@@ -101,6 +102,14 @@ def attention_factor(rule: RopeRule) -> float:
     if mscale and all_dim:
         return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
     return _yarn_scale(factor, 1.0)
+
+
+def softmax_factor(rule: RopeRule) -> float:
+    """What DeepSeek's attention scale is multiplied with: 1, but for YaRN with mscale_all_dim."""
+    all_dim = None if rule.kind == "default" else rule.optional("mscale_all_dim")
+    if not all_dim:
+        return 1.0
+    return _yarn_scale(rule.number("factor"), all_dim) ** 2
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
@@ -200,3 +209,22 @@ class Rotation:
             ),
             dim=-1,
         )
+
+
+class PairRotation(StrEnum):
+    """Which dims of a head are rotated together, and where they are written."""
+
+    HALVES = "halves"  # dim i with dim i + D / 2, both in place
+    NEIGHBOURS = "neighbours"  # dim 2i with dim 2i + 1, both in place
+    REGROUPED = "regrouped"  # dim 2i with dim 2i + 1, written as halves
+
+    def __call__(self, heads: Tensor, rotation: Rotation) -> Tensor:
+        """heads [T, n, D] -> the same, rotated."""
+        if self is PairRotation.HALVES:
+            return rotation.rotate(heads)
+        first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = rotation.cos, rotation.sin
+        rotated = first * cos - second * sin, second * cos + first * sin
+        if self is PairRotation.REGROUPED:
+            return torch.cat(rotated, dim=-1)
+        return torch.stack(rotated, dim=-1).flatten(-2)

@@ -42,9 +42,10 @@ from baton.engine.loading.route import (
 )
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean
-from baton.engine.models.decoder import Decoder, tensor_names
+from baton.engine.models.decoder import Decoder
 from baton.engine.models.deterministic import FixedTiles, prove
 from baton.engine.models.lora import read_adapter
+from baton.engine.models.tensor_names import is_extra_layer, tensor_names
 from baton.engine.quantization.integer import SCHEMES
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
@@ -213,6 +214,7 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
     missing = sorted(expected - names)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
     extra = {name for name in names - expected if not name.endswith("rotary_emb.inv_freq")}
+    extra = {name for name in extra if not is_extra_layer(config, name)}
     unknown = sorted(extra - ignored)
     if missing or unknown:
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")

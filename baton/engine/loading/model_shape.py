@@ -301,8 +301,11 @@ def _deepseek(c: dict[str, Any]) -> ModelShape:
     shared = inner * (c.get("n_shared_experts") or 0)
     sparse = _experts(hidden, inner, c["n_routed_experts"], shared)
     dense = _mlp(hidden, c["intermediate_size"])
-    first = c.get("first_k_dense_replace", 0)
-    mlps = [dense if layer < first else sparse for layer in range(num_layers)]
+    kinds = c.get("mlp_layer_types")
+    if kinds is None:
+        first = c.get("first_k_dense_replace", 1 if c["model_type"] == "glm4_moe_lite" else 0)
+        kinds = ["dense" if layer < first else "sparse" for layer in range(num_layers)]
+    mlps = [sparse if kind == "sparse" else dense for kind in kinds]
     latent = LayerSpec(1, c["kv_lora_rank"] + c["qk_rope_head_dim"], 0, kind="mla")
     return _sum(c, _latent_attention(c), mlps, (latent,) * num_layers)
 
@@ -317,4 +320,6 @@ FAMILIES: Final[dict[str, Callable[[dict[str, Any]], ModelShape]]] = {
     "qwen3_moe": _qwen_moe,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "glm4_moe_lite": _deepseek,
+    "kimi_k2": _deepseek,
 }

@@ -178,6 +178,8 @@ def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
         plain |= {"architectures": None, "tie_word_embeddings": True}
     lean = decoder_config(plain)
     if config.tensor_parallel_size > 1:
+        if lean.latent is not None:
+            raise NotLean("latent attention is not split over ranks yet")
         from baton.engine.parallel.sharding import rank_config  # lazy: as above
 
         rank_config(lean, config.tensor_parallel_size)

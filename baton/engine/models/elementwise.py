@@ -79,7 +79,13 @@ class CompiledElementwise:
     @staticmethod
     def suits(config: DecoderConfig) -> bool:
         """Whole vectors in every row."""
-        sizes = (config.hidden_size, config.intermediate_size, config.head_dim // 2)
+        sizes = [config.hidden_size, config.intermediate_size]
+        if config.latent is None:
+            sizes.append(config.head_dim // 2)
+        else:
+            sizes += config.latent.rank, config.latent.query_rank
+        if config.experts is not None and not config.experts.shared_gated:
+            sizes.append(config.experts.shared_size)
         return not any(size % 16 for size in sizes)
 
     def add_norm(

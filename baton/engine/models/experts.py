@@ -6,9 +6,8 @@
 
 The sum's order is a token's own choices, never its batch mates'. With `fixed_shapes`
 (--deterministic) an expert met computes all rows, and those that chose it take theirs: its products
-have one shape, whatever the others chose. Source: Switch Transformer (arXiv
-2101.03961), Mixtral (arXiv 2401.04088); the router as in transformers' MixtralTopKRouter and
-Qwen2MoeTopKRouter.
+have one shape, whatever the others chose. Which experts a token meets is a gate's business
+(gates.py). Source: Switch Transformer (arXiv 2101.03961), Mixtral (arXiv 2401.04088).
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import PackedIntegers
 from baton.engine.kernels.cpu.step import StepLinear
 from baton.engine.models.compiled_step import step_linears
+from baton.engine.models.layers.gates import ExpertGate
+from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
 from baton.engine.quantization.linear import Linear, W8A8Share
 
@@ -58,40 +59,39 @@ class SharedExpert:
     expert: Expert
     gate: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, H]."""
+    def __call__(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """x [n, H] -> [n, H]. Adapters do not reach it."""
         return functional.linear(x, self.gate).sigmoid() * self.expert(x)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A sparse layer: each token meets `per_token` of the experts, and the shared one if there is
-    one."""
+    """A sparse layer: each token meets the experts that `gate` chooses, and what is `shared`."""
 
-    router: Tensor  # [experts, H]
+    gate: ExpertGate
     experts: tuple[Expert, ...]
-    per_token: int
-    normalized: bool
-    shared: SharedExpert | None
+    shared: SharedExpert | Mlp | None
     fixed_shapes: bool = False
     together: Callable[[Tensor, Tensor], Tensor] | None = None  # _answers in one go
 
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        return self.shared.projections if isinstance(self.shared, Mlp) else []
+
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
-        scores = functional.linear(hidden, self.router).float().softmax(dim=-1)
-        weights, chosen = scores.topk(self.per_token, dim=-1)
-        if self.normalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = self.gate(hidden)
         answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
         answers = answer(hidden, chosen)
         answers = answers * weights.to(hidden.dtype)[..., None]
         mixed = answers.sum(dim=1)
-        return mixed if self.shared is None else mixed + self.shared(hidden)
+        return mixed if self.shared is None else mixed + self.shared(hidden, groups)
 
     def summed(
         self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """See decoder.Mlp.summed."""
+        """See Mlp.summed."""
         return reduce(self(hidden, groups))
 
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Experts:
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         met = [each for each in zip(self.experts, order.split(counts), strict=True) if len(each[1])]
-        inner = torch.cat([expert.inner(hidden[rows // self.per_token]) for expert, rows in met])
+        inner = torch.cat([expert.inner(hidden[rows // chosen.shape[1]]) for expert, rows in met])
         # The ranks exchange what rows are rounded by: once, not for each expert.
         share = next((e.down for e, _ in met if isinstance(e.down, W8A8Share)), None)
         rounded, scales = (inner, inner) if share is None else share.rounded(inner)

@@ -1,4 +1,5 @@
-"""Multi-head latent attention of transformers' modelling code, over a cache of latents.
+"""Multi-head latent attention (MLA) over a cache of latents: the algebra, and how transformers'
+modelling code is made to follow it.
 
 DeepSeek's attention expands one latent per token into every head's keys and values. Attending needs
 no expansion: with k_h = W_uk_h c and v_h = W_uv_h c,
@@ -41,15 +42,19 @@ class Absorbed:
         return self.value.shape[1]
 
     def queries(self, q: Tensor) -> Tensor:
-        """[1, heads, T, nope + rope] -> [1, heads, T, rank + rope]: to be multiplied with
-        latents."""
-        nope = self.key.shape[1]
-        latent = torch.einsum("bhtn,hnr->bhtr", q[..., :nope], self.key)
-        return torch.cat((latent, q[..., nope:]), dim=-1)
+        """Every head's query without its rotated part [T, heads, nope] -> [T, heads, rank]: to be
+        multiplied with latents."""
+        return torch.bmm(q.transpose(0, 1), self.key).transpose(0, 1)
 
     def values(self, attended: Tensor) -> Tensor:
         """Averages of latents [T, heads, rank] -> every head's own output [T, heads, v_dim]."""
-        return torch.einsum("thr,hvr->thv", attended, self.value)
+        return torch.bmm(attended.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1)
+
+
+def absorb(weight: Tensor, nope: int, v_dim: int) -> Absorbed:
+    """The halves of kv_b_proj's `weight` [heads * (nope + v_dim), rank]."""
+    by_head = weight.unflatten(0, (-1, nope + v_dim))
+    return Absorbed(by_head[:, :nope], by_head[:, nope:])
 
 
 def absorb_latents(causal: nn.Module) -> dict[nn.Module, Absorbed]:
@@ -73,9 +78,7 @@ def _absorbed(module: Any) -> Absorbed:
     projection = getattr(module, "kv_b_proj", None)
     if not isinstance(projection, nn.Linear) or projection.bias is not None:
         raise ModelRefused(f"{name} expands its latents in a way that cannot be absorbed")
-    nope, v_dim = module.qk_nope_head_dim, module.v_head_dim
-    weight = projection.weight.unflatten(0, (-1, nope + v_dim))
-    return Absorbed(weight[:, :nope], weight[:, nope:])
+    return absorb(projection.weight, module.qk_nope_head_dim, module.v_head_dim)
 
 
 def _keep_latents(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

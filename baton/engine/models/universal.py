@@ -136,9 +136,10 @@ def _paged_attention(
         step.record(module, _AttentionCall(query, key, value), absorbed, options)
         v_dim = value.shape[3] if absorbed is None else absorbed.v_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], v_dim), None
-    if absorbed is not None:
-        query = absorbed.queries(query)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if absorbed is not None:
+        nope = absorbed.key.shape[1]
+        q = torch.cat((absorbed.queries(q[..., :nope]), q[..., nope:]), dim=-1)
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] (checked by the probe)
     attended = step.attend(layer, q, k, v)
     return (attended if absorbed is None else absorbed.values(attended))[None], None

@@ -26,7 +26,7 @@ namespace baton {
 constexpr int kTile = 16;       // keys at once
 constexpr int kHalf = 8;        // keys that are read together
 constexpr int kLanes = 16;      // query heads at once
-constexpr int kMaxDim = 256;    // numbers per head
+constexpr int kMaxDim = 576;    // numbers per head: DeepSeek's latents
 constexpr int64_t kStretch = 128;    // keys, at least: a KV head's share of a task must be worth it
 constexpr int64_t kStretches = 32;   // of a row, at most
 

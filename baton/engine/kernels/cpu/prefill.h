@@ -19,7 +19,7 @@
 namespace baton {
 
 constexpr int kKeys = 64;             // of a tile
-constexpr int kMostDim = 256;         // numbers per head
+constexpr int kMostDim = 576;         // numbers per head
 // Of a task, heads times rows: they pay for repacking the keys; many where threads have enough tasks.
 constexpr int64_t kFewQueries = 96, kManyQueries = 384;
 constexpr int64_t kTasks = 8;  // a thread

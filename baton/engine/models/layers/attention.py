@@ -1,0 +1,118 @@
+"""The attention half of a decoder layer: over heads' own keys and values, or over latents (MLA).
+
+Latents are absorbed:
+
+    hidden -> [queries | latent | rotated part] in one product; queries may come out of a low rank
+    key of the pool     latent, normalized, beside the rotated part: one head for all query heads
+    query of a head     W_uk_h^T q_h beside its rotated part       (mla.py has the algebra)
+    output of a head    W_uv_h of the average of latents that it attended to
+
+KV is the universal route's, number for number. Source of the latents: transformers'
+DeepseekV2Attention and DeepseekV3Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import HeadNorms
+from baton.engine.kernels.rope import PairRotation, Rotation
+from baton.engine.models.elementwise import Elementwise
+from baton.engine.models.layers.projection import Projection, Reduce
+from baton.engine.models.lora import AdapterRows
+from baton.engine.models.mla import Absorbed
+from baton.engine.state.batch import Batch
+
+EPSILON: Final = 1e-6  # of both norms of latents, whatever the config says of the others
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAttention:
+    """Keys and values of heads (MHA, GQA, MQA). H = hidden, D = head_dim."""
+
+    layer: int
+    num_heads: int
+    head_dim: int
+    qkv: Projection  # [H] -> [(heads + 2 * kv_heads) * D]
+    head_norms: HeadNorms | None
+    output: Projection  # [heads * D] -> [H]
+    between: Elementwise
+
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        return [self.qkv, self.output]
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: Batch,
+        groups: Sequence[AdapterRows],
+        reduce: Reduce,
+    ) -> Tensor:
+        """hidden [T, H] -> [T, H], summed over the ranks by `reduce`; writes keys and values."""
+        qkv = self.qkv(hidden, groups).unflatten(1, (-1, self.head_dim))
+        queries, keys, values = self.between.rotate(qkv, rotation, self.num_heads, self.head_norms)
+        attended = batch.attend(self.layer, queries, keys, values)
+        return self.output.summed(attended.flatten(1), groups, reduce)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankQueries:
+    """The second half of the product that makes queries. R = its rank."""
+
+    norm: Tensor  # [R]
+    up: Projection  # [R] -> [heads * (nope + rope)]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """One latent per token for all heads. H = hidden, Q = heads * (nope + rope), or the rank of the
+    queries."""
+
+    layer: int
+    rope_dim: int
+    inputs: Projection  # [H] -> [Q + rank + rope]
+    queries: LowRankQueries | None
+    latent_norm: Tensor  # [rank]
+    absorbed: Absorbed  # of the heads that are here
+    output: Projection  # [heads * v_dim] -> [H]
+    pairs: PairRotation
+    between: Elementwise
+
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        up = [] if self.queries is None else [self.queries.up]
+        return [self.inputs, *up, self.output]
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: Batch,
+        groups: Sequence[AdapterRows],
+        reduce: Reduce,
+    ) -> Tensor:
+        """hidden [T, H] -> [T, H], summed over the ranks by `reduce`; writes the rows' latents."""
+        heads, nope, rank = self.absorbed.key.shape
+        x = self.inputs(hidden, groups)
+        q, latent, key = x.split((x.shape[1] - rank - self.rope_dim, rank, self.rope_dim), dim=1)
+        if self.queries is not None:
+            q = self.queries.up(self._normalized(q, self.queries.norm), groups)
+        q = q.unflatten(1, (heads, -1))
+        rotated = self.pairs(torch.cat((q[..., nope:], key[:, None]), dim=1), rotation)
+        latent = self._normalized(latent, self.latent_norm)
+        keys = torch.cat((latent[:, None], rotated[:, heads:]), dim=2)
+        queries = torch.cat((self.absorbed.queries(q[..., :nope]), rotated[:, :heads]), dim=2)
+        attended = batch.attend(self.layer, queries, keys, keys[..., :0])
+        return self.output.summed(self.absorbed.values(attended).flatten(1), groups, reduce)
+
+    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.between.add_norm(x.contiguous(), None, weight, EPSILON)[1]

@@ -1,0 +1,185 @@
+"""Layers of the lean decoder: what each is made of, and how it is read out of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import HeadNorms
+from baton.engine.kernels.cpu.step import StepLayer
+from baton.engine.kernels.gpu.support import triton_serves
+from baton.engine.models.compiled_step import step_linears
+from baton.engine.models.config import DecoderConfig, ExpertsConfig, LatentConfig
+from baton.engine.models.elementwise import CompiledElementwise, Elementwise
+from baton.engine.models.experts import Expert, Experts, SharedExpert, compiled_experts
+from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
+from baton.engine.models.layers.gates import ExpertGate, ExpertGroups, SigmoidGate, SoftmaxGate
+from baton.engine.models.layers.projection import Mlp, Projection
+from baton.engine.models.mla import absorb
+from baton.engine.quantization.linear import Linears
+
+# A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
+ReadTensor = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights of one layer. H = hidden."""
+
+    input_norm: Tensor  # [H]
+    attention: HeadAttention | LatentAttention
+    mlp_norm: Tensor  # [H]
+    mlp: Mlp | Experts
+
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        return [*self.attention.projections, *self.mlp.projections]
+
+    def step_layer(self) -> StepLayer | None:
+        """The layer as a whole compiled step takes it; None for latents, experts and other
+        formats."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(mlp, Mlp) or not isinstance(attention, HeadAttention):
+            return None
+        linears = step_linears([projection.linear for projection in self.projections])
+        if linears is None:
+            return None
+        qkv, output, gate_up, down = linears
+        return StepLayer(
+            self.input_norm, qkv, attention.head_norms, output, self.mlp_norm, gate_up, down
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuilder:
+    """Reads layers out of a checkpoint. `fixed_shapes`: see Experts."""
+
+    config: DecoderConfig
+    read: ReadTensor
+    linears: Linears
+    fixed_shapes: bool
+    between: Elementwise
+
+    def layer(self, index: int) -> DecoderLayer:
+        """All weights of one layer."""
+        config, prefix = self.config, f"model.layers.{index}."
+        experts, latent, attention = config.experts, config.latent, prefix + "self_attn."
+        sparse = experts is not None and index in experts.layers
+        return DecoderLayer(
+            input_norm=self.read(prefix + "input_layernorm.weight"),
+            attention=self._heads(index, attention)
+            if latent is None
+            else self._latent(index, latent, attention),
+            mlp_norm=self.read(prefix + "post_attention_layernorm.weight"),
+            mlp=self._experts(experts, prefix + experts.prefix)
+            if experts is not None and sparse
+            else self._mlp(prefix + "mlp.", config.intermediate_size),
+        )
+
+    def _heads(self, index: int, prefix: str) -> HeadAttention:
+        config = self.config
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        stacked = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        return HeadAttention(
+            layer=index,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            qkv=self._projection(prefix, stacked, config.hidden_size, config.qkv_bias),
+            head_norms=self._head_norms(prefix) if config.qk_norm else None,
+            output=self._output(prefix, queries),
+            between=self.between,
+        )
+
+    def _head_norms(self, prefix: str) -> HeadNorms:
+        query, key = (self.read(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
+        return HeadNorms(query, key, self.config.rms_norm_eps)
+
+    def _latent(self, index: int, latent: LatentConfig, prefix: str) -> LatentAttention:
+        config, up, first = self.config, None, "q_proj"
+        queries = config.num_heads * latent.query_dim
+        if latent.query_rank:
+            first = "q_a_proj"
+            norm = self.read(prefix + "q_a_layernorm.weight")
+            stacked = {"q_b_proj": queries}
+            up = LowRankQueries(norm, self._projection(prefix, stacked, latent.query_rank, False))
+        inputs = {
+            first: latent.query_rank or queries,
+            "kv_a_proj_with_mqa": latent.rank + latent.rope_dim,
+        }
+        weight = self.read(prefix + "kv_b_proj.weight")  # widened, where it is stored as integers
+        return LatentAttention(
+            layer=index,
+            rope_dim=latent.rope_dim,
+            inputs=self._projection(prefix, inputs, config.hidden_size, config.qkv_bias),
+            queries=up,
+            latent_norm=self.read(prefix + "kv_a_layernorm.weight"),
+            absorbed=absorb(weight, latent.nope_dim, latent.value_dim),
+            output=self._output(prefix, config.num_heads * latent.value_dim),
+            pairs=latent.pairs,
+            between=self.between,
+        )
+
+    def _output(self, prefix: str, inputs: int) -> Projection:
+        """The product behind attention."""
+        config = self.config
+        return self._projection(prefix, {"o_proj": config.hidden_size}, inputs, config.output_bias)
+
+    def _projection(
+        self, prefix: str, outputs: Mapping[str, int], inputs: int, has_bias: bool
+    ) -> Projection:
+        """Projections of one input, stacked along their outputs: how many each has, by name."""
+        parts: dict[str, slice] = {}
+        end = 0
+        for name, count in outputs.items():
+            parts[prefix + name] = slice(end, end + count)
+            end += count
+        return Projection(self.linears.read(list(parts), has_bias), parts, inputs)
+
+    def _mlp(self, prefix: str, size: int) -> Mlp:
+        hidden, bias = self.config.hidden_size, self.config.mlp_bias
+        stacked = {"gate_proj": size, "up_proj": size}
+        return Mlp(
+            self._projection(prefix, stacked, hidden, bias),
+            self._projection(prefix, {"down_proj": hidden}, size, bias),
+            self.between,
+        )
+
+    def _experts(self, config: ExpertsConfig, prefix: str) -> Experts:
+        layer = Experts(
+            gate=self._gate(config, prefix + "gate."),
+            experts=tuple(
+                self._expert(config, f"{prefix}experts.{index}.") for index in range(config.count)
+            ),
+            shared=self._shared(config, prefix + config.shared) if config.shared_size else None,
+            fixed_shapes=self.fixed_shapes,
+        )
+        if isinstance(self.between, CompiledElementwise):
+            return compiled_experts(layer, self.between.kernels)
+        if not triton_serves(layer.gate.router.device):
+            return layer
+        from baton.engine.models.experts_gpu import stacked  # imports triton
+
+        return stacked(layer)
+
+    def _gate(self, config: ExpertsConfig, prefix: str) -> ExpertGate:
+        gate, router = config.gate, self.read(prefix + "weight")
+        router = router.float() if gate.in_float32 else router
+        groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
+        per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
+        if not gate.sigmoid:
+            return SoftmaxGate(router, per_token, normalized, groups, scaling)
+        bias = self.read(prefix + "e_score_correction_bias")
+        return SigmoidGate(router, bias, per_token, normalized, groups, scaling)
+
+    def _shared(self, config: ExpertsConfig, prefix: str) -> SharedExpert | Mlp:
+        if not config.shared_gated:
+            return self._mlp(prefix + ".", config.shared_size)
+        expert = self._expert(config, prefix + ".")
+        return SharedExpert(expert, self.read(prefix + "_gate.weight"))
+
+    def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
+        gate, up, down = (prefix + part for part in config.parts)
+        return Expert(self.linears.read((gate, up), False), self.linears.read((down,), False))

@@ -1,0 +1,67 @@
+"""Names of all tensors that a checkpoint of a lean decoder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton.engine.models.config import DecoderConfig, ExpertsConfig
+
+
+def tensor_names(config: DecoderConfig) -> Iterator[str]:
+    """Every tensor that a checkpoint of this config holds; a tied head may be stored once more."""
+    yield "model.embed_tokens.weight"
+    yield "model.norm.weight"
+    if not config.tied_embeddings:
+        yield "lm_head.weight"
+    norms = ["input_layernorm", "post_attention_layernorm", *_attention_norms(config)]
+    attention = _attention_products(config)
+    dense = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.mlp_bias)
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        sparse = config.experts is not None and index in config.experts.layers
+        biased = attention if sparse else attention | dense
+        yield from (f"{prefix}{name}.weight" for name in (*norms, *biased))
+        yield from (f"{prefix}{name}.bias" for name, has_bias in biased.items() if has_bias)
+        if config.experts is not None and sparse:
+            yield from (prefix + name for name in _expert_names(config.experts))
+
+
+def is_extra_layer(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor belongs to a layer that drafts tokens, behind the last one."""
+    first = config.num_layers
+    prefixes = (f"model.layers.{first + index}." for index in range(config.extra_layers))
+    return name.startswith(tuple(prefixes))
+
+
+def _attention_norms(config: DecoderConfig) -> list[str]:
+    if config.latent is not None:
+        queries = ["self_attn.q_a_layernorm"] if config.latent.query_rank else []
+        return [*queries, "self_attn.kv_a_layernorm"]
+    return ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
+
+
+def _attention_products(config: DecoderConfig) -> dict[str, bool]:
+    """By name, whether they are biased."""
+    output = {"self_attn.o_proj": config.output_bias}
+    if config.latent is None:
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        return dict.fromkeys(names, config.qkv_bias) | output
+    inputs = {"self_attn.kv_a_proj_with_mqa": config.qkv_bias, "self_attn.kv_b_proj": False}
+    if not config.latent.query_rank:
+        return inputs | output | {"self_attn.q_proj": False}
+    low_rank = {"self_attn.q_a_proj": config.qkv_bias, "self_attn.q_b_proj": False}
+    return inputs | output | low_rank
+
+
+def _expert_names(config: ExpertsConfig) -> Iterator[str]:
+    """The tensors of a sparse layer."""
+    yield config.prefix + "gate.weight"
+    if config.gate.sigmoid:
+        yield config.prefix + "gate.e_score_correction_bias"
+    for expert in range(config.count):
+        yield from (f"{config.prefix}experts.{expert}.{part}.weight" for part in config.parts)
+    if config.shared_size:
+        shared = config.prefix + config.shared
+        yield from (f"{shared}.{part}.weight" for part in config.parts)
+        if config.shared_gated:
+            yield shared + "_gate.weight"

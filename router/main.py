@@ -95,7 +95,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Stages:
-    """The stages of a stop: drain, then close, then leave. Each signal sets at least the next one."""
+    """The stages of a stop: drain, close, leave. Each signal sets at least the next stage."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -178,7 +178,8 @@ class Router:
         await self.registry.start()
 
     async def run_background(self) -> None:
-        """Run the store's heartbeats, node records, migrations, aborts and batches until cancelled."""
+        """Run heartbeats to the store, node records, migrations, aborts and batches, until
+        cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.guard.run())
             group.create_task(self.registry.run())
@@ -440,7 +441,7 @@ def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> Request
 
 
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
-    """Return the gate between the APIs and the dispatcher. It decides anew at each node's report."""
+    """Return the gate between the APIs and the dispatcher; it looks again at each node report."""
     bounds = Bounds(config.max_live_requests, config.max_queued_requests)
     settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
 

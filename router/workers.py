@@ -88,7 +88,7 @@ def worker_flags(config: RouterConfig, index: int, ports: tuple[int, int]) -> li
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process and its replacements: `process` is the current one, `starts` counts them."""
+    """A worker process and its replacements. `process`: the current one; `starts`: how many."""
 
     index: int
     flags: Sequence[str]

@@ -192,7 +192,7 @@ def waiting_of(request: Request, trace: RequestTrace, now: float) -> dict[str, A
 
 
 def node_of(status: NodeStatus, loads: Mapping[str, NodeLoad]) -> dict[str, Any]:
-    """Describe an address for /debug: its state and, once connected, its node with the last load."""
+    """Describe an address for /debug: its state and, once connected, its node and last load."""
     record = status.record
     found: dict[str, Any] = {
         "address": status.address,

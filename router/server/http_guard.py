@@ -239,7 +239,7 @@ class HeadGuard:
 
 
 def _framing_fault(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str] | None:
-    """Return (status, message) for framing headers that HTTP parsers read differently, else None."""
+    """Return (status, message) for framing that HTTP parsers read differently, else None."""
     names = {name for name, _ in headers}
     if version == "1.1" and b"host" not in names:
         return 400, "no host header"

@@ -10,7 +10,9 @@ from router.config import RouterConfig
 
 
 def listen(config: RouterConfig) -> socket.socket:
-    """Return the listening socket of the public HTTP API. Raises ConfigError if it cannot be bound."""
+    """Return the listening socket of the public HTTP API.
+
+    Raises ConfigError if it cannot be bound."""
     if config.uds is None:
         return bind(config, config.port, shared=config.reuse_port)
     listener = socket.socket(socket.AF_UNIX)

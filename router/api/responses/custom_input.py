@@ -24,9 +24,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._raw = ""
-        self._at: int | None = (
-            None  # index in `_raw` where the unread text begins; None: no text yet
-        )
+        self._at: int | None = None  # index in `_raw` of the next unread text; None: no text yet
 
     def push(self, fragment: str) -> str:
         self._raw += fragment

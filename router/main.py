@@ -115,7 +115,7 @@ class Router:
     """All parts of one router. The life: start() -> run_background() -> stop()."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ConfigError, ModelRefused."""
+        """Build all parts. Raises ConfigError for bad options, ModelRefused for a bad model."""
         config.check()
         if not config.model:
             raise ConfigError("--model is needed: its tokenizer and chat template", field="model")
@@ -310,7 +310,7 @@ class AdminServer:
     The life: made (binds the port) -> start() -> stop()."""
 
     def __init__(self, config: RouterConfig, services: RouterServices) -> None:
-        """Raises ConfigError if the port cannot be bound, or a key file cannot be read."""
+        """Bind the port. Raises ConfigError if that fails, or if a key file cannot be read."""
         self.address: str | None = None
         self._server: HttpServer | None = None
         if config.admin_port is None:

@@ -154,7 +154,7 @@ class Supervisor:
     """Starts and replaces the workers of one machine. Call `run` once."""
 
     def __init__(self, config: RouterConfig, arguments: Sequence[str]) -> None:
-        """Raises ConfigError for ports that are taken."""
+        """Reserve the shared ports. Raises ConfigError if one is taken."""
         self._config = config
         self._holders = [
             reserve(config.host, config.port, "port"),

@@ -67,7 +67,7 @@ class _Outcome:
 
 
 class ControlApi:
-    """Routes for router/admin/server.py."""
+    """The routes of this file, which router/admin/server.py serves."""
 
     def __init__(self, services: RouterServices) -> None:
         self._services = services

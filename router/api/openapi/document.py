@@ -336,7 +336,7 @@ def _schemas() -> dict[str, Schema]:
 
 
 def _add_same(schema: Schema, chat: Schema) -> None:
-    """Add the fields that a dialect takes as a chat does (router/api/dialect.py)."""
+    """Add the chat's fields that a dialect takes under the same name (router/api/dialect.py)."""
     for name in SAME:
         if name in chat["properties"]:
             schema["properties"].setdefault(name, deepcopy(chat["properties"][name]))

@@ -88,7 +88,7 @@ class PoolingUsage(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct):
-    """`embedding`: numbers, or base64 of float32 numbers, little-endian."""
+    """The vector of one input: numbers, or base64 of float32 numbers, little-endian."""
 
     index: int
     embedding: list[float] | str

@@ -68,7 +68,8 @@ class Keeper:
     async def keep(self, owner: str, stored: Stored, replace: bool = False) -> bool:
         """Store a response; return whether it was stored. `replace`: only if it is there already.
 
-        It is not stored if the key has no room, there is none to replace, or the store is away."""
+        The key's oldest responses are deleted to make room. The response is not stored if it alone
+        is too large, if there is none to replace, or if the store is away."""
         content = orjson.dumps({"response": stored.response, "items": stored.items})
         kept = await self._guard.call(
             lambda store: store.documents.put(owner, stored.id, content, self._keeping, replace)

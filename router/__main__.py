@@ -1,4 +1,4 @@
-"""`python -m router`, the command `baton-router`."""
+"""Entry point of `python -m router` and of the command `baton-router`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from baton.runtime.tls import TlsFiles
 from router.tenants.keys import KeyRing
 
 MAX_LOGPROBS: Final = 20  # OpenAI's
-# The options that say what an answer is like, wherever it is computed.
+# Options that change what an answer contains. The others say how and where it is computed.
 API_OPTIONS: Final = frozenset({
     "chat_template", "enable_auto_tool_choice", "generation_config", "matryoshka_dimensions",
     "max_logprobs", "pooling_type", "reasoning_parser", "reranker", "response_role",
@@ -264,21 +264,26 @@ class RouterConfig:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """Of all that clients connect to. Raises ConfigError if a file is missing."""
+        """The certificate files of the HTTP, gRPC and admin ports, or None for no TLS.
+
+        Raises ConfigError if one of the options is missing."""
         return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca, "tls", mutual=False)
 
     @property
     def node_tls(self) -> TlsFiles | None:
-        """Towards nodes; always mutual. Raises ConfigError if a file is missing."""
+        """The certificate files for connections to nodes, or None for no TLS. TLS is mutual there.
+
+        Raises ConfigError if one of the options is missing."""
         return TlsFiles.of(self.node_tls_cert, self.node_tls_key, self.node_tls_ca, "node_tls")
 
     def key_ring(self) -> KeyRing:
-        """The keys that clients may present. Raises ConfigError for an unreadable file."""
+        """Return the API keys of clients. Raises ConfigError if --api-keys cannot be read."""
         return KeyRing.load(self.api_key, self.api_keys, share_cache=self.share_prefix_cache)
 
     def admin_ring(self) -> KeyRing:
-        """The keys of operators; none: what they may do is off. Raises ConfigError for an
-        unreadable file, and for a key that clients present, too."""
+        """Return the keys of operators. Without any, nobody can use what needs such a key.
+
+        Raises ConfigError if --admin-keys cannot be read, or if a key is also an API key."""
         ring = KeyRing.load(self.admin_key, self.admin_keys)
         if ring.overlaps(self.key_ring()):
             raise ConfigError("a key of operators is also an API key", field="admin_key")

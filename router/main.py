@@ -1,9 +1,9 @@
 """A router process: start, serve, drain, stop.
 
 The life: options -> signal handlers -> store, registry -> gRPC and HTTP servers -> READY on stdout.
-SIGTERM: /ready says 503 at once, the rest is served for `drain_s` more; then no new connections,
-those under way get `shutdown_s`. SIGINT, or a second signal, skips the first wait; a third one the
-second.
+At SIGTERM, /ready answers 503 at once; all other routes are served for `drain_s` more. Then the
+router takes no new connections, and running requests get `shutdown_s` to end. SIGINT, or a second
+signal, skips the wait of `drain_s`; the next signal also skips the wait of `shutdown_s`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ STOP_MARGIN_S: Final = 2.0
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers (this process has its own), with a start event.
+    """uvicorn's server without signal handlers; `began` is set when it serves.
 
-    Inheritance is uvicorn's own way to change either.
+    This process has its own signal handlers. uvicorn offers only inheritance to change this.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -95,7 +95,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Stages:
-    """How far the process has been asked to stop; each signal goes at least one event further."""
+    """The stages of a stop: drain, close, leave. Each signal sets at least the next stage."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -115,7 +115,7 @@ class Router:
     """All parts of one router. The life: start() -> run_background() -> stop()."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ConfigError, ModelRefused."""
+        """Build all parts. Raises ConfigError for bad options, ModelRefused for a bad model."""
         config.check()
         if not config.model:
             raise ConfigError("--model is needed: its tokenizer and chat template", field="model")
@@ -123,7 +123,8 @@ class Router:
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.config = config
         self._redis: Redis | None = None
-        # The store gives a call up by itself, sooner; for nodes' records no request waits.
+        # The store's own deadline of a call is shorter. The reads of node records have only this
+        # one; no request waits for them.
         patience_s = longest_s(config.timing, config.store_timeout_s)
         if config.redis_url is not None:
             self._redis = connect(config.redis_url, patience_s)
@@ -177,7 +178,8 @@ class Router:
         await self.registry.start()
 
     async def run_background(self) -> None:
-        """Heartbeats, node records and migrations, until cancelled."""
+        """Run heartbeats to the store, node records, migrations, aborts and batches, until
+        cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.guard.run())
             group.create_task(self.registry.run())
@@ -187,8 +189,8 @@ class Router:
                 group.create_task(self.services.batches.run())
 
     async def stop(self) -> None:
-        """Give resumable requests up to other routers, cancel the rest, close everything. Twice is
-        safe."""
+        """Leave resumable requests to other routers, cancel all other requests, close every part.
+        Calling it twice is safe."""
         await self.adopter.stop()
         if self.services.runs is not None:
             await self.services.runs.stop()
@@ -207,14 +209,16 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
 
 
 async def watched(config: RouterConfig) -> None:
-    """`serve` beside the health port. Raises ConfigError for what prevents its start."""
+    """Run `serve`, and the health port if one is configured.
+
+    Raises ConfigError if the router cannot start."""
     health = Health(SystemClock(), config.stall_s)
     async with health_port(health, config.host, config.health_port):
         await serve(config, health)
 
 
 async def serve(config: RouterConfig, health: Health) -> None:
-    """Run a router until it is told to stop. Raises ConfigError for what prevents its start."""
+    """Run a router until a signal stops it. Raises ConfigError if it cannot start."""
     stages = Stages()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -257,7 +261,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
         answers = asyncio.create_task(ended(serving, calls))
         await until(stages.leave, [answers], config.shutdown_s)
         if not answers.done():
-            await router.stop()  # what still runs ends with an error that says so
+            await router.stop()  # requests that still run end with an error: the router stops
             await until(stages.leave, [answers], STOP_MARGIN_S)
     finally:
         http.should_exit = http.force_exit = True
@@ -276,7 +280,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
 async def until(
     event: asyncio.Event, tasks: Sequence[asyncio.Task[None]], timeout_s: float | None = None
 ) -> None:
-    """Until `event` is set, one of `tasks` has ended, or `timeout_s` is over."""
+    """Wait until `event` is set, one of `tasks` has ended, or `timeout_s` is over."""
     waiter = asyncio.create_task(event.wait())
     try:
         await asyncio.wait([waiter, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -301,10 +305,12 @@ def http_server(config: RouterConfig, services: RouterServices) -> HttpServer:
 
 
 class AdminServer:
-    """The admin port, if the config names one. The life: made (bound) -> start() -> stop()."""
+    """The server of the admin port; without `admin_port` in the config it does nothing.
+
+    The life: made (binds the port) -> start() -> stop()."""
 
     def __init__(self, config: RouterConfig, services: RouterServices) -> None:
-        """Raises ConfigError if the port cannot be bound, or a key file cannot be read."""
+        """Bind the port. Raises ConfigError if that fails, or if a key file cannot be read."""
         self.address: str | None = None
         self._server: HttpServer | None = None
         if config.admin_port is None:
@@ -316,13 +322,13 @@ class AdminServer:
         self._server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
 
     def start(self) -> list[asyncio.Task[None]]:
-        """The task that serves, none without a port."""
+        """Start serving; return the task in a list, or an empty list without an admin port."""
         if self._server is None:
             return []
         return [asyncio.create_task(self._server.serve([self._listener]), name="admin")]
 
     def stop(self) -> None:
-        """Twice is safe."""
+        """Stop serving. Calling it twice is safe."""
         if self._server is not None:
             self._server.should_exit = self._server.force_exit = True
 
@@ -334,7 +340,7 @@ def announce(
     own: socket.socket | None = None,
     **more: str | int | None,
 ) -> None:
-    """The READY line: whoever started this process reads it."""
+    """Print the READY line on stdout, for the process that started this one."""
     ready = {
         "ready": True,
         "role": "router",
@@ -351,12 +357,12 @@ def announce(
 
 
 async def supervise(config: RouterConfig, argv: Sequence[str]) -> None:
-    """Run several routers until a signal ends them. Raises ConfigError."""
+    """Run several routers until a signal ends them. Raises ConfigError if one cannot start."""
     await Supervisor(config, argv).run()
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a router until a signal ends it; returns the exit status."""
+    """Run a router until a signal ends it; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m router", description="The front door: HTTP and gRPC APIs, dispatch, policy."
     )
@@ -395,7 +401,7 @@ def _migrator(config: RouterConfig, registry: NodeRegistry, dispatcher: Dispatch
 
 
 def _watch(services: RouterServices) -> None:
-    """Everything that /metrics reads at each scrape."""
+    """Register every part whose numbers /metrics reads at each scrape."""
     metrics, dispatcher = services.metrics, services.dispatcher
     metrics.watch_migrations(lambda: dispatcher.migrations)
     watch_gate(metrics.registry, dispatcher.gate)
@@ -422,7 +428,7 @@ def _dispatcher(config: RouterConfig, registry: NodeRegistry, guard: StoreGuard)
 
 
 def _adopter(services: RouterServices) -> Adopter:
-    """Takes on what routers that are gone have left, while this one is ready."""
+    """Return what adopts the resumable requests of dead routers, while this router is ready."""
     assert services.runs is not None, "a whole router runs resumable requests"
     return Adopter(services.runs, services.store, lambda: services.ready)
 
@@ -435,7 +441,7 @@ def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> Request
 
 
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
-    """Between the front doors and the dispatcher; looks at the nodes whenever one reports."""
+    """Return the gate between the APIs and the dispatcher; it looks again at each node report."""
     bounds = Bounds(config.max_live_requests, config.max_queued_requests)
     settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
 
@@ -448,6 +454,6 @@ def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
 
 
 def _chat_template(config: RouterConfig) -> ChatTemplate | None:
-    """The operator's template, else the model's; None if there is none."""
+    """Return the template of --chat-template, else the model's own, else None."""
     template = ChatTemplate.load(config.model, config.chat_template)
     return template if template.present else None

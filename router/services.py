@@ -1,4 +1,4 @@
-"""RouterServices: the assembled parts of one router, for its front doors (HTTP and gRPC)."""
+"""RouterServices: the parts of one router that its HTTP and gRPC APIs use."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Where the process is in its life; `draining`: by router/main.py, or as an
-    operator said (router/admin/server.py)."""
+    """Whether the router still takes new requests. router/main.py sets `draining` at a signal,
+    router/admin/server.py when an operator asks for it."""
 
     draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RouterServices:
-    """What a front door may use.
+    """The parts that an API may use.
 
     The served model is `registry.model()` (None until a node has registered): name, digest,
     max_model_len, vocab_size, eos_token_ids. `sampling_defaults` stand in for sampling fields
@@ -50,9 +50,9 @@ class RouterServices:
     sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
-    runs: Runs | None = None  # resumable requests; None: none are taken
-    pools: Pools | None = None  # who computes vectors; None: the registry's nodes
-    batches: BatchRunner | None = None  # None: no files, no batches
+    runs: Runs | None = None  # resumable requests; None: they are refused
+    pools: Pools | None = None  # computes embeddings and scores; None: the registry's nodes do
+    batches: BatchRunner | None = None  # None: /v1/files and /v1/batches are not served
 
     @property
     def ready(self) -> bool:

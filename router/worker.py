@@ -1,4 +1,6 @@
-"""`python -m router.worker`: one of several routers on a port; it ends with its supervisor."""
+"""`python -m router.worker`: one of several routers that share a port (router/workers.py).
+
+It ends when the supervisor that started it ends."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
     supervisor      holds both ports (bound, not listening), starts the workers, prints one READY
                     line when all are ready, passes SIGTERM and SIGINT on, replaces a worker that
                     died, and ends when the last one has
-    worker          `python -m router.worker ...`: a router of its own, with its own node sessions,
+    worker          `python -m router.worker ...`: a router with its own node sessions. It listens
                     on the shared ports (SO_REUSEPORT: the kernel spreads connections) and on one
-                    HTTP port of its own, where its own /metrics are; requests and logs are shared
-                    through Redis. It ends when the supervisor does, however that came about.
+                    HTTP port of its own, which serves its own /metrics. Workers share requests
+                    and token logs through Redis. A worker ends when the supervisor ends, even if
+                    the supervisor was killed.
 
-The supervisor serves nothing but the health port, for which it asks each worker's, and keeps no
-state. Linux.
+The supervisor serves only the health port; it answers there by asking the health port of each
+worker. It keeps no state of requests. It needs Linux.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ START_S: Final = 60.0
 FIRST_BACKOFF_S: Final = 0.5
 LAST_BACKOFF_S: Final = 30.0
 ASK_S: Final = 5.0
-_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where all addresses are listened on
+# Wildcard address to listen on -> the address to connect to.
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def reserve(host: str, port: int, name: str) -> socket.socket:
-    """A socket that holds `port` (0: any free one) for processes that share it. Raises ConfigError.
+    """Return a socket that reserves `port` (0: any free one) for processes that share it.
 
-    It never listens, so no connection ever waits in it.
+    The socket never listens, so the kernel gives it no connections. `name`: the option to blame.
+    Raises ConfigError if the port is taken.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Sharing would also be granted beside another deployment's workers: refuse it here.
+            # SO_REUSEPORT would also share with the workers of another deployment. This bind,
+            # without SO_REUSEPORT, fails if anybody else has the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen()
@@ -65,7 +69,9 @@ def reserve(host: str, port: int, name: str) -> socket.socket:
 
 
 def worker_flags(config: RouterConfig, index: int, ports: tuple[int, int]) -> list[str]:
-    """What makes a worker of the supervisor's own flags; a flag given twice holds as given last."""
+    """Return the flags to append to the supervisor's own flags for worker number `index`.
+
+    The last value of a repeated flag counts. `ports`: HTTP, gRPC."""
     name = config.router_id or f"router-{secrets.token_hex(4)}"
     own = config.own_port + index if config.own_port else 0
     flags = ["--workers", "1", "--reuse-port", "--router-id", f"{name}-w{index}"]
@@ -82,24 +88,26 @@ def worker_flags(config: RouterConfig, index: int, ports: tuple[int, int]) -> li
 
 @dataclass(slots=True)
 class Worker:
-    """One child, over all its lives."""
+    """A worker process and its replacements. `process`: the current one; `starts`: how many."""
 
     index: int
     flags: Sequence[str]
     process: asyncio.subprocess.Process | None = None
     ready: dict[str, Any] = field(default_factory=dict[str, Any])
     starts: int = 0
-    gets_on: bool = True  # as it last said
-    takes_work: bool = False
+    gets_on: bool = True  # the last answer of its /livez
+    takes_work: bool = False  # the last answer of its /readyz
 
     async def start(self) -> None:
-        """Start it and wait for its READY line. Raises ConfigError when it ends before."""
+        """Start a process and wait for its READY line.
+
+        Raises ConfigError if it ends before that line, TimeoutError after START_S."""
         self.starts += 1
         self.ready = {}
         self.gets_on, self.takes_work = True, False
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "router.worker", *self.flags,
-            stdin=asyncio.subprocess.PIPE,  # its end tells the worker that the supervisor is gone
+            stdin=asyncio.subprocess.PIPE,  # end of file tells the worker: the supervisor is gone
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdout is not None, "it was given a pipe"
@@ -115,7 +123,8 @@ class Worker:
             self.process.send_signal(number)
 
     async def ask(self, host: str) -> None:
-        """What its health port says; while it starts, or is gone, it is not asked."""
+        """Update `gets_on` and `takes_work` from the worker's health port. While the process starts
+        or has ended, do nothing."""
         port = self.ready.get("health_port")
         if port is None or self.process is None or self.process.returncode is not None:
             return
@@ -129,7 +138,7 @@ class Worker:
 
 
 async def says_yes(host: str, port: int, path: str) -> bool:
-    """Whether GET answers 200."""
+    """Whether a GET of `path` is answered with 200 within ASK_S."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(ASK_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -142,10 +151,10 @@ async def says_yes(host: str, port: int, path: str) -> bool:
 
 
 class Supervisor:
-    """All workers of one deployment. `run` once."""
+    """Starts and replaces the workers of one machine. Call `run` once."""
 
     def __init__(self, config: RouterConfig, arguments: Sequence[str]) -> None:
-        """Raises ConfigError for ports that are taken."""
+        """Reserve the shared ports. Raises ConfigError if one is taken."""
         self._config = config
         self._holders = [
             reserve(config.host, config.port, "port"),
@@ -160,7 +169,9 @@ class Supervisor:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Until every worker has ended after a signal. Raises ConfigError if one cannot start."""
+        """Run the workers until a signal has ended all of them.
+
+        Raises ConfigError if one cannot start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -173,7 +184,7 @@ class Supervisor:
                 asking.cancel()
         finally:
             for worker in self.workers:
-                worker.signal(signal.SIGKILL)  # nothing, after an end in good order
+                worker.signal(signal.SIGKILL)  # no effect on a worker that has ended
             for holder in self._holders:
                 holder.close()
 
@@ -183,7 +194,8 @@ class Supervisor:
             worker.signal(number)
 
     async def _ask(self) -> None:
-        """Each worker, again and again, until cancelled."""
+        """Ask every worker's health port every INTERVAL_S, until cancelled. Without a configured
+        health port, return at once."""
         host = _LOOPBACK.get(self._config.host, self._config.host)
         while self._config.health_port is not None:
             await asyncio.gather(*(worker.ask(host) for worker in self.workers))
@@ -206,7 +218,7 @@ class Supervisor:
         self._announce(health)
 
     async def _keep(self, worker: Worker) -> None:
-        """Replace the worker whenever it ends by itself."""
+        """Start a new process whenever the worker's ends, until the supervisor stops."""
         backoff = FIRST_BACKOFF_S
         while True:
             status = await worker.wait()
@@ -227,7 +239,7 @@ class Supervisor:
                 worker.signal(signal.SIGKILL)
 
     def _announce(self, health: Health) -> None:
-        """One READY line for all, with each worker's own address."""
+        """Print one READY line for all workers, with each worker's own address."""
         host = self._config.host
         shown = f"[{host}]" if ":" in host else host
         ready = {
@@ -244,7 +256,7 @@ class Supervisor:
 
 
 def end_with_stdin() -> None:
-    """SIGTERM to this process at the end of its standard input: the supervisor is gone."""
+    """Watch standard input in a thread; at its end the supervisor is gone: SIGTERM this process."""
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -1,15 +1,17 @@
-"""What operators do to a whole deployment through one router's admin port, with vLLM's names.
+"""Control of all nodes of a deployment through one router's admin port. Routes are named as vLLM's.
 
-    POST /reset_prefix_cache                        every node forgets what it has cached
-    POST /pause?mode=abort|wait|keep&clear_cache=   no new requests; those under way end now, may
-                                                    end, or stand still (new ones then queue)
+    POST /reset_prefix_cache                        every node drops its prefix cache
+    POST /pause?mode=abort|wait|keep&clear_cache=   take no new requests; running ones are aborted
+                                                    (abort), may end (wait), or stand still (keep:
+                                                    new requests then queue)
     POST /resume, GET /is_paused
-    POST /sleep?level=0|1|2&mode=abort|wait         nodes without weights and KV memory; 0: a pause
+    POST /sleep?level=0|1|2&mode=abort|wait         pause, and free the nodes' memory of weights and
+                                                    KV; level 0: pause only
     POST /wake_up?tags=weights&tags=kv_cache, GET /is_sleeping
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     on all nodes, while they serve
 
-Each is an order to every connected node, and done when all have done it. Nodes keep the state and
-tell it with their load, so every router heeds it, and a router that starts anew, too.
+Each POST sends an order to every connected node and returns when all nodes have obeyed. The nodes
+keep the state and report it with their load, so every router obeys it, also one that starts later.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from router.nodes.session import NodeSession
 from router.services import RouterServices
 
 log = logging.getLogger(__name__)
-ORDER_S: Final = 600.0  # weights of any size are read again within that
+ORDER_S: Final = 600.0  # deadline of an order; enough to load weights of any size again
 LOOK_S: Final = 0.1
 MODES: Final = ("abort", "wait", "keep")
 TAGS: Final = ("weights", "kv_cache")
@@ -57,7 +59,7 @@ class UnloadBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What became of an order on one node."""
+    """The result of an order on one node; `error` is None if the node obeyed."""
 
     node_id: str
     session: NodeSession
@@ -65,13 +67,14 @@ class _Outcome:
 
 
 class ControlApi:
-    """Routes for router/admin/server.py."""
+    """The routes of this file, which router/admin/server.py serves."""
 
     def __init__(self, services: RouterServices) -> None:
         self._services = services
         self._reported = asyncio.Event()
         services.registry.watch_reports(self._reported.set)
-        self._one = asyncio.Lock()  # two operators at once would leave nodes of both minds
+        # One order at a time: two at once could leave nodes in different states.
+        self._one = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         acts = {
@@ -89,7 +92,8 @@ class ControlApi:
         ]
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
-        _query(request, "reset_running_requests", "reset_external")  # nothing stands in the way
+        # vLLM's parameters are accepted and ignored: running requests do not prevent a reset.
+        _query(request, "reset_running_requests", "reset_external")
         async with self._one:
             await self._all("reset_prefix_cache")
         return _json({"success": True})
@@ -157,11 +161,12 @@ class ControlApi:
                     f"the adapter {name!r} is loaded already: load_inplace replaces it",
                     field="lora_name",
                 )
-            # Of a deployment some of whose nodes had it, the others are brought up.
+            # In place: if some nodes have the adapter already, the others load it, too.
             try:
                 await self._all("load_adapter", name=name, path=body.lora_path, in_place=True)
             except BatonError:
-                if not body.load_inplace:  # what was there before is gone: no way back
+                # With load_inplace the former adapter is replaced already; it cannot come back.
+                if not body.load_inplace:
                     await self._quietly("unload_adapter", name=name)
                 raise
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -181,7 +186,8 @@ class ControlApi:
     # ---- inside ----
 
     async def _pause(self, mode: str) -> None:
-        """Until nothing is under way, unless it is kept."""
+        """Order the pause; return when no request runs or waits any more. With mode `keep` return
+        as soon as the nodes have obeyed."""
         await self._all("pause", mode="hold" if mode == "keep" else "refuse")
         if mode == "abort":
             await self._services.aborts.everything()
@@ -191,7 +197,7 @@ class ControlApi:
         while dispatcher.live() or dispatcher.waiting() or any(map(_busy, self._loads())):
             self._reported.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):  # the last to end may report nothing
+                async with asyncio.timeout(LOOK_S):  # no report may follow the last request's end
                     await self._reported.wait()
 
     def _loads(self) -> list[NodeLoad]:
@@ -202,8 +208,9 @@ class ControlApi:
         return {adapter_name(id_) for record in records for id_ in offered(record)}
 
     async def _all(self, action: ControlAction, **values: Any) -> None:
-        """Every connected node does it. Raises the first node's error, naming it, when all have
-        answered."""
+        """Give an order to every connected node and wait for all answers.
+
+        Raises the error of the first node that failed; the message names the node."""
         _raise_first(await self._give(action, **values))
 
     async def _quietly(self, action: ControlAction, **values: Any) -> None:
@@ -243,7 +250,7 @@ def _busy(load: NodeLoad) -> bool:
 
 
 def _query(request: HttpRequest, *known: str) -> Mapping[str, str]:
-    """Raises InvalidRequest for a parameter that means nothing here."""
+    """Return the query parameters. Raises InvalidRequest for one that is not in `known`."""
     for name in request.query_params:
         if name not in known:
             raise InvalidRequest(f"{name[:100]}: no such query parameter", field=name[:100])

@@ -1,14 +1,15 @@
-"""The admin server: what operators do to a router, on a port of its own. Bound to loopback.
+"""The admin server: operators' routes of a router, on a port of its own (by default on loopback).
 
-    POST /abort_requests   {"request_ids": [...]}: ends them, their clients get what there is
-    POST /drain            {}: /ready says 503 from now on; {"node": id}: that node takes no more
+    POST /abort_requests   {"request_ids": [...]}: end them; clients get the tokens so far
+    POST /drain            {}: /ready says 503 from now on; {"node": id}: that node takes no new
+                           requests
     GET  /debug            requests under way and waiting, nodes, lifecycle
     GET  /server_info      version, model, options (no secrets)
     GET  /metrics, /health
     POST /pause, /sleep, /v1/load_lora_adapter and their like: router/admin/control.py
 
-Every route but /health wants a key of operators (--admin-key, --admin-keys); no API key opens one.
-The public port has /metrics as well, as vLLM's users expect, and none of the rest.
+Every route but /health needs an operator's key (--admin-key, --admin-keys); API keys are refused.
+The public port serves /metrics as well, as vLLM's users expect, but none of the other routes.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ MAX_ABORTS: Final = 1024
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
-    """Ids of replies, of `x-request-id` headers, or as /debug shows them; none: all requests."""
+    """Which requests to abort: ids of replies, of `x-request-id` headers, or as /debug shows them.
+    Without ids, all requests are aborted."""
 
     request_ids: list[str] | None = None
 
 
 class DrainBody(msgspec.Struct, kw_only=True):
-    """`node`: its id; None = this router."""
+    """`node`: the id of the node that is to drain; None: this router is to drain."""
 
     node: str | None = None
 
@@ -78,7 +80,7 @@ class AdminApi:
         ]
 
     async def abort_requests(self, request: HttpRequest) -> Response:
-        """End requests under way; their clients get what there is, `finish_reason: abort`."""
+        """Abort requests; their clients get the tokens so far and `finish_reason: abort`."""
         body = struct_of(object_of(await read_body(request)), AbortBody)
         aborts, ids = self._services.aborts, body.request_ids
         if ids is not None and len(ids) > MAX_ABORTS:
@@ -87,7 +89,7 @@ class AdminApi:
         return _json(Aborted(ended))
 
     async def drain(self, request: HttpRequest) -> Response:
-        """Take no new requests: this router, or one of its nodes."""
+        """Make this router, or one of its nodes, take no new requests."""
         body = struct_of(object_of(await read_body(request)), DrainBody)
         if body.node is None:
             self._services.lifecycle.draining = True
@@ -136,7 +138,9 @@ class AdminApi:
 
 
 def create_admin_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
-    """Head guard > keys > routes, as the public app. Raises ConfigError as `admin_ring` does."""
+    """Return the ASGI app of the admin port: head guard > operators' keys > routes.
+
+    Raises ConfigError if the keys cannot be used (RouterConfig.admin_ring)."""
     keys = services.config.admin_ring()
     assert len(keys), "RouterConfig.check: no admin port without a key"
     routes = Starlette(
@@ -153,7 +157,7 @@ def create_admin_app(services: RouterServices, limits: HttpLimits | None = None)
 
 
 def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:
-    """One request under way: counts and ages, nothing of its content."""
+    """Describe a running request for /debug: counts and ages, nothing of its content."""
     since = trace.queued_at
     return {
         "id": request.id,
@@ -173,7 +177,7 @@ def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]
 
 
 def waiting_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:
-    """One request that waits to be let in: counts and ages, nothing of its content."""
+    """Describe a request that waits at the gate: counts and ages, nothing of its content."""
     deadline = request.deadline
     return {
         "id": request.id,
@@ -188,7 +192,7 @@ def waiting_of(request: Request, trace: RequestTrace, now: float) -> dict[str, A
 
 
 def node_of(status: NodeStatus, loads: Mapping[str, NodeLoad]) -> dict[str, Any]:
-    """One address that this router knows, with its node's last load."""
+    """Describe an address for /debug: its state and, once connected, its node and last load."""
     record = status.record
     found: dict[str, Any] = {
         "address": status.address,

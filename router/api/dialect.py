@@ -1,9 +1,9 @@
-"""What the dialects beside OpenAI's chats and completions share: /v1/responses and /v1/messages.
+"""What the dialects /v1/responses and /v1/messages share.
 
-A dialect says what it wants as a chat's body (`chat_body`), so that rendering, tools, guided
-decoding and sampling are one and the same everywhere, and answers with a `DialectAnswer`: events
-without I/O, each made of a delta. Streamed, they go out as they come; whole, the last state is the
-reply.
+A dialect translates its body into the body of a chat (`chat_body`), so rendering, tools, guided
+decoding and sampling are those of /v1/chat/completions. It answers with a `DialectAnswer`, which
+turns each delta of the completion into events, without I/O. A streaming answer sends the events as
+they come; a non-streaming answer is the state after the last event.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from router.api.unserved import GENERATING
 from router.request.completion import CallRunner, Completion, Delta
 
 Event = dict[str, Any]
-# Fields of a chat that every dialect takes under the same name: what chats and completions share,
-# but for what a dialect says in another way or not at all; and of a chat's own.
+# SAME: the fields of a chat that every dialect takes under the same name. These are the fields that
+# chats and completions share, without _OTHERWISE, and three fields of chats alone.
+# _OTHERWISE: fields that a dialect names in another way, or does not have.
 _OTHERWISE: Final = {
     "stream_options", "max_tokens", "n", "best_of", "use_beam_search", "early_stopping", "stop",
     "length_penalty", "prompt_logprobs", "add_special_tokens", "truncate_prompt_tokens",
@@ -39,10 +40,12 @@ _IN_FUNCTION: Final = re.compile(r"^(tools\[\d+\])\.function\.")
 
 
 class DialectAnswer(Protocol):
-    """One completion's answer. `take` each delta in order: the one that ends it ends it.
+    """The answer to one completion, as events. Only `last` does I/O.
 
-    `last`: what is told then; all that must be done before that is done there, the rest is sans
-    I/O. `broken` ends it instead, where events went out already; `whole` is for after the end.
+    `take`: the events of a delta; called for every delta in order. `last`: the events after the
+    last delta; it first does what must be done before they are sent, such as storing the response.
+    `broken`: the events that end a stream after a failure, instead of `last`. `whole`: the reply as
+    one object, after `last`.
     """
 
     def take(self, delta: Delta) -> list[Event]: ...
@@ -52,9 +55,10 @@ class DialectAnswer(Protocol):
 
 
 def chat_body(given: Mapping[str, Any], translated: Mapping[str, Any]) -> ChatBody:
-    """The chat that a dialect's body asks for: its own fields translated, the others as they are.
+    """Return the body of the chat that a dialect's body asks for.
 
-    Raises InvalidRequest, naming the chat's field.
+    `given`: the dialect's body, of which the fields SAME are copied. `translated`: the chat's
+    fields that the dialect spells differently. Raises InvalidRequest, naming the chat's field.
     """
     same = {name: given[name] for name in (*SAME, *GENERATING) if name in given}
     said = {name: value for name, value in translated.items() if value is not None}
@@ -63,7 +67,9 @@ def chat_body(given: Mapping[str, Any], translated: Mapping[str, Any]) -> ChatBo
 
 @contextmanager
 def in_own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a chat's field name the client's own instead: chat's name -> the client's."""
+    """Make errors in the `with` block name the client's field instead of the chat's field.
+
+    `names`: the chat's field -> the client's field."""
     try:
         yield
     except InvalidRequest as error:
@@ -75,7 +81,8 @@ def in_own_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def own_name(names: Mapping[str, str], field: str) -> str:
-    """A chat's field as the client knows it; the dialects' tools have no `function` in between."""
+    """Return the client's name of a chat's field. In a dialect, the fields of a tool stand in the
+    tool itself, not in its `function`."""
     field = _IN_FUNCTION.sub(r"\1.", field)
     head = next((name for name in names if _within(field, name)), None)
     return field if head is None else names[head] + field[len(head) :]
@@ -87,8 +94,8 @@ def _within(field: str, head: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DialectExchange:
-    """One completion and the answer to it (router/api/exchange.py). `after`: a stream begins after
-    the event of that `sequence_number`."""
+    """The Exchange (router/api/exchange.py) of one completion in a dialect. `after`: a stream
+    leaves out the events up to this `sequence_number`; -1: it has all events."""
 
     completion: Completion
     answer: DialectAnswer
@@ -122,8 +129,8 @@ class DialectExchange:
 
 
 class EventFrames:
-    """Frames of one answer (exchange.Frames). It opens with the first delta, not before:
-    only then is it known how much of the prompt was cached."""
+    """The Frames (router/api/exchange.py) of a dialect's answer. The first frame waits for the
+    first delta: only then is it known how much of the prompt was cached."""
 
     def __init__(self, answer: DialectAnswer, after: int) -> None:
         self._answer = answer
@@ -137,8 +144,8 @@ class EventFrames:
 
 
 def frames_of(events: Iterable[Event], after: int) -> bytes:
-    """Named server-sent events; each event's `type` is its name. Without those that `after` and
-    what is before it have told."""
+    """Return events as server-sent events, named by their `type`, without those whose
+    `sequence_number` is at most `after`."""
     return b"".join(
         b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
         for event in events

@@ -1,14 +1,15 @@
-"""One HTTP exchange of a generating route, as its ASGI answer: streamed or whole.
+"""Runs a generating HTTP call and sends its ASGI answer, streaming or non-streaming.
 
-Each API has an `Exchange` of its own (router/api/openai/exchange.py, router/api/dialect.py,
-router/api/generate_ids.py), which knows its completions and the words of its answer. Here is what
-all of them share: the client that leaves aborts the requests, a deadline is kept, and a failure of
-any kind becomes the answer, or its end.
+Each API has its own `Exchange` (router/api/openai/exchange.py, router/api/dialect.py,
+router/api/generate_ids.py), which knows its completions and the format of its answer. This file
+has what all of them share: if the client leaves, its requests are aborted; the deadline is kept;
+any failure becomes the answer, or the end of the stream.
 
-A stream's life: nothing is sent before the first token, so that a failure until then is a plain
-HTTP error with its status. Then: 200, per choice opening frame, its deltas' frames, finish frame;
-what the exchange ends with. A failure in the middle is an error event and the end. A client that
-leaves, or does not read for WRITE_TIMEOUT_S, aborts its requests on every hop.
+The life of a stream: nothing is sent before the first token, so a failure until then is a plain
+HTTP error with its status. Then: status 200; for each choice an opening frame, the frames of its
+deltas and a finish frame; the exchange's tail. A failure in the middle becomes an error event, and
+the stream ends. If the client leaves, or does not read for WRITE_TIMEOUT_S, its requests are
+aborted on all nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from router.request.completion import CallRunner, Completion, Delta
 from router.request.failures import as_baton_error, log_failure
 from router.request.together import together
 
-GRACE_S: Final = 5.0  # the dispatcher keeps the deadline itself; this one catches its failure to
+GRACE_S: Final = 5.0  # the dispatcher keeps the deadline; so much later this file does, if it fails
 WRITE_TIMEOUT_S: Final = 30.0
 _HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,18 +39,19 @@ _HEADERS: Final = (
 
 
 class Frames(Protocol):
-    """SSE frames of one choice: the opening, then what each delta adds; the last has the finish."""
+    """Writes the SSE frames of one choice. `opening`: the frames before the first delta. `delta`:
+    the frames for a delta; the last delta's include the finish reason."""
 
     def opening(self) -> bytes: ...
     def delta(self, delta: Delta) -> bytes: ...
 
 
 class Exchange(Protocol):
-    """A checked call with its completions (one per prompt, each with its choices), and its answer.
+    """A checked call, its completions (one per prompt, with one or several choices) and its answer.
 
-    Called with ASGI's arguments it runs the completions and answers. `frames(prompt)`: the writers
-    of that prompt's choices; `tail`: what a stream ends with, `broken`: instead, after a failure;
-    `whole(runner)`: runs the completions for the JSON of the whole answer.
+    Called with ASGI's arguments it runs the completions and answers. `frames(prompt)`: one writer
+    per choice of that prompt. `tail`: the end of a stream. `broken`: the end of a stream after a
+    failure. `whole(runner)`: runs the completions and returns the JSON of a non-streaming answer.
     """
 
     @property
@@ -68,7 +70,8 @@ class Exchange(Protocol):
 async def respond(
     exchange: Exchange, runner: CallRunner, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Run the completions of an exchange and send its answer; raises nothing of what they raise."""
+    """Run the completions of an exchange and send its answer. An error of a completion becomes the
+    answer, or the end of the stream; it is not raised."""
     if not exchange.stream:
         await respond_whole(exchange, runner, scope, receive, send)
         return
@@ -82,7 +85,7 @@ async def respond(
         found = as_baton_error(error)
         log_failure(found, error)
         if writer.started:
-            with suppress(Cancelled):  # gone by now: the failure is in the log
+            with suppress(Cancelled):  # the client is gone by now; the failure is in the log
                 await writer.write(exchange.broken(found), more=False)
         else:
             await error_response(found)(scope, receive, send)
@@ -91,7 +94,7 @@ async def respond(
 
 
 async def _stream(exchange: Exchange, runner: CallRunner, writer: FrameWriter) -> None:
-    """Frames of all prompts' choices, interleaved as they come."""
+    """Write the frames of all prompts as they come, then the tail."""
     if len(exchange.completions) == 1:
         await _choices(exchange, 0, runner, writer)
     else:
@@ -103,7 +106,7 @@ async def _stream(exchange: Exchange, runner: CallRunner, writer: FrameWriter) -
 async def _choices(
     exchange: Exchange, prompt: int, runner: CallRunner, writer: FrameWriter
 ) -> None:
-    """The choices of one prompt, each opened by its first delta."""
+    """Write the frames of one prompt's choices. A choice's opening is sent with its first delta."""
     frames = exchange.frames(prompt)
     openings = [each.opening() for each in frames]
     async with aclosing(exchange.completions[prompt].deltas(runner)) as deltas:
@@ -117,7 +120,7 @@ async def _choices(
 async def respond_whole(
     exchange: Exchange, runner: CallRunner, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """One JSON body when all has been computed, or the failure."""
+    """Run an exchange and send its non-streaming answer: one JSON body, or the error."""
     try:
         limit_s = exchange.timeout_s + GRACE_S
         body = await while_connected(receive, exchange.whole(runner), scope, limit_s)
@@ -132,39 +135,39 @@ async def respond_whole(
     body, more = with_receipt(body, exchange.completions)
     headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
     headers += [(name.encode(), value.encode()) for name, value in more.items()]
-    # Not Starlette's Response: a tenth of what it does is needed here.
+    # Starlette's Response would do ten times the work that is needed here.
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def on_one_line(frames: bytes) -> bytes:
-    """Frames without what Unicode calls a line's end: JSON and SSE allow it, but clients that read
-    by httpx's `iter_lines` (litellm, guidellm) take it for one."""
+    """Return frames with Unicode's line separators written as JSON escapes. JSON and SSE allow them
+    raw, but httpx's `iter_lines` (litellm, guidellm) would break a line there."""
     for character in "\x85\u2028\u2029":
         frames = frames.replace(character.encode(), f"\\u{ord(character):04x}".encode())
     return frames
 
 
 class FrameWriter:
-    """One response body, written by several tasks in whole frames.
+    """Writes one streaming response. Several tasks may write; their frames are not mixed.
 
-    One timer per stream watches that its client reads: a timeout around every write would cost as
-    much as the token in it.
+    One timer per stream checks that the client reads. A timeout around every write would cost as
+    much as the rest of the write.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # loop time; the write under way began then
-        self._task: asyncio.Task[object] | None = None  # that writes
+        self._since: float | None = None  # loop time at which the present write began; None: none
+        self._task: asyncio.Task[object] | None = None  # the task that writes now; None: none
         self._timer: asyncio.TimerHandle | None = None
         self._unread = False
         self.started = False
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send frames, the last ones without `more`. Raises Cancelled if the client does not take
-        them."""
+        """Send frames; `more` is false for the last ones. Raises Cancelled if the client has not
+        read for WRITE_TIMEOUT_S."""
         async with self._turn:
             self._task = asyncio.current_task()
             self._since = self._loop.time()
@@ -186,12 +189,13 @@ class FrameWriter:
                 self._since = self._task = None
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Stop the timer; call it after the last write."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
-        """End a write that has taken too long; else look again when the next one could have."""
+        """Cancel the present write if it has taken WRITE_TIMEOUT_S; else look again at the time at
+        which it will have taken that."""
         self._timer = None
         if self._since is None:
             return

@@ -1,7 +1,7 @@
-"""/inference/v1/generate: token ids in, token ids out, in vLLM's format; whole or streamed.
+"""/inference/v1/generate: token ids in, token ids out, in vLLM's format; streaming or not.
 
-Nothing is rendered or tokenized; text exists only to find stop strings. `sampling_params` are the
-completion API's fields, checked by the same table; errors name them `sampling_params.<field>`.
+Nothing is rendered or tokenized; text is computed only to find stop strings. `sampling_params` has
+the fields of /v1/completions, with the same checks; errors name them `sampling_params.<field>`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from router.request.request_ids import engine_id, reply_id
 from router.request.terms import terms_of
 from router.services import RouterServices
 
-# Of the whole request, or of text: not what samples.
+# Fields of /v1/completions that `sampling_params` may not set: they are about the request or text.
 _NOT_SAMPLING: Final = ("prompt", "echo", "stream", "stream_options", "model", "add_special_tokens")
 
 
@@ -49,7 +49,7 @@ Refused = Annotated[Any, msgspec.Meta(extra_json_schema={"type": "null"})]
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """The request. `features` (media) and `kv_transfer_params` are refused by name."""
+    """The body of /inference/v1/generate. `features` and `kv_transfer_params` are refused."""
 
     token_ids: TokenIds
     sampling_params: dict[str, Any]
@@ -70,7 +70,7 @@ class GenerateUsage(msgspec.Struct):
 
 
 class GenerateChoice(msgspec.Struct):
-    """`logprobs`: as in chats, but tokens are spelled `token_id:<number>`."""
+    """One choice. `logprobs` are like those of chats, but name tokens `token_id:<number>`."""
 
     index: int
     token_ids: list[int]
@@ -90,7 +90,8 @@ class GenerateReply(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Output:
-    """One choice, as it comes."""
+    """What has come of one choice of a non-streaming answer: token ids, log-probabilities, and the
+    last delta."""
 
     ids: list[int] = field(default_factory=list[int])
     told: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -99,7 +100,8 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class TokensExchange:
-    """A checked request on its way to its reply; it is its own ASGI answer (exchange.py)."""
+    """The Exchange (router/api/exchange.py) of /inference/v1/generate: a checked request and its
+    answer."""
 
     id: str
     body: GenerateBody
@@ -122,17 +124,17 @@ class TokensExchange:
         return [TokensFrames(self) for _ in range(self.completion.num_choices)]
 
     async def tail(self) -> bytes:
-        """What a stream ends with."""
+        """Return the end of a stream: the usage, if the client asked for it, and [DONE]."""
         told = self.body.stream_options
         usage = told is not None and told.include_usage
         return (self.frame([], self.usage) if usage else b"") + DONE
 
     def broken(self, error: BatonError) -> bytes:
-        """How a stream ends that failed in the middle."""
+        """Return the end of a stream that failed: an error event and [DONE]."""
         return sse_frame(error_object(error)) + DONE
 
     async def whole(self, runner: CallRunner) -> bytes:
-        """The JSON of the whole answer."""
+        """Run the completion; return the JSON of the non-streaming answer."""
         outputs = [_Output() for _ in range(self.completion.num_choices)]
         async with aclosing(self.completion.deltas(runner)) as deltas:
             async for delta in deltas:
@@ -165,13 +167,13 @@ class TokensExchange:
         )
 
     def told(self, delta: Delta) -> list[dict[str, Any]]:
-        """Log-probabilities of one delta's tokens."""
+        """Return the log-probabilities of a delta's tokens; [] if the client did not ask."""
         count = told_count(self.completion.request.params)
         return [] if count is None else [spelled(row, count) for row in delta.logprobs]
 
     @property
     def usage(self) -> GenerateUsage:
-        """Of all choices; final when they have ended."""
+        """The tokens of the prompt and of all choices so far."""
         return self.usage_of(self.completion.completion_tokens)
 
     def usage_of(self, output: int) -> GenerateUsage:
@@ -180,7 +182,7 @@ class TokensExchange:
 
 
 class TokensFrames:
-    """SSE frames of one choice."""
+    """Writes the SSE frames of one choice (exchange.Frames)."""
 
     def __init__(self, call: TokensExchange) -> None:
         self._call = call
@@ -200,7 +202,7 @@ class TokensFrames:
 
 
 class GenerateApi:
-    """The endpoint. Keeps no state."""
+    """The endpoint /inference/v1/generate. It keeps no state."""
 
     def __init__(self, services: RouterServices, http: HttpApi) -> None:
         self._services = services
@@ -224,7 +226,7 @@ class GenerateApi:
 
 
 def completion_body(body: GenerateBody) -> CompletionBody:
-    """The same request as a completion's. Raises InvalidRequest."""
+    """Return the request as a body of /v1/completions without a prompt. Raises InvalidRequest."""
     params = {k: v for k, v in body.sampling_params.items() if k not in _NOT_SAMPLING}
     common = {"cache_salt": body.cache_salt, "priority": body.priority, "model": body.model}
     more = {
@@ -238,7 +240,7 @@ def completion_body(body: GenerateBody) -> CompletionBody:
 
 @contextmanager
 def _named(body: GenerateBody) -> Iterator[None]:
-    """Errors name a sampling field as the client wrote it."""
+    """Make errors in the `with` block name a sampling field as `sampling_params.<field>`."""
     try:
         yield
     except InvalidRequest as error:
@@ -249,14 +251,16 @@ def _named(body: GenerateBody) -> Iterator[None]:
 
 
 def _own_name(body: GenerateBody, name: str) -> str:
-    """A completion's field as it stands in this body."""
+    """Return the client's name of a field of /v1/completions: `sampling_params.<name>` if the
+    client set it there, else `name`."""
     head = re.split(r"[.\[]", name, maxsplit=1)[0]
     known = head in body.sampling_params and head not in _NOT_SAMPLING
     return f"sampling_params.{name}" if known else name
 
 
 def spelled(row: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
-    """One token and its `count` most probable ones, by number."""
+    """Return the log-probability of a token and of the `count` most probable tokens at its place,
+    each named by its id. `row`: the token itself first."""
     ranked = sorted((each for each in row if each.rank <= count), key=lambda told: told.rank)
     return {**_entry(row[0]), "top_logprobs": [_entry(each) for each in ranked]}
 

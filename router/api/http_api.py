@@ -1,9 +1,9 @@
-"""The HTTP routes: read a body, parse, check, tokenize, answer by an exchange.
+"""The HTTP routes of OpenAI's generation API and of the server's state.
 
-Bodies and their fields are in router/api/openai/bodies.py, the way from a body to a request in
-router/api/intake.py, answers in router/api/openai/exchange.py and router/api/exchange.py, the
-dialects of /v1/responses and /v1/messages in packages of their own. All state is in the
-RouterServices passed in.
+A generating route reads a body, parses, checks and tokenizes it, and returns an exchange that
+answers. Bodies are in router/api/openai/bodies.py, the way from a body to a request in
+router/api/intake.py, answers in router/api/openai/exchange.py and router/api/exchange.py.
+/v1/responses and /v1/messages have their own packages. This file keeps no state of requests.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from router.request.request_ids import engine_id, reply_id
 from router.request.terms import Terms, terms_of
 from router.services import RouterServices
 
-SPARE_COMMAS: Final = 64  # of a body beside its tokens
-# POST routes that are worth a short way (router/server/app.py).
+SPARE_COMMAS: Final = 64  # commas of a /detokenize body that are not between tokens
+# POST routes that router/server/app.py calls without Starlette's layers.
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 class HttpApi:
-    """The endpoints of one router."""
+    """The endpoints of this file, with those of the two dialects."""
 
     def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
         self._services = services
@@ -129,7 +129,10 @@ class HttpApi:
     async def of_tokens(
         self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
     ) -> Completion:
-        """A completion of tokens, for router/api/generate_ids.py: up to what the model holds."""
+        """Make the completion of a prompt of token ids, for router/api/generate_ids.py.
+
+        By default max_tokens is what the model's context leaves. Raises InvalidRequest, naming the
+        field of /v1/completions."""
         model, name, adapter = served_model(self._services, body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
@@ -178,7 +181,7 @@ class HttpApi:
         raw = await read_body(request)
         model, *_ = served_model(self._services, None)
         most = countable(model.max_model_len).tokens
-        if raw.count(b",") > most + SPARE_COMMAS:  # before a million numbers are made of it
+        if raw.count(b",") > most + SPARE_COMMAS:  # refused before a million numbers are parsed
             raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
         body = parse(raw, DetokenizeBody)
         model, *_ = served_model(self._services, body.model)
@@ -189,7 +192,7 @@ class HttpApi:
     # ---- about the server ----
 
     async def models(self, _: HttpRequest) -> Response:
-        """The served model and its adapters; empty until a node has said which they are."""
+        """List the served model and its adapters. The list is empty until a node has registered."""
         return _json(ModelList(cards(self._services, self._started)))
 
     async def model(self, request: HttpRequest) -> Response:
@@ -199,7 +202,8 @@ class HttpApi:
         return _json(next(card for card in found if card.id == name))
 
     async def health(self, _: HttpRequest) -> Response:
-        """The process answers. Says nothing of nodes: a restart would not help them."""
+        """Answer that the process is alive. Nodes do not matter here: if they are away, restarting
+        the router would not help."""
         return _json({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:

@@ -1,9 +1,9 @@
-"""The way in that all HTTP dialects share: a checked body becomes a Completion, ready to run.
+"""Intake: turns the checked body of any HTTP API into a Completion, ready to run.
 
-Which model, the prompt's ids, the room that they leave, sampling parameters, the Request. Bodies
-are in router/api/openai/bodies.py; another dialect (router/api/responses, router/api/anthropic)
-says what it wants as a ChatBody and gets what a chat gets. Of the HTTP request only headers are
-read here. All state is in the RouterServices passed in.
+It finds the model, the prompt's token ids, the room that they leave in the context, the sampling
+parameters, and makes the Request. Bodies are in router/api/openai/bodies.py. Other dialects
+(router/api/responses, router/api/anthropic) translate theirs into a ChatBody first. Of the HTTP
+request this file reads only the headers. It keeps no state of requests.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ _NO_FORM: Final = (None,) * 7
 def cut_prompt(
     body: CompletionBody | ChatBody, ids: tuple[int, ...], max_model_len: int
 ) -> tuple[int, ...]:
-    """As much of a prompt as its body wants, and leaves room to answer. Raises InvalidRequest."""
+    """Cut a prompt to `truncate_prompt_tokens`, if the body has that field; -1 cuts it so that the
+    wanted output fits. Raises InvalidRequest."""
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
     limit = max_model_len - (newer or body.max_tokens or 1)
     return truncated(ids, body.truncate_prompt_tokens, limit, body.truncation_side or "left")
 
 
 def length_of(body: CompletionBody | ChatBody, max_model_len: int) -> Length:
-    """How much of a body's prompt is of any use."""
+    """Return how long a body's prompt may be before it is cut or refused."""
     if body.truncate_prompt_tokens is None:
         return whole_length(max_model_len)
     side = body.truncation_side or "left"
@@ -85,7 +86,8 @@ def length_of(body: CompletionBody | ChatBody, max_model_len: int) -> Length:
 
 
 def countable(max_model_len: int) -> Length:
-    """Of prompts whose tokens are only counted: by how much one is too long may be asked."""
+    """Return how long a prompt may be whose tokens are only counted. It may exceed the context, so
+    that a client can ask by how much."""
     most = max_model_len * COUNTED_CONTEXTS
     return Length(most, name=f"the limit for counting, {COUNTED_CONTEXTS} contexts,")
 
@@ -93,7 +95,8 @@ def countable(max_model_len: int) -> Length:
 def output_rules(
     body: CompletionBody | ChatBody, message: MessageRules | None = None, echo: str = ""
 ) -> OutputRules:
-    """How the tokens of an answer become what its client reads."""
+    """Return how the tokens of an answer become text. `message`: how the text is split into
+    content, reasoning and calls; None: it is not split. `echo`: text before the answer."""
     shows_all = body.skip_special_tokens is False or body.include_stop_str_in_output
     discard = isinstance(body, CompletionBody) and body.only_echo
     if not (body.stop or shows_all or message or echo or discard):
@@ -109,7 +112,7 @@ def output_rules(
 
 
 class Intake:
-    """Bodies in, completions out."""
+    """Turns bodies into completions."""
 
     def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
         self._services = services
@@ -126,10 +129,10 @@ class Intake:
     async def chat(
         self, body: ChatBody, id_: str, request: HttpRequest, fit_room: bool = False
     ) -> Completion:
-        """Render a chat and make its request. `fit_room` lowers a max_tokens beyond the room, in
-        the body too.
+        """Render a chat and make its completion.
 
-        Raises InvalidRequest, naming the field of ChatBody.
+        `fit_room`: lower `body.max_tokens` to the room that the prompt leaves; otherwise a larger
+        value is refused. Raises InvalidRequest, naming the field of ChatBody.
         """
         services, formats = self._services, self.formats
         check_common(body)
@@ -162,7 +165,7 @@ class Intake:
         return self.completion(asked, name, output_rules(body, message), terms, guided)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
-        """How many tokens a chat's prompt has. Raises like `chat`."""
+        """Return how many tokens a chat's prompt has. Raises like `chat`."""
         model, *_ = served_model(self._services, body.model)
         apply_allowed(body)
         terms, length = terms_of(request), countable(model.max_model_len)
@@ -182,8 +185,9 @@ class Intake:
         default_max_tokens: int,
         guided: Constraint | None,
     ) -> SamplingParams:
-        """A body's sampling parameters, checked against the model and the prompt. Raises
-        InvalidRequest, naming the body's field."""
+        """Return a body's sampling parameters, checked against the model and the prompt's length.
+
+        Raises InvalidRequest, naming the body's field."""
         services = self._services
         defaults = {"max_tokens": default_max_tokens, "seed": secrets.randbits(64)}
         params = sampling_params(body, {**defaults, **services.sampling_defaults})
@@ -213,7 +217,7 @@ class Intake:
         terms: Terms,
         adapter: str,
     ) -> Request:
-        """The request that goes to the dispatcher. `terms`: also what the body says of them."""
+        """Return the request for the dispatcher. `terms`: from the headers and from the body."""
         config, now = self._services.config, self._services.clock.monotonic()
         return terms.applied(
             Request(
@@ -238,7 +242,7 @@ class Intake:
         terms: Terms,
         guided: Constraint | None,
     ) -> Completion:
-        """The request, ready to run; `model`: as this router calls it."""
+        """Return the completion of a request, ready to run. `model`: the name in answers."""
         made = Completion(request, model, rules, self._services.tokenizer, terms)
         if guided is not None:
             made.guided_field = guided.field

@@ -1,13 +1,13 @@
 """Receipts: what happened to a request, for a client that asks (`x-baton-receipt`, `baton_timing`).
 
-`baton_timing` in the body of a whole answer or in a last chunk of a stream, and the header
-`x-baton-receipt` on whole answers (trailing metadata on gRPC's): one object per choice's request.
-Times are milliseconds; null where it never came to that.
+A non-streaming answer has the field `baton_timing` and the header `x-baton-receipt`; a stream has
+`baton_timing` in one of its last chunks; a gRPC call has trailing metadata. The value is one object
+per prompt. Times are milliseconds, or null if the request never came so far.
 
     arrival ---- queue_ms ---- prefill_ms ---- decode_ms ----> end
                           sent to a node   token 1
-    ttft_ms = queue_ms + prefill_ms; transfer_ms: from token 1 to the decode node's first event,
-    within decode_ms
+    ttft_ms = queue_ms + prefill_ms; transfer_ms: from token 1 to the first event of the decode
+    node, a part of decode_ms
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import orjson
 from router.request.completion import Completion
 
 HEADER: Final = "x-baton-receipt"
-MOST_HEADER_BYTES: Final = 4096  # proxies refuse longer ones; the body has it whole
+MOST_HEADER_BYTES: Final = 4096  # proxies refuse longer headers; the body has the whole receipt
 
 
 def receipt_of(completion: Completion) -> dict[str, Any]:
-    """The receipt of a request that has ended."""
+    """Return the receipt of a request that has ended."""
     trace, request = completion.trace, completion.request
     terms, samples = trace.terms, request.params.n
     ttft_s = _between(request.arrival, trace.first_token_at)
@@ -61,13 +61,15 @@ def receipt_of(completion: Completion) -> dict[str, Any]:
 
 
 def receipts_of(completions: Sequence[Completion]) -> Any:
-    """Of a call: an object, a list of them for several prompts, None if nobody asked."""
+    """Return the receipt of a call: an object for one prompt, a list of objects for several, None
+    if the client did not ask."""
     receipts = [receipt_of(each) for each in completions if each.trace.terms.receipt]
     return receipts[0] if len(receipts) == 1 else receipts or None
 
 
 def with_receipt(body: bytes, completions: Sequence[Completion]) -> tuple[bytes, dict[str, str]]:
-    """A whole JSON answer with `baton_timing` at its end, and its headers."""
+    """Return a JSON answer with `baton_timing` added, and the headers to add. If the client did not
+    ask for a receipt, return the answer as it is and no headers."""
     receipts = receipts_of(completions)
     if receipts is None:
         return body, {}
@@ -78,7 +80,8 @@ def with_receipt(body: bytes, completions: Sequence[Completion]) -> tuple[bytes,
 
 
 def receipt_frame(completions: Sequence[Completion], base: dict[str, Any]) -> bytes:
-    """A stream's last chunk, of the fields `base` and no choices; empty if nobody asked."""
+    """Return a stream's chunk with `baton_timing`, the fields of `base` and no choices; b"" if the
+    client did not ask for a receipt."""
     receipts = receipts_of(completions)
     if receipts is None:
         return b""
@@ -87,7 +90,8 @@ def receipt_frame(completions: Sequence[Completion], base: dict[str, Any]) -> by
 
 
 def header_of(receipts: Any) -> str:
-    """As it is, or without the scores, or a word that says where it is."""
+    """Return the value of the header: the receipts, or the receipts without scores if those are too
+    long, or `"in the body"` if that is still too long."""
     told = orjson.dumps(receipts)
     if len(told) > MOST_HEADER_BYTES:
         short = (

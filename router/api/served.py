@@ -1,7 +1,7 @@
-"""The names that clients may ask for: the served model's, and those of its LoRA adapters.
+"""The model names that clients may use: the served model's names, and those of its LoRA adapters.
 
-Nodes say in their records which adapters they have; the policy sends a request to nodes that have
-the one it asks for.
+A node's record lists the node's adapters. The policy sends a request only to nodes that have its
+adapter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from baton.protocol.handles import NodeRecord
 from router.api.openai.replies import Model
 from router.services import RouterServices
 
-MOST_NAMES: Final = 20  # told of those that there are
+MOST_NAMES: Final = 20  # names that an error message lists
 
 
 class ServedName(Protocol):
-    """What `registry.model()` tells."""
+    """What this file needs of the model that `registry.model()` returns."""
 
     @property
     def name(self) -> str: ...
@@ -30,11 +30,11 @@ class ServedName(Protocol):
 
 
 def served_model(services: RouterServices, asked: str | None) -> tuple[ServedName, str, str]:
-    """The served model, what this router calls it, and the id of the adapter that a client's
-    `model` names, "" for none.
+    """Return the served model, its name in answers, and the id of the adapter that a client's
+    `model` names ("" for none).
 
-    Raises ModelNotFound for a name that is neither the model's nor an adapter's, Unavailable
-    without a node."""
+    Raises ModelNotFound for a name that is neither the model's nor an adapter's; Unavailable if no
+    node is there to say."""
     model: ServedName | None = services.registry.model()
     if model is None:
         raise Unavailable("no node has registered yet")
@@ -50,7 +50,7 @@ def served_model(services: RouterServices, asked: str | None) -> tuple[ServedNam
 
 
 def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotFound:
-    """What to tell of a name that is none of `names`."""
+    """Return the error for a name that is none of `names`."""
     there = ", ".join(names[:MOST_NAMES])
     return ModelNotFound(
         f"the model {asked[:200]!r} does not exist; there are: {there}", field=field
@@ -58,21 +58,21 @@ def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotF
 
 
 def model_names(services: RouterServices, model: ServedName) -> tuple[str, ...]:
-    """What clients may call it; answers say the first."""
+    """Return the names that clients may use for the model. Answers use the first."""
     return services.config.served_model_name or (model.name,)
 
 
 def adapters(services: RouterServices) -> list[str]:
-    """Those that some connected node has for new requests, by name."""
+    """Return the sorted names of the adapters that a connected node offers to new requests."""
     records = services.registry.records()
     return sorted({adapter_name(id_) for record in records for id_ in offered(record)})
 
 
 def adapter_of(services: RouterServices, asked: str) -> str:
-    """The id of the adapter that a client's `model` names, "" if it is unknown.
+    """Return the id of the adapter that a client's `model` names, "" for an unknown name.
 
-    While its weights are being replaced a name has several: one that each role has wins, then the
-    one that most nodes offer.
+    While the weights of an adapter are being replaced, its name has several ids. An id that nodes
+    of every role have is preferred; among those, the id that most nodes offer.
     """
     records = services.registry.records()
     found = sorted({id_ for record in records for id_ in ids_named(asked, offered(record))})
@@ -88,7 +88,9 @@ def adapter_of(services: RouterServices, asked: str) -> str:
 
 
 def adapter_named(services: RouterServices, name: str) -> str:
-    """Its id; "" for none. Raises ModelNotFound for one that no node offers."""
+    """Return the id of the adapter called `name`; "" for the empty name.
+
+    Raises ModelNotFound if no node offers that adapter."""
     id_ = adapter_of(services, name) if name else ""
     if name and not id_:
         raise unknown(name, adapters(services), field="adapter")
@@ -96,12 +98,12 @@ def adapter_named(services: RouterServices, name: str) -> str:
 
 
 def offered(record: NodeRecord) -> list[str]:
-    """Ids of the adapters that new requests may have there."""
+    """Return the ids of the adapters that a node offers to new requests."""
     return [id_ for id_ in record.adapters if id_ not in record.leaving_adapters]
 
 
 def cards(services: RouterServices, created: int) -> list[Model]:
-    """What /v1/models lists: the model by each of its names, then its adapters."""
+    """Return the entries of /v1/models: the model under each of its names, then its adapters."""
     model: ServedName | None = services.registry.model()
     if model is None:
         return []

@@ -1,9 +1,9 @@
-"""--strict-fields: a field that nothing here reads is refused by name, not passed over.
+"""--strict-fields: refuse a body with a field that this server does not read.
 
-Clients of OpenAI's expect what is unknown to be ignored, so that is the default; and a sampling
-field of another server (`penalty_alpha`) then changes nothing, in silence. What is known is what
-the bodies' structs take, what router/api/unserved.py refuses for its own reason, and IGNORED. With
-the option the wrapped routes read each body once more; without, nothing of this is there.
+By default unknown fields are ignored, as OpenAI's clients expect. But then a sampling field of
+another server (such as `penalty_alpha`) has no effect, and nobody is told. Known fields are those
+of the bodies' structs, those that router/api/unserved.py refuses with its own message, and IGNORED.
+With the option, the routes are wrapped and parse each body a second time; without it, they are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from router.api.responses.body import UNSERVED as RESPONSES_UNSERVED
 from router.api.responses.body import ResponsesBody
 from router.api.unserved import COHERE, COMPLETIONS, GENERATING, POOLING, RERANKING, Unserved
 
-# Of things that are not there, so that no answer could be another one (docs/http_api.md).
+# Fields that are accepted without effect: ignoring them changes no answer (docs/http_api.md).
 IGNORED: Final = frozenset({
     "cache_salt", "chat_template_kwargs", "max_tool_calls", "media_io_kwargs", "metadata",
     "mm_processor_kwargs", "model", "prediction", "return_mm_kwargs", "return_token_offsets",
@@ -65,12 +65,12 @@ _KNOWN: Final[Mapping[str, frozenset[str]]] = {
     "/tokenize": _names(TokenizeBody, GENERATING),
     "/detokenize": _names(DetokenizeBody),
 }
-# Behind one door stand several bodies.
+# /invocations takes the bodies of several endpoints.
 KNOWN: Final = {**_KNOWN, "/invocations": frozenset[str]().union(*_KNOWN.values())}
 
 
 def strict(route: Route) -> Route:
-    """The route, which refuses what it does not know."""
+    """Return the route with the check of its body's fields; an unlisted route as it is."""
     known = KNOWN.get(route.path)
     if known is None:
         return route
@@ -94,8 +94,8 @@ def strict(route: Route) -> Route:
 
 
 def check_fields(raw: bytes, known: frozenset[str]) -> None:
-    """Raise UnsupportedFeature for a field beyond `known`. What is no JSON object is not this
-    function's to tell."""
+    """Raise UnsupportedFeature for a field that is not in `known` and not null. A body that is no
+    JSON object passes; the route itself refuses it."""
     try:
         content = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -1,8 +1,9 @@
-"""Fields that other servers take and this one does not, refused by name: nothing that would change
-an answer is passed over in silence.
+"""Fields that other servers accept and this one refuses by name, because ignoring them would change
+the answer.
 
-Each table maps a field to the values that ask for nothing (None never asks) and to why it is
-refused. What is taken is in the bodies' structs; every field of vLLM's is in docs/http_api.md.
+Each table maps a field to (values that have no effect and are accepted, end of the error message).
+A null is always accepted. The fields that this server reads are in the bodies' structs;
+docs/http_api.md lists every field of vLLM's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Unserved: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 
 _TEXT: Final = ": only text is served"
 _OWN_TRANSFERS: Final = ": the router arranges transfers itself"
-# Of every body that generates or is rendered.
+# Fields of every body that generates, or that renders a prompt.
 GENERATING: Final[Unserved] = {
     "audio": ((), _TEXT),
     "ec_transfer_params": (({},), _OWN_TRANSFERS),
@@ -33,7 +34,7 @@ GENERATING: Final[Unserved] = {
     "watermarking": ((False,), ""),
     "web_search_options": ((), ""),
 }
-# Of one API only: valid in the other.
+# Fields that /v1/completions refuses; chats have them or name them differently.
 COMPLETIONS: Final[Unserved] = {
     "chat_template": ((), ": there are no messages"),
     "documents": (([],), ": there are no messages"),
@@ -42,7 +43,7 @@ COMPLETIONS: Final[Unserved] = {
     "tools": (([],), ""),
     "top_logprobs": ((0,), ": logprobs is a number here"),
 }
-# Of embeddings, reranking and scores.
+# Fields that embeddings, reranking and scores refuse.
 POOLING: Final[Unserved] = {
     "chat_template": ((), ": send text or token ids"),
     "embed_dtype": (("float32",), ": numbers are float32"),
@@ -50,9 +51,9 @@ POOLING: Final[Unserved] = {
     "messages": ((), ": send text or token ids"),
     "padding": (("do_not_pad",), ": prompts are not padded"),
 }
-# Of Cohere's embeddings.
+# Fields that Cohere's /v2/embed refuses.
 COHERE: Final[Unserved] = {"images": (([],), _TEXT)}
-# Of reranking and scores, whose prompts are one question each.
+# Fields that reranking and scores refuse: the server writes their prompts itself.
 RERANKING: Final[Unserved] = {
     **POOLING,
     "chat_template_kwargs": (({},), ""),
@@ -64,7 +65,7 @@ RERANKING: Final[Unserved] = {
 
 
 def refuse(given: Mapping[str, Any], unserved: Unserved) -> None:
-    """Raise UnsupportedFeature for a field that asks for what is not served."""
+    """Raise UnsupportedFeature if a field of `unserved` is set to a value that has an effect."""
     if unserved.keys().isdisjoint(given):
         return
     for name, (harmless, why) in unserved.items():

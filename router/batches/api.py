@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, as OpenAI's: a batch is what `baton batch` does, run by the server.
+"""/v1/files and /v1/batches, as in OpenAI's API: the server runs what `baton batch` runs.
 
 POST         /v1/files                    multipart: file, purpose, expires_after[seconds]
 GET          /v1/files
@@ -8,7 +8,7 @@ POST, GET    /v1/batches
 GET          /v1/batches/{id}
 POST         /v1/batches/{id}/cancel
 
-What one key has does not exist for any other. The store blocks, so it is asked on threads.
+Each API key sees only its own files and batches. The store blocks, so it is called in threads.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ENDPOINTS: Final = (
 WINDOW: Final = re.compile(r"([1-9][0-9]{0,3})h")
 LONGEST_H: Final = 24 * 7
 SHORTEST_KEPT_S: Final = 3600
-FORM_BYTES: Final = 16 << 10  # of an upload, beside its file
-UPLOADS: Final = 4  # at once; more wait
+FORM_BYTES: Final = 16 << 10  # most bytes of an upload beside its file
+UPLOADS: Final = 4  # uploads at once; more wait
 MAX_NAME_CHARS: Final = 255
 MAX_METADATA: Final = (16, 64, 512)  # pairs, characters of a key, of a value
 PAGE: Final = {"files": 10_000, "batches": 20}
@@ -60,7 +60,7 @@ T = TypeVar("T", FileObject, BatchObject)
 
 
 class BatchesApi:
-    """The routes. `origins`: of web pages that may upload."""
+    """The routes. `origins`: web pages of these origins may upload files; "*" allows all."""
 
     def __init__(self, store: BatchStore, runner: BatchRunner, origins: Sequence[str]) -> None:
         self._store = store
@@ -85,13 +85,15 @@ class BatchesApi:
     # ---- files ----
 
     async def upload(self, request: HttpRequest) -> Response:
-        """Raises InvalidRequest, TooLarge, Overloaded; HTTPException (400, 403, 415)."""
+        """Store the file of a multipart form.
+
+        Raises InvalidRequest, TooLarge, Overloaded; HTTPException (400, 403, 415)."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
             raise HTTPException(415, "the content-type must be multipart/form-data")
         origin = request.headers.get("origin")
         if origin is not None and self._origins.isdisjoint((origin, "*")):
-            # A foreign page may post such a form without asking anybody.
+            # Browsers post multipart forms to other origins without a CORS preflight.
             raise HTTPException(403, "no web page of that origin may upload (--allowed-origins)")
         owner = owner_of(request.scope)
         async with self._uploads:
@@ -167,7 +169,7 @@ class BatchesApi:
         return _json(await asyncio.to_thread(self._store.batch, *_named(request)))
 
     async def cancel(self, request: HttpRequest) -> Response:
-        """One that has ended stays as it is, and says so with a 400."""
+        """Ask for the end of a batch. If it has ended already, raise InvalidRequest."""
         owner, id_ = _named(request)
         batch = await asyncio.to_thread(self._store.batch, owner, id_)
         if batch.status in ENDED:
@@ -178,7 +180,7 @@ class BatchesApi:
 
 
 def _bounded(request: HttpRequest, most: int) -> Any:
-    """Its body, up to so many bytes; then TooLarge."""
+    """Return an ASGI `receive` for the request's body that raises TooLarge beyond `most` bytes."""
     left = most
 
     async def receive() -> Message:
@@ -208,7 +210,9 @@ def _within(seconds: int, field: str) -> int:
 
 
 def _checked(body: BatchBody) -> int:
-    """The window in seconds. Raises InvalidRequest, naming the field."""
+    """Check a body; return its completion window in seconds.
+
+    Raises InvalidRequest, naming the field."""
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint must be one of {', '.join(ENDPOINTS)}"
         raise InvalidRequest(message, field="endpoint")
@@ -227,7 +231,9 @@ def _checked(body: BatchBody) -> int:
 
 
 def _page(request: HttpRequest, listed: list[T], most: int) -> tuple[list[T], bool]:
-    """A part of a list, and whether there is more. Raises InvalidRequest."""
+    """Return the page that the query asks for, and whether more follows. `most`: the default limit.
+
+    Raises InvalidRequest."""
     query = request.query_params
     limit, after, order = query.get("limit"), query.get("after"), query.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -1,10 +1,11 @@
-"""OpenAI's batch files: lines in, lines out, and what a broken-off run has left. No network.
+"""Read and write the lines of OpenAI's batch files. No network.
 
 In:   {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 Out:  {"id": ..., "custom_id": ..., "response": {"status_code", "request_id", "body"}, "error": ...}
 
-Lines go out in the order in which answers come; the custom_id says what belongs to what. A line
-whose end is missing was being written when the run broke off: it is cut off and asked again.
+Output lines stand in the order in which answers come; the custom_id links an answer to its request.
+A last line without a line break was being written when an earlier run ended: `Output.open` removes
+it, and the request is sent again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import orjson
 
 from baton.protocol.errors import InvalidRequest
 
-FAILED: Final = 400  # statuses from here on
+FAILED: Final = 400  # a status from here on is a failure
 MAX_ID_CHARS: Final = 512
 URLS: Final = ("/v1/", "/inference/v1/", "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTask:
-    """One request of the file."""
+    """One request of an input file."""
 
     custom_id: str
     url: str
@@ -36,7 +37,7 @@ class BatchTask:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a server answered, whatever its status."""
+    """The answer of a server, with any status."""
 
     status_code: int
     request_id: str
@@ -44,7 +45,7 @@ class Response:
 
 
 def read_tasks(path: Path) -> Iterator[BatchTask]:
-    """The file's requests in order. Raises InvalidRequest, naming the line, for a bad one."""
+    """Yield the requests of a file in order. Raises InvalidRequest for a bad line, naming it."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -52,7 +53,7 @@ def read_tasks(path: Path) -> Iterator[BatchTask]:
 
 
 def check_tasks(path: Path) -> int:
-    """Read all of the file before anything is sent: how many requests it holds.
+    """Read the whole file before any request is sent. Return how many requests it holds.
 
     Raises InvalidRequest for a bad line, and for a custom_id that two lines share.
     """
@@ -64,14 +65,14 @@ def check_tasks(path: Path) -> int:
 
 
 def check_new(task: BatchTask, seen: Container[str], place: str = "") -> None:
-    """Raises InvalidRequest for a custom_id that an earlier line had."""
+    """Raise InvalidRequest if the custom_id of `task` is in `seen`. `place` begins the message."""
     if task.custom_id in seen:
         message = f"{place}custom_id {task.custom_id[:100]!r} is there twice"
         raise InvalidRequest(message, field="custom_id")
 
 
 def task_of(line: bytes, place: str) -> BatchTask:
-    """Raises InvalidRequest; `place`: what its message says of the line."""
+    """Parse a line. Raises InvalidRequest for a bad one; its message names the line as `place`."""
     try:
         content: object = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -96,16 +97,18 @@ def task_of(line: bytes, place: str) -> BatchTask:
 
 
 class Output:
-    """The file of answers. The life: open() -> write()* -> close(); one line per write, whole."""
+    """The file of answers; each write adds one complete line.
+
+    The life: open() -> write()* -> close()."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.done: dict[str, bool] = {}  # custom_id -> it went well
+        self.done: dict[str, bool] = {}  # custom_id -> whether its answer has a status below 400
 
     def open(self) -> None:
-        """Learn what is answered, cut off a torn last line. Raises InvalidRequest for other files.
+        """Open the file, fill `done` from its lines, and remove an incomplete last line.
 
-        Mutates `done`.
+        Raises InvalidRequest if the file holds anything but answers of a batch.
         """
         with ExitStack() as stack:
             file = stack.enter_context(self._path.open("a+b"))
@@ -124,7 +127,8 @@ class Output:
     def write(
         self, task: BatchTask, response: Response | None, error: tuple[str, str] | None
     ) -> None:
-        """One answer, or why there is none (code, message). On disk when it returns."""
+        """Write the answer to `task`, or the `error` (code, message) if there is no answer. Flushes
+        the file. Mutates `done`."""
         self._file.write(_line(task.custom_id, response, error))
         self._file.flush()
         self.done[task.custom_id] = _well(None if response is None else response.status_code)
@@ -134,7 +138,7 @@ class Output:
 
 
 def failure_line(custom_id: str, code: str, message: str) -> bytes:
-    """Of a request that was never answered."""
+    """Return the output line of a request that got no answer."""
     return _line(custom_id, None, (code, message))
 
 
@@ -156,17 +160,19 @@ def _line(custom_id: str, response: Response | None, error: tuple[str, str] | No
 
 
 def _well(status: int | None) -> bool:
-    """There is an answer, and none that says what went wrong."""
+    """Whether there is an answer with a status below FAILED. None: there is no answer."""
     return status is not None and status < FAILED
 
 
 def _answered(line: bytes, place: str) -> tuple[str, int | None]:
-    """The custom_id of a line, and the status of its answer, if there is one."""
+    """Return the custom_id of an output line, and its answer's status or None for no answer.
+
+    Raises InvalidRequest if the line is no output line of a batch."""
     try:
         told = orjson.loads(line)
         custom_id, response = told["custom_id"], told["response"]
         status = None if response is None else int(response["status_code"])
-    except (ValueError, KeyError, TypeError) as error:  # JSON's own is a ValueError
+    except (ValueError, KeyError, TypeError) as error:  # JSONDecodeError is a ValueError
         message = f"{place}: not an answer of a batch; give another file"
         raise InvalidRequest(message, field="output") from error
     return str(custom_id), status

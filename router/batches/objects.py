@@ -1,4 +1,4 @@
-"""What /v1/files and /v1/batches say: OpenAI's objects. Values, no behaviour."""
+"""The objects of OpenAI's API for files and batches (/v1/files, /v1/batches), as structs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
-    """What makes a batch."""
+    """The body of POST /v1/batches."""
 
     input_file_id: str
     endpoint: str
@@ -60,7 +60,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
 
 
 class BatchError(msgspec.Struct):
-    """`line`: of the input file; `param`: of that line."""
+    """One error of a batch. `line`: line number in the input file; `param`: field of that line."""
 
     code: str
     message: str
@@ -80,7 +80,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
-    """Times are seconds since 1970."""
+    """A batch. All times are seconds since 1970."""
 
     id: str
     endpoint: str

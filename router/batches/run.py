@@ -1,7 +1,8 @@
-"""A batch's requests through an HTTP client: a fixed number at once, tried again, resumable.
+"""Send the requests of a batch file through an HTTP client, a fixed number at once.
 
-429, 503 and broken connections are tried again, no earlier than the server asks for. With the same
-files it goes on where it was broken off. `baton batch` and the router's /v1/batches run this.
+A request that gets 429, 503 or a broken connection is sent again, no earlier than the server asks
+for. Called again with the same files, `run_batch` sends only what has no answer yet. `baton batch`
+and the router's /v1/batches use this file.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ CONNECT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPatience:
-    """Tries of one request and the waits between them: doubling from `first_s`, at most `longest_s`
-    if the server does not say; what it says holds up to `longest_s`, too."""
+    """How often a request is tried, and how long to wait in between.
+
+    Without a Retry-After the wait doubles from `first_s`. No wait is longer than `longest_s`."""
 
     tries: int = 8
     first_s: float = 0.5
     longest_s: float = 60.0
 
     def wait_s(self, attempt: int, asked: str | None) -> float:
-        """Seconds before try number `attempt` + 1; `asked` is Retry-After."""
+        """Return the seconds to wait after try number `attempt`, which counts from 1. `asked`: the
+        value of Retry-After, or None."""
         if asked is not None:
             try:
                 return min(max(0.0, float(asked)), self.longest_s)
             except ValueError:
-                pass  # a date: as if nothing was said
-        # Jitter, lest all workers come back in the same instant.
+                pass  # a date: treated like no Retry-After
+        # Random, so that the workers do not all come back in the same instant.
         return min(self.first_s * 2 ** (attempt - 1), self.longest_s) * (0.5 + random.random() / 2)
 
 
@@ -53,8 +56,9 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class Outcome:
-    """Requests of this run: `failed` have an error or a status of 400 and more; `skipped` were
-    there already, `failed_before` of them had failed."""
+    """Counts of requests. `total`: all of the file; `answered`: got an answer or an error in this
+    run; `failed`: those of `answered` with an error or a status from 400 on; `skipped`: the output
+    had them already; `failed_before`: those of `skipped` that had failed."""
 
     total: int = 0
     skipped: int = 0
@@ -67,9 +71,9 @@ class Outcome:
 async def run_batch(
     plan: BatchPlan, client: httpx.AsyncClient, told: Callable[[Outcome], None]
 ) -> Outcome:
-    """Ask for everything that has no answer yet; `told` after each answer.
+    """Send every request that has no answer yet; call `told` at the start and after each answer.
 
-    Raises InvalidRequest for a bad file, before anything is sent.
+    Raises InvalidRequest for a bad file, before any request is sent.
     """
     output = Output(plan.target)
     outcome = await asyncio.to_thread(_begin, plan, output)
@@ -86,7 +90,7 @@ async def run_batch(
 
 
 def _begin(plan: BatchPlan, output: Output) -> Outcome:
-    """Check the source, open the output; what there is to do. Raises InvalidRequest."""
+    """Check the source, open the output and count what is there. Raises InvalidRequest."""
     total = check_tasks(plan.source)
     output.open()
     done = output.done
@@ -111,7 +115,9 @@ class _Worker:
             self.told(self.outcome)
 
     async def _answer(self, task: BatchTask) -> tuple[Response | None, tuple[str, str] | None]:
-        """The answer, the last one if none was final; or why there is none."""
+        """Send a request until its answer is final or the tries are used up.
+
+        Return (answer, None), or (None, (code, message)) if the last try got no answer."""
         patience, attempt = self.plan.patience, 1
         while True:
             response, error, asked = await self._try(task)
@@ -125,7 +131,8 @@ class _Worker:
     async def _try(
         self, task: BatchTask
     ) -> tuple[Response | None, tuple[str, str] | None, str | None]:
-        """Answer, error and Retry-After of one try."""
+        """Send a request once. Return the answer or None, (code, message) or None, and the value of
+        Retry-After or None."""
         try:
             reply = await self.client.post(task.url, json=task.body, timeout=self._timeout)
         except httpx.ReadTimeout:
@@ -144,5 +151,5 @@ def _response(reply: httpx.Response) -> Response:
     try:
         body = orjson.loads(reply.content)
     except orjson.JSONDecodeError:
-        body = reply.text  # a proxy's page
+        body = reply.text  # not JSON, such as the error page of a proxy
     return Response(reply.status_code, reply.headers.get("x-request-id", ""), body)

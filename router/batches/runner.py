@@ -1,13 +1,14 @@
-"""BatchRunner: runs the batches of a BatchStore against this router's own routes, as their keys.
+"""BatchRunner: runs the batches of a BatchStore through this router's own routes.
 
-The life of a batch, each step by the process that holds its lock:
-    validating    the whole input is read: a bad line fails it, told by number
-    in_progress   requests are asked, so many at once; answers are written as they come
-    finalizing    answers become an output file, failures an error file
+The life of a batch; the process that holds the batch's lock does each step:
+    validating    read the whole input; a bad line fails the batch, with its line number
+    in_progress   send requests, a fixed number at once; write answers as they come
+    finalizing    make an output file of the answers, and an error file of the failures
     completed | failed | expired (after its window) | cancelled
-A process that ends leaves its batches to the next look of any other, or to its next start: what was
-answered is not asked again. Requests are the key's own: its limits, its tenant's share, its caches;
-they give way to others of the same tenant (x-request-priority). Event loop; files in threads.
+If a process ends, another one finds its batches at the next look, or the same one at its next
+start; requests that have an answer are not sent again. The requests of a batch count with the API
+key that made the batch: its limits, its tenant's share and its prefix cache. Other requests of the
+same tenant go first (x-request-priority). Runs on the event loop; files are read in threads.
 """
 
 from __future__ import annotations
@@ -45,32 +46,35 @@ from router.request.terms import GRANT_KEY
 from router.tenants.keys import EVERYBODY, Grant
 
 log = logging.getLogger(__name__)
-LOOK_S: Final = 2.0  # for batches that others have left
-TELL_S: Final = 1.0  # between two looks at a batch that runs: is it cancelled, has it expired
-SWEEP_S: Final = 60.0
-MOST_RUNNING: Final = 4  # batches at once here; more wait
-MOST_REQUESTS: Final = 50_000  # of one batch; OpenAI's
-MOST_ERRORS: Final = 20  # told of one file
-PRIORITY: Final = "100"  # smaller = sooner; clients' own is 0
+LOOK_S: Final = 2.0  # between two looks for batches that no process runs
+TELL_S: Final = 1.0  # between two checks whether a running batch was cancelled or has expired
+SWEEP_S: Final = 60.0  # between two deletions of expired files
+MOST_RUNNING: Final = 4  # batches that this process runs at once; more wait
+MOST_REQUESTS: Final = 50_000  # of one batch; OpenAI's limit
+MOST_ERRORS: Final = 20  # reported of one input file
+PRIORITY: Final = "100"  # a smaller number goes first; a client's default is 0
 _STATUS: Final[Mapping[str, Status]] = {
     "": "completed", "cancelled": "cancelled", "expired": "expired", "failed": "failed",
 }  # fmt: skip
 _ENDED: Final = {"cancelled": "was cancelled", "expired": "expired", "failed": "failed"}
 _FULL: Final = BatchError("storage_full", "the files of this key leave no room for its answers")
-# Its window is what ends the patience of a batch.
+# Any number of tries: a batch ends by its completion window.
 _PATIENCE: Final = RetryPatience(tries=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """`grant_of`: of an owner's digest; None: there is no such key any more."""
+    """`grant_of`: digest of a key -> its grant, or None if the key is not known any more.
+    `concurrency`: requests of one batch at once."""
 
     grant_of: Callable[[str], Grant | None]
     concurrency: int
 
 
 class BatchRunner:
-    """The life: made -> serve(app) -> run() until cancelled; `poke` when there is a new batch."""
+    """Runs the open batches of a store. Call `poke` when there is a new batch.
+
+    The life: made -> serve(app) -> run() until cancelled."""
 
     def __init__(self, store: BatchStore, settings: RunnerSettings) -> None:
         self.store = store
@@ -80,13 +84,15 @@ class BatchRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     def serve(self, app: ASGIApp) -> None:
-        """Where requests go: the public routes, behind the guard of keys."""
+        """Set the app that gets the requests: the public routes, without the check of API keys."""
         self._app = app
         self._news.set()
 
     @classmethod
     def of(cls, config: RouterConfig) -> BatchRunner | None:
-        """None where no directory is named. Raises ConfigError."""
+        """Return the runner of --batch-dir, or None without that option.
+
+        Raises ConfigError if the directory cannot be used."""
         if config.batch_dir is None:
             return None
         keys = config.key_ring()
@@ -101,7 +107,8 @@ class BatchRunner:
         self._news.set()
 
     async def run(self) -> None:
-        """Start what nobody runs, until cancelled; then what runs here stops where it is."""
+        """Start open batches that no other process runs. When cancelled, stop the batches that run
+        here; another process, or the next start, goes on with them."""
         swept = 0.0
         try:
             while True:
@@ -146,11 +153,11 @@ class BatchRunner:
             if mine and batch.status not in ENDED:
                 await _BatchRun(self.store, self._settings, place, batch).run(app)
         if not mine:
-            await asyncio.sleep(LOOK_S)  # somebody else runs it: not at once again
+            await asyncio.sleep(LOOK_S)  # another process runs it; do not try again at once
 
 
 class _BatchRun:
-    """One batch, whose lock is held."""
+    """Runs one batch, while this process holds its lock."""
 
     def __init__(
         self, store: BatchStore, settings: RunnerSettings, place: BatchPlace, batch: BatchObject
@@ -185,8 +192,8 @@ class _BatchRun:
         await self._finish(source, why)
 
     async def _ask(self, source: Path, app: ASGIApp) -> str:
-        """Ask until all is answered (""), or until it is "cancelled", "expired" or "failed": for
-        want of room."""
+        """Send the requests. Return "" when all are answered; else "cancelled", "expired", or
+        "failed" if the key has no room left for the answers."""
         plan = BatchPlan(
             source, self._place.answers, self._settings.concurrency, patience=_PATIENCE
         )
@@ -265,7 +272,8 @@ class _BatchRun:
 
 
 def check(source: Path, endpoint: str) -> tuple[int, list[BatchError]]:
-    """Read the whole input: how many requests, and what is wrong with it. In a thread."""
+    """Read the whole input file. Return the number of requests, and the errors (at most
+    MOST_ERRORS). Call it in a thread."""
     errors: list[BatchError] = []
     seen: set[str] = set()
     with source.open("rb") as lines:
@@ -292,7 +300,10 @@ def check(source: Path, endpoint: str) -> tuple[int, list[BatchError]]:
 
 
 def part(source: Path, answers: Path, targets: tuple[Path, Path], why: str) -> RequestCounts:
-    """Answers into the two files, good and bad ones; what was never answered, and `why`, too."""
+    """Split the answers into two files: those with a status below 400, and all others.
+
+    A request without an answer goes to the second file, with `why` as the reason. Return the
+    counts."""
     counts, answered = RequestCounts(), set[str]()
     with targets[0].open("wb") as good, targets[1].open("wb") as bad:
         for line in _lines(answers):
@@ -312,13 +323,13 @@ def part(source: Path, answers: Path, targets: tuple[Path, Path], why: str) -> R
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Whole ones; none of a file that was never begun."""
+    """Yield the complete lines of a file; none if the file does not exist."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
 def _granted(app: ASGIApp, grant: Grant) -> ASGIApp:
-    """`app`, for the bearer of that grant."""
+    """Return `app` with every request let in under `grant`, as if it had brought that key."""
 
     async def granted(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, GRANT_KEY: grant}, receive, send)

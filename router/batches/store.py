@@ -1,14 +1,14 @@
-"""BatchStore: the files and batches of all API keys, in one directory. Blocks; no network.
+"""BatchStore: the files and batches of all API keys, in one directory. Its calls block; no network.
 
-    OWNER/files/ID           content                    OWNER: the digest of a key
-    OWNER/files/ID.json      its FileObject
-    OWNER/batches/ID.json    the BatchObject, written by whoever runs it, anew each time
-    OWNER/batches/ID.cancel  somebody wants it cancelled
-    OWNER/batches/ID.lock    held (flock) by the process that runs it
-    OWNER/batches/ID.out     answers so far
+    OWNER/files/ID           the content of a file      OWNER: the digest of a key
+    OWNER/files/ID.json      the FileObject of that file
+    OWNER/batches/ID.json    the BatchObject; the process that runs the batch rewrites it
+    OWNER/batches/ID.cancel  exists if the batch is to be cancelled
+    OWNER/batches/ID.lock    locked (flock) by the process that runs the batch
+    OWNER/batches/ID.out     the answers so far
 
-Several processes on a machine may share it. What is written is there whole or not at all. An id
-that is not well-formed never meets the file system.
+Several processes on a machine may share the directory. A reader sees a .json file complete or not
+at all. An id is checked before it becomes part of a path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T", FileObject, BatchObject)
 
 @dataclass(frozen=True, slots=True)
 class BatchPlace:
-    """One batch's own files."""
+    """The files of one batch."""
 
     owner: str
     id: str
@@ -63,13 +63,14 @@ class BatchPlace:
         return self.folder / f"{self.id}.lock"
 
     def clear(self) -> None:
-        """It has ended: of all this the record alone stays."""
+        """Delete all files but the record, after the batch has ended."""
         for path in (self.answers, self.cancel, self.lock):
             path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Whether nobody else runs it; while it lasts, nobody else does. Goes with the process."""
+        """Take the lock of the batch for the `with` block. Yield False if another process has it.
+        The kernel releases the lock if the process dies."""
         with self.lock.open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,11 +81,13 @@ class BatchPlace:
 
 
 class BatchStore:
-    """Any thread. Raises RequestNotFound for what a key does not have, whoever else has it."""
+    """Files and batches by owner; may be called from any thread. Raises RequestNotFound for a file
+    or batch that the owner does not have, even if another owner has it."""
 
     def __init__(self, root: Path, owner_bytes: int) -> None:
-        """`owner_bytes`: of all that a key has here. Raises ConfigError for a directory that cannot
-        be used."""
+        """`owner_bytes`: the most bytes that one key may store.
+
+        Raises ConfigError if the directory cannot be used."""
         self._root = root
         self._owner_bytes = owner_bytes
         try:
@@ -99,7 +102,9 @@ class BatchStore:
     def upload(
         self, owner: str, content: BinaryIO, named: tuple[str, str], expires_s: int
     ) -> FileObject:
-        """Keep a copy; `named`: name, purpose. Raises TooLarge, Overloaded at the key's limits."""
+        """Store a copy of `content`. `named`: (file name, purpose).
+
+        Raises TooLarge if the key has no room for it, Overloaded if it has too many files."""
         folder = self._folder(owner, "files")
         if sum(1 for _ in folder.glob("*.json")) >= MOST_FILES:
             raise Overloaded(f"a key has at most {MOST_FILES} files: delete some", field="file")
@@ -117,7 +122,7 @@ class BatchStore:
     def add_file(
         self, owner: str, content: Path, named: tuple[str, str], expires_s: int
     ) -> FileObject:
-        """Move it here, whatever its size."""
+        """Move the file `content` into the store; no limit is checked. `named`: (name, purpose)."""
         folder, now = self._folder(owner, "files"), int(time.time())
         told = FileObject(
             id=f"file-{secrets.token_hex(12)}", bytes=content.stat().st_size, created_at=now,
@@ -139,12 +144,12 @@ class BatchStore:
         return self._folder(owner, "files") / self.file(owner, id_).id
 
     def files(self, owner: str) -> list[FileObject]:
-        """The newest first."""
+        """Return the owner's files that have not expired, the newest first."""
         found = _all(self._folder(owner, "files"), FileObject)
         return [file for file in found if not _expired(file)]
 
     def delete(self, owner: str, id_: str) -> None:
-        """Raises InvalidRequest while a batch still needs it."""
+        """Delete a file. Raises InvalidRequest if it is the input of a batch that still runs."""
         told = self.file(owner, id_)
         for batch in self.batches(owner):
             if batch.input_file_id == id_ and batch.status not in ENDED:
@@ -153,7 +158,7 @@ class BatchStore:
         self._drop(owner, told)
 
     def room(self, owner: str) -> int:
-        """Bytes that the key may still keep; below 0 if there are too many."""
+        """Return how many more bytes the key may store; negative if it stores too many."""
         folders = [self._folder(owner, name) for name in ("files", "batches")]
         used = sum(_size(entry) for folder in folders for entry in os.scandir(folder))
         return self._owner_bytes - used
@@ -161,7 +166,7 @@ class BatchStore:
     # ---- batches ----
 
     def add_batch(self, owner: str, batch: BatchObject) -> None:
-        """Raises Overloaded."""
+        """Store a new batch. Raises Overloaded if the key has too many batches."""
         known = self.batches(owner)
         if len(known) >= MOST_FILES:
             message = f"a key has at most {MOST_FILES} batches of the last 30 days"
@@ -171,7 +176,8 @@ class BatchStore:
         self.put(self.place(owner, batch.id), batch)
 
     def put(self, place: BatchPlace, batch: BatchObject) -> None:
-        """By whoever holds the lock, or made it just now."""
+        """Write the record of a batch. Only the holder of the batch's lock may call this, or the
+        caller that has just made the batch."""
         _write(place.record, batch)
 
     def place(self, owner: str, id_: str) -> BatchPlace:
@@ -180,7 +186,7 @@ class BatchStore:
         return BatchPlace(owner, id_, self._folder(owner, "batches"))
 
     def batch(self, owner: str, id_: str) -> BatchObject:
-        """As it is to be told: one that is to be cancelled says so."""
+        """Return a batch as clients see it: with status `cancelling` if its end was asked for."""
         place = self.place(owner, id_)
         found = _read(place.record, BatchObject)
         if found is None:
@@ -188,12 +194,12 @@ class BatchStore:
         return _with_cancel(found, place)
 
     def batches(self, owner: str) -> list[BatchObject]:
-        """The newest first."""
+        """Return the owner's batches as clients see them, the newest first."""
         found = _all(self._folder(owner, "batches"), BatchObject)
         return [_with_cancel(batch, self.place(owner, batch.id)) for batch in found]
 
     def open_batches(self) -> list[BatchPlace]:
-        """Of all keys, those that have not ended, the oldest first."""
+        """Return the batches of all keys that have not ended, the oldest first."""
         found: list[tuple[int, BatchPlace]] = []
         for owner in self._owners():
             found += [
@@ -204,7 +210,7 @@ class BatchStore:
         return [place for _, place in sorted(found, key=lambda each: (each[0], each[1].id))]
 
     def sweep(self) -> None:
-        """Delete files that have expired, and records of batches that nobody asks for any more."""
+        """Delete expired files, and records of ended batches that are older than KEPT_S."""
         for owner in self._owners():
             for batch in _all(self._folder(owner, "batches"), BatchObject):
                 if batch.status in ENDED and batch.created_at < time.time() - KEPT_S:
@@ -247,7 +253,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def _all(folder: Path, kind: type[T]) -> list[T]:
-    """The newest first."""
+    """Return the records in a folder, the newest first."""
     found = [_read(path, kind) for path in folder.glob("*.json")]
     return sorted((one for one in found if one), key=lambda one: (-one.created_at, one.id))
 

@@ -1,7 +1,8 @@
-"""Grammars checked before any node hears of them: off the event loop, within a budget.
+"""Check grammars before any node gets them: off the event loop, with limits of time and memory.
 
-Each is built once in a process that can be given up (baton/guided/trials.py), usually in
-two milliseconds. What was found out is kept, refusals too: a bad grammar costs its budget once.
+Each grammar is built once in a child process that can be killed (baton/guided/trials.py); that
+usually takes two milliseconds. The result is cached, refusals too, so a bad grammar uses up its
+time limit only once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
 MAX_KNOWN: Final = 256
-TRIAL_S: Final = 0.005  # usually; the time that it took is charged afterwards
-BLAMED: Final = (InvalidRequest, Unavailable)  # what may be said of a grammar
+TRIAL_S: Final = 0.005  # expected time of a check; its tenant is charged the real time afterwards
+BLAMED: Final = (InvalidRequest, Unavailable)  # errors of a check that name the client's field
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Constraint:
 
 
 class GrammarChecker:
-    """Checks grammars, each once as long as it remembers it. `close` twice is safe."""
+    """Checks grammars and caches the last MAX_KNOWN results. Calling `close` twice is safe."""
 
     def __init__(self, off_loop: OffLoop, trials: GrammarTrials | None = None) -> None:
         self.trials = trials or GrammarTrials()
@@ -41,9 +42,12 @@ class GrammarChecker:
         self._coming: dict[GuidedDecoding, asyncio.Future[InvalidRequest | None]] = {}
 
     async def check(self, guided: GuidedDecoding, field: str, grant: Grant = EVERYBODY) -> None:
-        """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
-        many others of the same key are checked; Unavailable if this machine is too busy to."""
-        # A thought comes before the grammar, whatever the grammar is; all backends are one.
+        """Check one grammar.
+
+        Raises InvalidRequest, naming `field`, if no node could follow the grammar; Overloaded if
+        too many grammars of the same tenant wait for a check; Unavailable if this machine is too
+        busy to check it."""
+        # The limits of the reasoning and the backend's name do not change whether it can be built.
         grammar = replace(guided, starts_after="", thought_start="", most_thought=None, backend="")
         refusal: BatonError | None
         try:
@@ -58,7 +62,7 @@ class GrammarChecker:
         self.trials.close()
 
     async def _found(self, grammar: GuidedDecoding, grant: Grant) -> InvalidRequest | None:
-        """Why it cannot be followed, None if it can."""
+        """Return why the grammar cannot be followed, or None if it can."""
         if grammar in self._known:
             self._known.move_to_end(grammar)
             return self._known[grammar]
@@ -67,7 +71,7 @@ class GrammarChecker:
             work = self._off_loop.run(WorkLane.GRAMMAR, grant, TRIAL_S, lambda: self._try(grammar))
             coming = self._coming[grammar] = asyncio.ensure_future(work)
             coming.add_done_callback(lambda done: self._keep(grammar, done))
-        return await asyncio.shield(coming)  # others may wait for the same one
+        return await asyncio.shield(coming)  # other requests may wait for the same check
 
     def _keep(self, grammar: GuidedDecoding, done: asyncio.Future[InvalidRequest | None]) -> None:
         del self._coming[grammar]
@@ -78,7 +82,7 @@ class GrammarChecker:
             self._known.popitem(last=False)
 
     def _try(self, grammar: GuidedDecoding) -> InvalidRequest | None:
-        """On a thread."""
+        """Build the grammar in a child process; return the refusal or None. Call it in a thread."""
         try:
             self.trials.run(grammar)
         except InvalidRequest as error:
@@ -87,7 +91,8 @@ class GrammarChecker:
 
 
 def blamed_on(error: BatonError, field: str) -> BatonError:
-    """An error about `guided` in the words of whoever wrote `field`; any other as it is."""
+    """Return an error about `guided` as an error about `field`, the client's own field. An error
+    about another field is returned as it is."""
     if error.field != FIELD:
         return error
     message = f"{field}: {error.message.removeprefix(f'{FIELD}: ')}"

@@ -1,12 +1,12 @@
-"""OffLoop: work on prompts in a few threads, so that every stream goes on meanwhile.
+"""OffLoop: runs work on prompts in a few threads, so that the event loop can serve streams.
 
-Fair between tenants (router/tenants/turns.py), in lanes by how long a piece of work may take: short
-work never waits behind long work, whose ever it is.
+Each kind of work has its own threads and queue (WorkLane), so short work never waits behind long
+work. Within a kind, tenants get fair shares (router/tenants/turns.py).
 
     SHORT      texts of up to SHORT_CHARS: ~20 ms
-    LONG       longer ones: seconds
-    TEMPLATE   chats that a child renders (baton/text/rendering.py)
-    GRAMMAR    grammars that a child builds (router/prompts/grammar_checks.py)
+    LONG       longer texts: seconds
+    TEMPLATE   chats that a child process renders (baton/text/rendering.py)
+    GRAMMAR    grammars that a child process builds (router/prompts/grammar_checks.py)
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from router.tenants.turns import Turns
 
 T = TypeVar("T")
 SHORT_CHARS: Final = 64 << 10
-CHARS_PER_S: Final = 2_000_000  # of tokenizing, about; what it took is settled afterwards
+# Expected speed of tokenizing. The tenant is charged the real time afterwards.
+CHARS_PER_S: Final = 2_000_000
 
 
-# Of these threads, for the kernel: where a core is shared, events and engines come first.
+# Niceness of the threads: on a shared core, the event loop and the engines go first.
 NICENESS: Final = 10
 
 
 class WorkLane(enum.Enum):
-    """`value`: name of its threads; `places`: how many work at once."""
+    """A kind of work. Its value is (name, how many run at once)."""
 
     SHORT = ("short", 2)
     LONG = ("long", 2)
@@ -46,7 +47,7 @@ class WorkLane(enum.Enum):
 
 
 class OffLoop:
-    """Owns its threads: `close` ends them, twice is safe."""
+    """Runs work in its own threads. `close` ends them; calling it twice is safe."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         threads = sum(lane.places for lane in WorkLane)
@@ -57,13 +58,17 @@ class OffLoop:
         self._turns = {lane: Turns(lane.places, clock) for lane in WorkLane}
 
     async def text(self, grant: Grant, num_chars: int, work: Callable[[], T]) -> T:
-        """Work on so many characters. Raises what it raises; Overloaded."""
+        """Run `work` on a text of `num_chars` characters in a thread; return its result.
+
+        Raises what `work` raises; Overloaded if too much work of the tenant waits."""
         lane = WorkLane.SHORT if num_chars <= SHORT_CHARS else WorkLane.LONG
         return await self.run(lane, grant, num_chars / CHARS_PER_S, work)
 
     async def run(self, lane: WorkLane, grant: Grant, cost_s: float, work: Callable[[], T]) -> T:
-        """The same in a lane. Whoever is cancelled meanwhile leaves the work to end by itself; its
-        place is free when it has."""
+        """Run `work`, which takes about `cost_s`, in a thread of `lane`; return its result.
+
+        If the caller is cancelled, `work` runs to its end and only then frees its place.
+        Raises what `work` raises; Overloaded if too much work of the tenant waits."""
 
         place = await self._turns[lane].take(grant, cost_s)
         try:
@@ -74,7 +79,8 @@ class OffLoop:
 
         def ended(done: asyncio.Future[T]) -> None:
             place.give_back()
-            _ = done.cancelled() or done.exception()  # seen, even if nobody waits any more
+            # Read the exception, so that asyncio does not log it when nobody waits any more.
+            _ = done.cancelled() or done.exception()
 
         working.add_done_callback(ended)
         return await asyncio.shield(working)
@@ -84,8 +90,8 @@ class OffLoop:
 
 
 def _give_way() -> None:
-    """This thread alone (Linux): work of seconds lets a stream's milliseconds pass."""
+    """Lower the priority of the calling thread (Linux): the event loop's thread goes first."""
     thread = threading.get_native_id()
-    # Never less than it is: only the privileged may take that back.
+    # Do not lower the niceness that the process already has: only root may do that.
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
     os.setpriority(os.PRIO_PROCESS, thread, niceness)

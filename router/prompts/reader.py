@@ -1,7 +1,8 @@
-"""Prompts: texts and conversations -> token ids, off the event loop where that takes time.
+"""PromptReader: texts and conversations -> token ids, off the event loop where that takes time.
 
-Who asks for much waits for it by itself (router/prompts/off_loop.py), and what is sure to be too
-long is not begun. What is short is read at once: a thread costs two switches and waits for the GIL.
+Long texts are tokenized in threads (router/prompts/off_loop.py). A text that is certainly too long
+for the model is refused before it is tokenized. Short texts are tokenized on the event loop: a
+thread would cost two switches and a wait for the GIL.
 """
 
 from __future__ import annotations
@@ -26,31 +27,35 @@ from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
 T = TypeVar("T")
-SHORT_CHARS: Final = 1500  # of all texts together: ~0.3 ms
-# Values and characters of a conversation that most templates render in as little; and of one that
-# a harmless template may render in this process, on a thread.
+SHORT_CHARS: Final = 1500  # all texts of a request: tokenized on the event loop in ~0.3 ms
+# Most (values, characters) of a conversation that is rendered on the event loop.
 SHORT_CHAT: Final = (200, 4000)
+# Most (values, characters) of a conversation that is rendered in a thread of this process. Larger
+# ones, and templates that are not harmless, are rendered in a child process.
 OWN_CHAT: Final = (4096, 128 << 10)
-AT_ONCE_S: Final = 0.02
-ON_THREAD_S: Final = 0.1
-MAX_CHARS_AT_ONCE: Final = 16 << 10  # templates write more than the messages: default rules
-MAX_TEMPLATE_CHARS: Final = 128 << 10  # of one that a request brings
-RENDER_S: Final = 0.01  # about; what it took is settled afterwards
+AT_ONCE_S: Final = 0.02  # time limit of rendering on the event loop
+ON_THREAD_S: Final = 0.1  # time limit of rendering in a thread
+# Longest rendered text that is tokenized on the event loop. A template writes more than the
+# messages, such as default rules.
+MAX_CHARS_AT_ONCE: Final = 16 << 10
+MAX_TEMPLATE_CHARS: Final = 128 << 10  # of a template in a request
+RENDER_S: Final = 0.01  # expected time of rendering; the tenant is charged the real time afterwards
 GRAMMAR_S: Final = 0.01
-# Where no character has a token of its own, one may stand for a text of any length.
+# Most characters per token that are assumed if the tokenizer knows no bound.
 UNKNOWN_CHARS_PER_TOKEN: Final = 256
-# Tokens that a cut through a text may change; so many more are kept, and cut off afterwards.
+# A cut through a text may change the tokens next to it. So many more tokens are kept at first, and
+# removed after tokenizing.
 CUT_TOKENS: Final = 64
 DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
-# Told at once, in the message of one engine step: some 20 MB, of 64 that a message may have.
+# Most log-probabilities in the message of one engine step: some 20 MB; a message may have 64 MB.
 MAX_PROMPT_LOGPROBS: Final = 1 << 20
-FEW_LOGPROBS: Final = 20  # of a token, however many tokens there are
+FEW_LOGPROBS: Final = 20  # so many per token are allowed for any number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How many tokens of a text are of any use: of more, a text is refused, or with a `side` cut
-    off there. `name`: what this number is to the client."""
+    """The most tokens that a text may have. A longer text is refused, or, if `side` is set, cut
+    (`left`: its beginning is removed). `name`: what an error calls this limit."""
 
     tokens: int
     side: Literal["left", "right"] | None = None
@@ -59,13 +64,14 @@ class Length:
 
 @cache
 def whole_length(tokens: int) -> Length:
-    """Of a text that is not cut: all of the model's context."""
+    """Return the limit of a text that is not cut: the model's context of `tokens` tokens."""
     return Length(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class TextInputs:
-    """What a request's `field` holds: texts, and lists of ids, which stay as they are."""
+    """The inputs in a request's `field`: texts to tokenize, and lists of ids, which stay as they
+    are."""
 
     items: Sequence[str | tuple[int, ...]]
     field: str
@@ -75,20 +81,20 @@ class TextInputs:
 
     @property
     def fields(self) -> list[str]:
-        """The client's name of each."""
+        """The name of each input in errors: `field`, or `field[index]` if there are several."""
         if len(self.items) == 1:
             return [self.field]
         return [f"{self.field}[{index}]" for index in range(len(self.items))]
 
 
 class PromptReader:
-    """Text and messages -> token ids. Owns its threads and processes: `close` ends them, twice is
-    safe."""
+    """Turns texts and messages into token ids, in its own threads and child processes. `close` ends
+    them; calling it twice is safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, trusts_clients: bool = False
     ) -> None:
-        """`trusts_clients`: they may bring templates."""
+        """`trusts_clients`: a request may bring its own chat template."""
         self._tokenizer = tokenizer
         self._template = template
         self._trusts_clients = trusts_clients
@@ -98,8 +104,10 @@ class PromptReader:
         self._at_once = template is not None and template.harmless
 
     async def read(self, asked: TextInputs) -> list[tuple[int, ...]]:
-        """Ids of each input. Raises InvalidRequest (its field) where there are none, or are sure
-        to be too many."""
+        """Return the token ids of each input.
+
+        Raises InvalidRequest, naming the field, for an input without tokens or one that certainly
+        has too many; Overloaded."""
         items = [
             self.fitting(item, asked.length, field) if isinstance(item, str) else item
             for item, field in zip(asked.items, asked.fields, strict=True)
@@ -131,9 +139,11 @@ class PromptReader:
         add_special_tokens: bool = False,
         template: str | None = None,
     ) -> tuple[tuple[int, ...], str]:
-        """Render a conversation: its token ids and its text. Templates write BOS themselves:
-        callers add none. `salt`: of whoever may share what was encoded before. `template`: the
-        client's own, instead of the server's."""
+        """Render a conversation; return its token ids and its text.
+
+        `salt`: only chats with the same salt share cached encodings. `add_special_tokens` adds the
+        tokenizer's, such as BOS; most templates write them already. `template`: the source of the
+        client's template, used instead of the server's."""
         text = self._rendered_at_once(chat) if template is None else None
         short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
         if text is None and template is not None:
@@ -150,7 +160,9 @@ class PromptReader:
         return ids, text
 
     async def _rendered_by(self, source: str, chat: Chat, grant: Grant) -> str:
-        """By a client's template. Raises InvalidRequest, UnsupportedFeature."""
+        """Render a chat by the template of a client, in a child process.
+
+        Raises InvalidRequest, UnsupportedFeature."""
         field = "chat_template"
         if not self._trusts_clients:
             message = f"{field} is not taken by this server (--trust-request-chat-template)"
@@ -165,14 +177,15 @@ class PromptReader:
         )  # fmt: skip
 
     def _rendered_at_once(self, chat: Chat) -> str | None:
-        """A small conversation by a harmless and quick template; None: in a child, please."""
+        """Render a small conversation on the event loop, if the template is harmless and quick.
+        Otherwise return None: the caller renders it off the event loop."""
         template = self._template
         if template is None or not self._at_once or not _is_within(SHORT_CHAT, chat):
             return None
         try:
             return template.render_at_once(AT_ONCE_S, chat)
         except OverBudget:
-            # It would hold up every stream of this router, again and again.
+            # The template is slow: do not render on the event loop again.
             self._at_once = False
             return None
 
@@ -198,7 +211,7 @@ class PromptReader:
     async def rerank(
         self, pairs: Sequence[tuple[str, str]], instruction: str | None, grant: Grant
     ) -> list[tuple[int, ...]]:
-        """Ids of the yes-or-no question about each (query, document)."""
+        """Return, for each (query, document), the token ids of the reranker's yes-or-no prompt."""
 
         def encode() -> list[tuple[int, ...]]:
             asked = (rerank_prompts(self._tokenizer, q, [d], instruction) for q, d in pairs)
@@ -208,31 +221,36 @@ class PromptReader:
         return await self._encoded(grant, num_chars, encode)
 
     async def decode(self, ids: Sequence[int], grant: Grant) -> str:
-        """The text of all ids, special tokens too."""
+        """Return the text of token ids, including special tokens."""
         return await self._encoded(
             grant, len(ids), lambda: self._tokenizer.decode(ids, skip_special_tokens=False)
         )
 
     async def spell(self, ids: Sequence[int], grant: Grant) -> list[str]:
-        """The vocabulary's spelling of each id."""
+        """Return each id's entry in the vocabulary; "" for an unknown id."""
         return await self._encoded(
             grant, len(ids), lambda: [self._tokenizer.token(token_id) or "" for token_id in ids]
         )
 
     async def checked(self, asked: Constraint | None, grant: Grant) -> Constraint | None:
-        """What a client asked for, once its grammar was checked. Raises InvalidRequest, ..."""
+        """Check the grammar of a constraint and return the constraint; None stays None.
+
+        Raises InvalidRequest, Overloaded, Unavailable (GrammarChecker.check)."""
         if asked is not None:
             await self._checker.check(asked.guided, asked.field, grant)
         return asked
 
     async def check_guided(self, guided: GuidedDecoding | None, grant: Grant) -> None:
-        """The same where the client's own name is `guided`."""
+        """Check the grammar of a gRPC request, whose field is called `guided`; None is accepted.
+
+        Raises like `checked`."""
         if guided is not None:
             await self._checker.check(guided, FIELD, grant)
 
     def fitting(self, text: str, length: Length, field: str) -> str:
-        """The text, cut if that is wanted. Raises ContextLengthExceeded for one that is sure to
-        have too many tokens."""
+        """Return the text; if it certainly has too many tokens, only the part that `length` keeps.
+
+        Raises ContextLengthExceeded for such a text if `length` does not allow a cut."""
         spare = 0 if length.side is None else CUT_TOKENS
         most = self._tokenizer.most_chars(length.tokens + spare)
         if most is None:
@@ -253,7 +271,8 @@ class PromptReader:
         self._off_loop.close()
 
     async def _encoded(self, grant: Grant, num_chars: int, work: Callable[[], T]) -> T:
-        """Work on so many characters, or tokens; the memory that it took is given back."""
+        """Run `work` on `num_chars` characters or tokens in a thread; return its result. After a
+        large one, freed memory goes back to the operating system."""
 
         def trimmed() -> T:
             try:
@@ -265,7 +284,7 @@ class PromptReader:
 
 
 def _is_within(bounds: tuple[int, int], chat: Chat) -> bool:
-    """Whether it has at most so many values and characters in all. Looks no further than that."""
+    """Whether a chat has at most `bounds` (values, characters). The count stops at the bounds."""
     left, room = bounds
     found: list[Any] = [*chat.messages, *chat.tools, *chat.documents, chat.kwargs]
     while found:
@@ -285,7 +304,9 @@ def _is_within(bounds: tuple[int, int], chat: Chat) -> bool:
 
 
 def room_for_output(num_prompt_tokens: int, max_model_len: int, field: str) -> int:
-    """Tokens that the model can still write. Raises ContextLengthExceeded (`field`) if none."""
+    """Return how many tokens the model can write after the prompt.
+
+    Raises ContextLengthExceeded, naming `field`, if there is no room for one."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
@@ -299,7 +320,8 @@ def room_for_output(num_prompt_tokens: int, max_model_len: int, field: str) -> i
 def beyond_room(
     num_prompt_tokens: int, max_tokens: int, max_model_len: int, field: str
 ) -> ContextLengthExceeded:
-    """What to tell of a prompt and an output (`field`) that do not fit together."""
+    """Return the error for a prompt and `max_tokens` that exceed the context together. `field`: the
+    client's name of `max_tokens`."""
     return ContextLengthExceeded(
         f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
         f" model's maximum context length of {max_model_len} tokens",
@@ -308,8 +330,10 @@ def beyond_room(
 
 
 def check_logprobs(params: SamplingParams, at_once: bool, field: str) -> None:
-    """Raise InvalidRequest (`field`) if an answer, told `at_once` or token by token, has more
-    log-probabilities than one may hold. A few of each token always may."""
+    """Raise InvalidRequest, naming `field`, if one message would hold too many log-probabilities.
+
+    `at_once`: one message has the whole answer; otherwise one step of it. Up to FEW_LOGPROBS per
+    token are always allowed."""
     count = params.logprobs or 0
     told = params.num_outputs * (count + 1) * (params.max_tokens if at_once else 1)
     if count > FEW_LOGPROBS and told > MAX_PROMPT_LOGPROBS:
@@ -322,7 +346,8 @@ def check_logprobs(params: SamplingParams, at_once: bool, field: str) -> None:
 
 
 def check_prompt_logprobs(num_prompt_tokens: int, count: int | None, field: str) -> None:
-    """Raise InvalidRequest (`field`) if more would be told of the prompt than one message holds."""
+    """Raise InvalidRequest, naming `field`, if the prompt's log-probabilities do not fit into one
+    message. `count`: how many per token, None for no log-probabilities."""
     if count is not None and num_prompt_tokens * (count + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"{field}: {count} alternatives for each of {num_prompt_tokens} prompt tokens are more"

@@ -1,7 +1,7 @@
-"""The router's ASGI app of injected parts: exchanges > head guard > API keys > routes.
+"""The router's public ASGI app: Exchanges > HeadGuard > ApiKeyGuard > routes.
 
-Failures on Anthropic's routes are put into Anthropic's words. Around it all, web pages of other
-origins are answered if they may.
+On Anthropic's routes, failures become Anthropic's error objects. With --allowed-origins, a CORS
+middleware is around all of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
-    """The whole HTTP front door. Its threads end with the app's lifespan."""
+    """Return the app of the public HTTP port. Its threads end with the app's lifespan."""
     trusts = services.config.trust_request_chat_template
     prompts = PromptReader(services.tokenizer, services.chat_template, trusts)
 
@@ -58,7 +58,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
             Exception: on_baton_error,
         },
     )
-    # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
+    # A path with a slash too many is no route. A redirect would tell which routes exist.
     routes.router.redirect_slashes = False
     direct = DirectRoutes(routes, {it.path: it.endpoint for it in every if it.path in BUSIEST})
     if services.batches is not None:
@@ -81,7 +81,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
 
 
 def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
-    """Everything that the public port serves; /openapi.json describes the same."""
+    """Return all routes of the public port; /openapi.json describes them."""
     http = HttpApi(services, prompts)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
     resumable = ResumableApi(services, plain)
@@ -92,11 +92,11 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
 
 
 class DirectRoutes:
-    """The busiest routes without the layers in between. Wraps an ASGI app, which gets everything
-    else. `posts`: path -> handler.
+    """Calls the handlers of the busiest routes without Starlette's layers. `posts`: path -> handler
+    of a POST. All other requests go to `app`.
 
-    Starlette walks through its middlewares and a list of routes for every request; these paths are
-    looked up in a dictionary, with the same handlers and the same answers to what they raise.
+    For every request Starlette walks through its middlewares and a list of routes. Here one
+    look-up in a dictionary finds the handler; errors get the same answers as in Starlette.
     """
 
     def __init__(self, app: ASGIApp, posts: Mapping[str, Handler]) -> None:
@@ -119,13 +119,14 @@ class DirectRoutes:
             reply = await on_baton_error(request, error)
         except Exception as error:
             await (await on_baton_error(request, error))(scope, receive, send)
-            raise  # the server's log wants it, too
+            raise  # uvicorn logs it, too
         await reply(scope, receive, send)
 
 
 class RootPath:
-    """The whole front door once more below a prefix, as behind a proxy that keeps it. The outermost
-    middleware: all that is inside sees paths without the prefix, keys too."""
+    """Serves every route also below a prefix, for a proxy that leaves the prefix on. It is the
+    outermost middleware: everything inside it, such as the API-key guard, sees paths without the
+    prefix."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""API keys: ASGI middleware that denies every route by default, however its path is spelled.
+"""API keys: ASGI middleware that refuses every request without a known key.
 
-Only the probes are open, by exact path and for GET and HEAD; a route added later is closed without
-anybody thinking of it. Keys are compared in router/tenants/keys.py; the grant of the one that fits
-goes on in the scope.
+Only the probes (OPEN_PATHS) need no key, by exact path and for GET and HEAD. A route that is added
+later therefore needs a key by default. Keys are compared in router/tenants/keys.py; the grant of
+the key is put into the scope under GRANT_KEY.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _PROBE_METHODS: Final = frozenset({"GET", "HEAD"})
 
 
 class ApiKeyGuard:
-    """Wraps an ASGI app. No keys = open (the config allows that on loopback only)."""
+    """Wraps an ASGI app. Without any keys it lets every request through; the config allows that on
+    loopback only."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str] | KeyRing) -> None:
         self._app = app
@@ -47,7 +48,7 @@ class ApiKeyGuard:
             return False
         if scope["path"] in OPEN_PATHS and scope["method"] in _PROBE_METHODS:
             return True
-        # Whichever of two a proxy has looked at: all must be good, and one bearer's.
+        # A proxy may have checked only one of several keys: all must be known, and of one grant.
         grants = [self._keys.match(key) for key in keys_of(scope["headers"])]
         grant = grants[0] if grants else None
         if grant is None or any(other != grant for other in grants):

@@ -1,9 +1,10 @@
-"""Garbage collection of a serving process: what was there at the start is never looked at again.
+"""Settings of the garbage collector for a process that serves.
 
-A router's modules, templates and metrics are some 200,000 objects that live as long as it does, and
-CPython's defaults look through the young ones at every 700th allocation: a seventh of the CPU time
-of a request, and pauses of 10 ms and more in the middle of streams. Nearly all of a request's
-objects go by their reference counts; cycles are what is left.
+A router's modules, templates and metrics are some 200,000 objects that live as long as the process.
+By default CPython collects young objects at every 700th allocation, and older ones with them from
+time to time. That took a seventh of a request's CPU time, and paused streams for 10 ms and more.
+Nearly all objects of a request are freed by their reference counts; the collector is needed only
+for cycles.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-THRESHOLDS: Final = (20_000, 20, 50)  # young objects, collections of those, of the next older
+THRESHOLDS: Final = (20_000, 20, 50)  # of gc.set_threshold, per generation
 
 
 def settle() -> None:
-    """All is loaded: keep it out of the collector's sight. Once, before serving."""
+    """Exclude all present objects from collection and collect rarely. Call once, before serving."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

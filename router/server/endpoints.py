@@ -1,4 +1,5 @@
-"""The routes beside OpenAI's generation: pooling, tokens in and out, load, the description."""
+"""The routes that do not generate text in OpenAI's API: embeddings, classes, reranking, batches,
+token-id generation, load, and the API's own documentation."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from router.request.pool import PoolDispatcher
 from router.services import RouterServices
 
 Handler = Callable[[HttpRequest], Awaitable[Any]]
-# Fields that a body must have, all of one entry -> the endpoint, in the order in which they count.
+# (fields, endpoint): a body with all of these fields is for this endpoint. The first match counts.
 _BEHIND_ONE_DOOR: Final[Sequence[tuple[Sequence[str], str]]] = (
     (("messages",), "/v1/chat/completions"),
     (("prompt",), "/v1/completions"),
@@ -41,11 +42,12 @@ _BEHIND_ONE_DOOR: Final[Sequence[tuple[Sequence[str], str]]] = (
     (("query", "documents"), "/v1/rerank"),
     *((pair, "/v1/score") for pair in SIDES),
 )
-_PLACES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")  # on this machine
+# Fields of tokenizer_config.json that hold paths on this machine.
+_PLACES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 
 
 class Endpoints:
-    """What router/server/app.py adds to HttpApi's routes."""
+    """The routes that router/server/app.py adds to those of HttpApi."""
 
     def __init__(self, services: RouterServices, prompts: PromptReader, http: HttpApi) -> None:
         config = services.config
@@ -103,7 +105,7 @@ class Endpoints:
         return _json(tokenizer_info(self._services))
 
     async def load(self, _: HttpRequest) -> Response:
-        """vLLM's: requests under way here, of all kinds."""
+        """vLLM's /load: the number of requests of all kinds that this router works on."""
         load = self._services.metrics.live + self.pools.num_live
         return _json({"server_load": load})
 
@@ -118,21 +120,24 @@ class Endpoints:
         return HTMLResponse(content, headers=HEADERS)
 
     async def root(self, _: HttpRequest) -> Response:
-        """Whoever looks in with a browser reads what there is."""
-        return RedirectResponse("docs")  # relative: below a prefix, too
+        """Redirect a browser to the API's documentation."""
+        return RedirectResponse("docs")  # relative: it also works below a prefix
 
 
 class Invocations:
-    """SageMaker's one door, /invocations; what a body has says which endpoint it is for.
+    """SageMaker's only route, /invocations. The fields of a body say which endpoint it is for.
 
-    `handlers`: of the endpoints. `classifies`: inputs are for /classify."""
+    `handlers`: path -> handler. `classifies`: a body with `input` goes to /classify, otherwise to
+    /v1/embeddings."""
 
     def __init__(self, handlers: Mapping[str, Handler], classifies: bool) -> None:
         self._handlers = handlers
         self._classifies = classifies
 
     async def invoke(self, request: HttpRequest) -> Any:
-        """What the endpoint answers. Raises InvalidRequest for a body that is for none."""
+        """Return the reply of the endpoint that the body is for.
+
+        Raises InvalidRequest if the body is for no endpoint."""
         raw = await read_body(request)
         given = object_of(raw)
         for names, path in _BEHIND_ONE_DOOR:
@@ -152,8 +157,8 @@ class Invocations:
 
 
 def tokenizer_info(services: RouterServices) -> dict[str, Any]:
-    """vLLM's: what tokenizer_config.json says without paths, tokens by their text alone, and the
-    chat template in use."""
+    """Return vLLM's /tokenizer_info: tokenizer_config.json without paths, each token as its text,
+    and the chat template in use."""
     told = read_json(Path(services.config.model) / "tokenizer_config.json")
     info = {name: _plain(value) for name, value in told.items() if name not in _PLACES}
     info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -164,7 +169,7 @@ def tokenizer_info(services: RouterServices) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Added tokens are objects with options of their own: here they are their text."""
+    """Return `value` with every token object (a dict with `content`) replaced by its text."""
     if isinstance(value, list):
         return [_plain(item) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -177,7 +182,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _document(root_path: str, tells_tokenizer: bool) -> bytes:
-    """Made when somebody asks, for that takes a while."""
+    """Return /openapi.json. Building it takes a while, so that happens at the first request."""
     return msgspec.json.encode(document(root_path, tells_tokenizer))
 
 

@@ -1,10 +1,10 @@
-"""Exchanges: what every HTTP exchange has, whatever is asked: an id, a line in the log, an end.
+"""Exchanges: middleware that gives every HTTP request an id and a line in the log.
 
-The id is the client's `x-request-id` if it is a plain one, else a drawn one, until the body says
-another (router/request/request_ids.py). The answer repeats it, and every line that is logged
-meanwhile has it. While the router drains, every answer says `connection: close`: a client that
-keeps its connection learns so, between two requests, that the next one belongs to another router.
-When the listener closes, hardly any connection is left that a request could be on its way on.
+The id is the client's `x-request-id` if that is valid, else a random one; a `request_id` in the
+body replaces it (router/request/request_ids.py). The answer repeats the id, and every line that is
+logged for the request has it. While the router drains, every answer says `connection: close`, so a
+client opens its next connection, to another router. When the listener closes later, hardly any
+connection is left on which a request could still arrive.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from router.server.auth import OPEN_PATHS
 from router.services import Lifecycle
 
 log = logging.getLogger(__name__)
-CLIENT_LEFT: Final = 499  # nothing was sent: the client went away
+CLIENT_LEFT: Final = 499  # logged if the client went away before an answer began
 _NO_DIALECTS: Final[Mapping[str, ASGIApp]] = MappingProxyType({})
 
 
 class Exchanges:
-    """The outermost middleware. `dialects`: prefix of paths -> the app that answers these."""
+    """The middleware around the whole app. `dialects`: path prefix -> the app that gets requests
+    below that prefix instead."""
 
     def __init__(
         self, app: ASGIApp, lifecycle: Lifecycle, dialects: Mapping[str, ASGIApp] = _NO_DIALECTS
@@ -47,7 +48,7 @@ class Exchanges:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # A body may have changed the id by now.
+                # Looked up only now: the body may have replaced the id.
                 headers = [*message.get("headers", ()), (b"x-request-id", known_id(scope).encode())]
                 if self._lifecycle.draining:
                     headers = [pair for pair in headers if pair[0] != b"connection"]

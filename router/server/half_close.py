@@ -1,10 +1,11 @@
-"""A client that has ended its side of the connection: it waits for its answer, or it has gone.
+"""Find out whether a client that closed its sending side still waits for its answer, or is gone.
 
-Both send the same FIN. Only what is sent to them tells them apart: the kernel of one who has gone
-answers with a reset. So something is sent that every client reads past, an interim response (100
-Continue) or a comment between the events of a stream, and the kernel is asked what became of it.
-Where neither can be done (HTTP/1.0, no TCP_INFO) the client is believed. Not here: a client that
-ends its side in the middle of a request, or under TLS, has gone (router/server/http_guard.py).
+Both kinds of client send the same FIN. Only data sent to them tells them apart: if the client is
+gone, its kernel answers with a reset. So this file sends data that every client ignores: an interim
+response (100 Continue), or a comment between the events of a stream. Then it asks the own kernel
+whether the connection was reset. Where this is impossible (HTTP/1.0, no TCP_INFO), the client is
+taken to wait. Not here: a client that sends FIN in the middle of a request, or under TLS, counts as
+gone (router/server/http_guard.py).
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from collections.abc import Callable
 from typing import Final
 
 INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-COMMENT: Final = b":\n\n"  # of server-sent events
+COMMENT: Final = b":\n\n"  # a comment in server-sent events
 COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
-LOOKS_S: Final = (0.01, 0.1, 0.5, 1.0)  # after a probe: a reset takes a round trip
-EVERY_S: Final = 5.0  # from one probe to the next: it may go later
-_CLOSED: Final = 7  # TCP_CLOSE of Linux's tcp_states.h: what a reset makes of a connection
+LOOKS_S: Final = (0.01, 0.1, 0.5, 1.0)  # when to look after a probe: a reset takes a round trip
+EVERY_S: Final = 5.0  # from one probe to the next, for a client that goes away later
+_CLOSED: Final = 7  # TCP_CLOSE of Linux's tcp_states.h: the state after a reset
 
 
 class HalfClosed:
-    """`probe`: what may be sent now, empty for nothing. The life: made at the FIN -> probes until
-    then -> stop()."""
+    """Probes a half-closed connection, and aborts it once it was reset. `probe` returns the bytes
+    to send now, or b"" if nothing may be sent. The life: made at the FIN -> probes -> stop()."""
 
     def __init__(self, transport: asyncio.Transport, probe: Callable[[], bytes]) -> None:
         self._transport = transport
@@ -34,7 +35,7 @@ class HalfClosed:
         self._probe()
 
     def stop(self) -> None:
-        """Twice is safe."""
+        """Stop probing. Calling it twice is safe."""
         for timer in self._timers:
             timer.cancel()
 

@@ -1,15 +1,17 @@
 """Limits around the HTTP parser: time for head and body, sizes and counts of headers, framing.
 
-uvicorn's protocol alone keeps half a request open for ever, knows no limits of heads and asks for
-no Host. Three parts, all composed, one parser (parsers that disagree let requests be smuggled):
+uvicorn's protocol alone keeps an unfinished request open for ever, has no limits for heads and does
+not require Host. Three parts add this. They share one HTTP parser, because two parsers that
+disagree allow request smuggling:
 
-    BoundedParser     between uvicorn's HttpToolsProtocol and httptools (http_parser.py)
-    GuardedProtocol   wraps both per connection: deadlines, send buffer, and who is notified of its
-                      end (router/api/http/connection.py), which a half-closed one is not yet
-    HeadGuard         ASGI middleware over the parsed head: sizes, counts, framing headers
+    BoundedParser     sits between uvicorn's HttpToolsProtocol and httptools (http_parser.py)
+    GuardedProtocol   wraps both per connection: deadlines, the size of the send buffer, and the
+                      notice of the connection's end (router/api/http/connection.py); a half-closed
+                      connection has not ended yet
+    HeadGuard         ASGI middleware that checks the parsed head: sizes, counts, framing headers
 
-uvicorn has none of these limits, so no library takes their place. They cost some 10 us of a
-request's 600 (`python -m bench.own_copies --parts http`, docs/log/2026-11-23-own-copies.md).
+The three cost some 10 us of the router's 600 us per request (`python -m bench.own_copies --parts
+http`, docs/log/2026-11-23-own-copies.md).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from router.server.half_close import COMMENT_CHUNK, INTERIM, HalfClosed
 from router.server.http_parser import BoundedParser, ParserPhase
 
 _TIMEOUT_REPLY: Final = raw_error(408, "the request did not come whole in time")
-SPARE_CONNECTIONS: Final = 64  # beyond the limit: told 503; more are not talked to
+SPARE_CONNECTIONS: Final = 64  # so many beyond the limit get 503; further ones are aborted
 MAX_METHOD_CHARS: Final = 16
 _SINGLE: Final = (
     b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization",
@@ -45,7 +47,7 @@ _SINGLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bytes, counts and seconds that a client gets."""
+    """The limits of one client: sizes in bytes, counts, times in seconds."""
 
     head_s: float = 10.0  # first byte of a request (or the connection) to the end of its head
     body_s: float = 60.0  # end of the head to the end of the body
@@ -61,9 +63,9 @@ class HttpLimits:
 
 
 def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[str, Any]:
-    """Keyword arguments for uvicorn.Config that put the guard in place, and TLS around it.
+    """Return the keyword arguments for uvicorn.Config that install GuardedProtocol, and TLS.
 
-    Raises ConfigError for files that cannot be used."""
+    Raises ConfigError if the TLS files cannot be used."""
     encrypted: dict[str, Any] = {}
     if tls is not None:
         context = tls.server_context(ssl.TLSVersion.TLSv1_2)
@@ -81,7 +83,8 @@ def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[st
 
 
 class GuardedProtocol(asyncio.Protocol):
-    """One connection. A head and a body that are not whole yet each have a deadline."""
+    """The protocol of one connection. The head of a request must be complete within `head_s`, its
+    body within `body_s`; otherwise the client gets 408 and the connection is closed."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class GuardedProtocol(asyncio.Protocol):
         self._limits = limits
         self._others = server_state.connections
         self._transport: asyncio.Transport | None = None
-        self._waits_for = ParserPhase.NOTHING  # else a deadline runs
+        self._waits_for = ParserPhase.NOTHING  # HEAD or BODY: a deadline for this part runs
         self._deadline: asyncio.TimerHandle | None = None
         self._accepted = False
         self._half_closed: HalfClosed | None = None
@@ -110,7 +113,7 @@ class GuardedProtocol(asyncio.Protocol):
         # uvloop's transports do not inherit from asyncio's: no isinstance here.
         self._transport = raw = cast("asyncio.Transport", transport)
         if len(self._others) >= self._limits.connections + SPARE_CONNECTIONS:
-            raw.abort()  # before it costs anything
+            raw.abort()  # before any work is done for it
             return
         self._accepted = True
         sock = raw.get_extra_info("socket")
@@ -124,7 +127,8 @@ class GuardedProtocol(asyncio.Protocol):
         self._watch()
 
     def eof_received(self) -> bool:
-        """The client ends its side: True keeps ours, for the answer that it waits for."""
+        """Handle the client's FIN. Return True to keep our side open if an answer is still to be
+        sent to a complete request; False closes the connection."""
         cycle = cast("RequestResponseCycle | None", self._inner.cycle)
         if (
             cycle is None
@@ -134,12 +138,12 @@ class GuardedProtocol(asyncio.Protocol):
             return False
         if self._transport is None or self._inner.scheme == "https":
             return False
-        cycle.keep_alive = False  # nothing can follow
+        cycle.keep_alive = False  # the client can send no further request
         self._half_closed = HalfClosed(self._transport, self._probe)
         return True
 
     def _probe(self) -> bytes:
-        """What a client that waits for its one answer reads past."""
+        """Return bytes that a client ignores while it waits for its answer, or b"" for none."""
         inner = self._inner
         if inner.pipeline:
             return b""
@@ -163,12 +167,12 @@ class GuardedProtocol(asyncio.Protocol):
         self._inner.resume_writing()
 
     def _watch(self) -> None:
-        """Start, keep or stop the deadline by what is still to come from the client."""
+        """Start, keep or stop the deadline: it runs while a head or a body is incomplete."""
         phase = self._parser.phase
         if phase is ParserPhase.NOTHING and not self._parser.is_behind:
             phase = (
                 ParserPhase.HEAD
-            )  # bytes that began no request have stopped uvicorn's idle timer
+            )  # uvicorn stops its idle timer at any bytes, even if they begin no request
         if phase is self._waits_for:
             return
         self._stop()
@@ -191,7 +195,8 @@ class GuardedProtocol(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         if self._parser.is_behind:
-            self._start(self._waits_for)  # it was not read meanwhile
+            # The client could not be read while an earlier request was answered: start anew.
+            self._start(self._waits_for)
             return
         if self._parser.may_answer:
             transport.write(_TIMEOUT_REPLY)
@@ -199,7 +204,8 @@ class GuardedProtocol(asyncio.Protocol):
 
 
 class HeadGuard:
-    """Refuses a request by its parsed head, closing the connection; the outermost middleware."""
+    """ASGI middleware that checks the parsed head of a request. It answers a bad head with an
+    error and closes the connection."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
@@ -214,7 +220,7 @@ class HeadGuard:
         return response(scope, receive, send)
 
     def _fault(self, scope: Scope) -> tuple[int, str] | None:
-        """(status, message) of what is wrong with the head, None if nothing is."""
+        """Return (status, message) for the first fault of the head, or None for a good head."""
         limits = self._limits
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         sizes = [len(name) + len(value) for name, value in headers]
@@ -233,7 +239,7 @@ class HeadGuard:
 
 
 def _framing_fault(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str] | None:
-    """What another HTTP parser might understand otherwise."""
+    """Return (status, message) for framing that HTTP parsers read differently, else None."""
     names = {name for name, _ in headers}
     if version == "1.1" and b"host" not in names:
         return 400, "no host header"

@@ -1,12 +1,12 @@
-"""BoundedParser: llhttp between a connection's bytes and uvicorn's protocol, with bounds of ours.
+"""BoundedParser: parses a connection's bytes with llhttp for uvicorn's protocol, within bounds.
 
-llhttp (httptools) in its strict mode has one reading of a request's framing, or refuses it. It does
-not bound what is no body: heads that never end, chunk extensions, trailers, empty lines between
-requests, nor how many requests stand in one piece of data. Not here: limits of a whole head
-(router/server/http_guard.py, HeadGuard), deadlines (GuardedProtocol there). No library has these
-bounds; what they cost is measured there.
+llhttp (httptools) in its strict mode refuses ambiguous framing. But it does not limit the bytes
+outside of bodies (heads that never end, chunk extensions, trailers, empty lines between requests),
+nor how many requests arrive without waiting for answers. BoundedParser limits both. Not here:
+limits of a complete head (HeadGuard in router/server/http_guard.py) and deadlines (GuardedProtocol
+there).
 
-The life: HEAD -> BODY -> NOTHING more to read -> HEAD of the next request ... -> refused, once.
+The life: HEAD -> BODY -> NOTHING left to read -> HEAD of the next request ...; a refusal ends it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from baton.protocol.errors import Overloaded
 from router.api.http.web_errors import raw_error
 
-MAX_FRAMING: Final = 8  # bytes around each byte of a body: five, where every one has its chunk
-MAX_PIPELINED: Final = 64  # whole requests that wait behind the one that is being answered
+# Most framing bytes per byte of a body. Chunks of one byte each need five.
+MAX_FRAMING: Final = 8
+MAX_PIPELINED: Final = 64  # complete requests that wait while an earlier one is answered
 _INVALID: Final = raw_error(400, "invalid HTTP")
 
 
 class ParserPhase(enum.Enum):
-    """What is read of a request."""
+    """The part of a request that the parser reads next."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
-    NOTHING = enum.auto()  # it is whole
+    NOTHING = enum.auto()  # the request is complete
 
 
 class UntilTheEnd(int):
-    """uvicorn's count of what is left of a body that ends with its connection: never too few, never
-    too many."""
+    """Stands for uvicorn's count of bytes left in an answer that ends with its connection: uvicorn
+    then finds the body neither too long nor too short."""
 
     def __lt__(self, _: object) -> bool:
         return False
@@ -51,7 +52,8 @@ class UntilTheEnd(int):
 
 
 class BoundedParser:
-    """Takes the place of `protocol.parser`. `most_extra`: bytes of a request beside its body."""
+    """Takes the place of `protocol.parser`. `most_extra`: the bytes that a request may have outside
+    its body, beside MAX_FRAMING per byte of the body."""
 
     def __init__(self, protocol: HttpToolsProtocol, most_extra: int) -> None:
         self._protocol = protocol
@@ -61,8 +63,8 @@ class BoundedParser:
         self.phase = ParserPhase.HEAD
         self.on_url, self.on_header = protocol.on_url, protocol.on_header
         self._parser = parser = httptools.HttpRequestParser(self)
-        # HeadGuard refuses versions, with a status of its own. What a client says after its last
-        # request is nobody's business.
+        # Lenient about versions: HeadGuard refuses them with status 505. Lenient about data after
+        # `connection: close`: it is ignored.
         parser.set_dangerous_leniencies(lenient_version=True, lenient_data_after_close=True)
         self.get_method = parser.get_method
         self.get_http_version = parser.get_http_version
@@ -71,7 +73,7 @@ class BoundedParser:
 
     @property
     def is_behind(self) -> bool:
-        """Is an earlier request than the one that is read not answered yet?"""
+        """Whether a request before the one being read has not been answered yet."""
         cycle = cast("RequestResponseCycle | None", self._protocol.cycle)
         if self.phase is ParserPhase.BODY:
             return bool(self._protocol.pipeline)
@@ -79,17 +81,18 @@ class BoundedParser:
 
     @property
     def may_answer(self) -> bool:
-        """Would an answer now be taken for that of the request that is read?"""
+        """Whether the client would take bytes sent now for the answer to the request being read."""
         started = self.phase is ParserPhase.BODY and self._protocol.cycle.response_started
         return not (self.is_behind or started)
 
     def feed_data(self, data: bytes) -> None:
-        """The connection's next bytes. Calls the protocol; raises nothing."""
+        """Parse the connection's next bytes and call the protocol. Raises nothing."""
         self._extra += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._protocol.cycle.keep_alive = False  # it is answered as any other, and the last
+            # The request is answered as any other; it is the last of its connection.
+            self._protocol.cycle.keep_alive = False
         except httptools.HttpParserError:
             self._refuse()
         else:
@@ -97,35 +100,37 @@ class BoundedParser:
                 self._refuse()
 
     def _refuse(self) -> None:
-        """Answer what cannot be read, if nobody takes the answer for another's; hang up."""
+        """Close the connection. Send 400 before, if the client cannot take it for the answer to
+        another request."""
         protocol = self._protocol
         if self.may_answer:
             protocol.transport.write(_INVALID)
         protocol.transport.close()
         if self.phase is ParserPhase.BODY:
-            protocol.cycle.disconnected = True  # whatever its handler says is not sent any more
+            protocol.cycle.disconnected = True  # nothing that its handler sends goes out any more
 
-    # ---- llhttp's ----
+    # ---- callbacks of llhttp ----
 
     def on_message_begin(self) -> None:
         self.phase = ParserPhase.HEAD
         self._protocol.on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Raises Overloaded, which ends the connection."""
+        """Begin the request. Raises Overloaded for more than MAX_PIPELINED; that ends the
+        connection."""
         protocol = self._protocol
         protocol.on_headers_complete()
         if len(protocol.pipeline) > MAX_PIPELINED:
             raise Overloaded("too many requests without reading the answers")
-        # As it was sent: a target of another form is not read as if it were a path.
+        # The target as the client sent it. uvicorn would take a full URL for its path alone.
         path, _, query = protocol.url.partition(b"?")
         scope = protocol.scope
         scope["raw_path"], scope["query_string"] = path, query
         scope["path"] = unquote(path.decode("ascii"))
-        if scope["http_version"] == "1.0":  # it knows no chunks
+        if scope["http_version"] == "1.0":  # HTTP/1.0 has no chunked encoding
             protocol.cycle.chunked_encoding = False
             protocol.cycle.expected_content_length = UntilTheEnd()
-        protocol.headers = []  # the scope has them; trailers are nobody's
+        protocol.headers = []  # the scope keeps the old list; trailers go into a list nobody reads
         self.phase, self._body = ParserPhase.BODY, 0
 
     def on_body(self, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Where a router listens: HTTP ports, or a Unix socket instead of one."""
+"""The sockets that a router serves HTTP on: TCP ports, or a Unix socket (--uds)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from router.config import RouterConfig
 
 
 def listen(config: RouterConfig) -> socket.socket:
-    """Where HTTP is served. Raises ConfigError."""
+    """Return the listening socket of the public HTTP API.
+
+    Raises ConfigError if it cannot be bound."""
     if config.uds is None:
         return bind(config, config.port, shared=config.reuse_port)
     listener = socket.socket(socket.AF_UNIX)
@@ -26,13 +28,13 @@ def listen(config: RouterConfig) -> socket.socket:
 
 
 def release(config: RouterConfig) -> None:
-    """Remove the Unix socket, if there is one. Twice is safe."""
+    """Remove the file of the Unix socket, if there is one. Calling it twice is safe."""
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
 
 
 def _remove_dead(path: str) -> None:
-    """A socket that a router left behind. Raises OSError if somebody listens."""
+    """Remove the socket file of a router that has ended. Raises OSError if somebody listens."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -43,8 +45,9 @@ def _remove_dead(path: str) -> None:
 
 
 def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening HTTP socket; `shared`: other processes may listen there, too. Raises
-    ConfigError."""
+    """Return a socket that listens on `port`. `shared`: other processes may listen there as well.
+
+    Raises ConfigError if the port cannot be bound."""
     try:
         found = socket.getaddrinfo(
             config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -55,7 +58,8 @@ def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.soc
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
-        listener.listen()  # two may bind the same port; the second to listen is refused, here
+        # Two sockets with SO_REUSEADDR may bind the same port; the second fails at listen().
+        listener.listen()
     except OSError as error:
         raise ConfigError(f"cannot bind {config.host}:{port}: {error}", field="port") from error
     return listener

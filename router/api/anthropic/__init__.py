@@ -1,1 +1,1 @@
-"""Anthropic's /v1/messages: blocks in, blocks out."""
+"""Anthropic's /v1/messages: messages of content blocks in, a message of content blocks out."""

@@ -1,4 +1,4 @@
-"""The answer to a call of /v1/messages: a completion's deltas -> its events (dialect.Answer)."""
+"""The answer to a call of /v1/messages: a completion's deltas -> the events of a message."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from router.request.completion import Completion, Delta
 
 
 class MessageAnswer:
-    """Made for one completion; `take` its deltas in order. `fitted`: the client's max_tokens was
-    more than the room, and lowered to it."""
+    """The DialectAnswer (router/api/dialect.py) of one completion. `fitted`: the client's
+    max_tokens was larger than the room in the context, and was lowered."""
 
     def __init__(
         self, id_: str, completion: Completion, draw_id: DrawId, fitted: bool = False
@@ -55,7 +55,8 @@ class MessageAnswer:
         return self._events.message
 
     def _stop(self, delta: Delta) -> tuple[str, str | None]:
-        """Why it ended, and at which of the client's sequences."""
+        """Return Anthropic's stop_reason, and the client's stop sequence that ended the message, or
+        None."""
         if delta.finish_reason is FinishReason.LENGTH:
             return "model_context_window_exceeded" if self._fitted else "max_tokens", None
         if isinstance(delta.stop_reason, str):
@@ -64,7 +65,7 @@ class MessageAnswer:
 
 
 def message_usage(completion: Completion) -> dict[str, Any]:
-    """`usage` so far. Here `input_tokens` are those that no cache had."""
+    """Return the `usage` so far. In Anthropic's API `input_tokens` leaves out cached tokens."""
     cached = min(completion.cached_tokens, completion.prompt_tokens)
     return {
         "input_tokens": completion.prompt_tokens - cached,

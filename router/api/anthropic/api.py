@@ -1,4 +1,4 @@
-"""The routes of /v1/messages: a body becomes a chat's turn, its deltas become a message."""
+"""The routes of /v1/messages: a body becomes a chat, and the chat's deltas become a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.services import RouterServices
 
 
 class AnthropicApi:
-    """Failures leave in Anthropic's words through router/api/anthropic/errors.py."""
+    """The routes. router/api/anthropic/errors.py turns failures into Anthropic's error objects."""
 
     def __init__(self, services: RouterServices, intake: Intake, runner: CallRunner) -> None:
         self._services = services

@@ -1,8 +1,9 @@
 """Anthropic's messages -> the messages of a chat. Pure.
 
-A user's message may hold results of tools: each becomes a message of role `tool`, text around them
-stays the user's, all in the order given. An assistant's holds text, thoughts and uses of tools: one
-message. Images, documents and what only Anthropic's own tools make are refused by name.
+A user message may hold results of tools: each result becomes a message of role `tool`, and the text
+around them becomes user messages, in the same order. An assistant message, with its text, reasoning
+and tool calls, becomes one message. Images, documents and the blocks of Anthropic's own tools are
+refused, naming the block.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Block = dict[str, Any]
 
 
 def messages_of(system: object, given: object) -> list[dict[str, Any]]:
-    """The conversation. Raises InvalidRequest or UnsupportedFeature, naming the part."""
+    """Return the messages of the chat.
+
+    Raises InvalidRequest or UnsupportedFeature, naming the part."""
     messages: list[dict[str, Any]] = []
     if system not in (None, "", []):
         messages.append({"role": "system", "content": _plain(system, "system")})
@@ -82,7 +85,7 @@ def _assistants(content: object, field: str) -> dict[str, Any]:
             case "thinking":
                 thoughts.append(_string(block, "thinking", where))
             case "redacted_thinking":
-                pass  # nobody but its maker can read it
+                pass  # encrypted: only Anthropic can read it
             case "tool_use":
                 calls.append(_call(block, where))
             case _:
@@ -104,7 +107,7 @@ def _call(block: Block, where: str) -> dict[str, Any]:
 
 
 def _plain(content: object, field: str) -> str:
-    """A string, or the joined text of text blocks."""
+    """Return the text of `content`: a string, or a list of text blocks, which are joined."""
     if isinstance(content, str):
         return content
     return "\n".join(_text(block, where) for block, where in _blocks(content, field))

@@ -1,7 +1,7 @@
-"""The bodies of /v1/messages and its count_tokens: strict structs, and the chat asked for. Pure.
+"""The bodies of /v1/messages and its count_tokens: strict structs, and their translation to a chat.
 
-Thinking is off unless asked for, as it is there: templates that know a switch are told, and
-thoughts that come all the same are not shown.
+As in Anthropic's API, thinking is off unless the body asks for it. Then the chat template is told
+so, if it has a switch; reasoning that the model writes all the same is not shown. Pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ UNSERVED: Final[Unserved] = {
 
 
 class ThinkingBody(msgspec.Struct, kw_only=True):
-    """`budget_tokens` limits the thought where this server knows a thought's end."""
+    """Options of thinking. `budget_tokens` limits the reasoning, if this server knows how the
+    model's reasoning ends."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: ThinkingBudget | None = None
@@ -56,7 +57,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """A tool of the client's own: `type` is absent or `custom`."""
+    """A tool that the client runs: its `type` is absent or `custom`."""
 
     name: str
     type: str | None = None
@@ -66,7 +67,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
 
 
 class CountBody(msgspec.Struct, kw_only=True):
-    """/v1/messages/count_tokens: what a prompt is made of."""
+    """The body of /v1/messages/count_tokens: the fields that make up the prompt."""
 
     messages: Any = None
     system: Any = None
@@ -83,9 +84,9 @@ class CountBody(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    """/v1/messages. Sampling fields are checked as a chat's."""
+    """The body of /v1/messages. Its sampling fields are those of a chat."""
 
-    max_tokens: AtLeastOne  # cut to what the model holds
+    max_tokens: AtLeastOne  # lowered to the room in the model's context
     stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None
 
@@ -94,7 +95,8 @@ Body = TypeVar("Body", MessagesBody, CountBody)
 
 
 def read(raw: bytes, limits_thoughts: bool = False) -> ChatBody:
-    """Check a body. Raises InvalidRequest, naming the field."""
+    """Check a body of /v1/messages; return the chat that it asks for. `limits_thoughts`: obey
+    `budget_tokens`. Raises InvalidRequest, naming the field."""
     given = object_of(raw)
     body = _converted(given, MessagesBody)
     thinking = body.thinking if body.thinks else None
@@ -110,7 +112,9 @@ def read(raw: bytes, limits_thoughts: bool = False) -> ChatBody:
 
 
 def read_count(raw: bytes) -> ChatBody:
-    """Check a body of count_tokens. Raises InvalidRequest, naming the field."""
+    """Check a body of count_tokens; return the chat whose prompt is to be counted.
+
+    Raises InvalidRequest, naming the field."""
     given = object_of(raw)
     body = _converted(given, CountBody)
     asked = {"model": given["model"]} if "model" in given else {}
@@ -124,10 +128,10 @@ def _converted(given: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def _translated(body: CountBody) -> dict[str, Any]:
-    """What the prompt is made of, and which answers are allowed, in a chat's words."""
+    """Return the chat's fields for the prompt and for the allowed answers."""
     messages = messages_of(body.system, body.messages)
     last = messages[-1]
-    # The client has begun the answer: the model goes on from there.
+    # If the last message is the assistant's, the client has begun the answer: continue it.
     continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
     config = body.output_config
     own_format = config.format if config else None
@@ -153,7 +157,7 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for index, item in enumerate(given):
         where = f"tools[{index}]"
         kind = item.get("type")
-        if kind not in (None, "custom"):  # those that run at Anthropic have types of their own
+        if kind not in (None, "custom"):  # a tool that runs at Anthropic has another type
             message = f"{where}: tools of type {str(kind)[:64]!r} are not supported by this server"
             raise UnsupportedFeature(message, field=f"{where}.type")
         try:
@@ -184,13 +188,13 @@ def _tool_choice(given: ToolChoice | None) -> str | dict[str, Any] | None:
 
 
 def _template_kwargs(body: CountBody) -> Mapping[str, Any]:
-    """Thinking on or off, under the names that templates read."""
+    """Return chat_template_kwargs with thinking on or off, under the names that templates read."""
     thinks = body.thinks
     return {"enable_thinking": thinks, "thinking": thinks, **(body.chat_template_kwargs or {})}
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A chat's response_format: the schema has a name, and lies one level deeper there."""
+    """Return the chat's response_format, where the schema has a name and is one level deeper."""
     if given is None or given.get("type") != "json_schema":
         return given
     schema = {"name": "output", "schema": given.get("schema"), "strict": True}

@@ -1,9 +1,9 @@
-"""ASGI middleware on Anthropic's routes: every failure is put into Anthropic's words.
+"""ASGI middleware that turns errors on Anthropic's routes into Anthropic's error objects.
 
-Wherever an answer of failure comes from (keys, limits, routes, bodies, nodes), it is OpenAI's error
-object; below PREFIX it leaves as `{"type": "error", "error": {"type", "message"}, "request_id"}`,
-status as it is. Answers that succeed pass through. Both name the request in `request-id` too, where
-Anthropic's SDK looks for it.
+All errors (of keys, limits, routes, bodies, nodes) are made as OpenAI's error object. Below PREFIX
+this middleware replaces that by `{"type": "error", "error": {"type", "message"}, "request_id"}` and
+keeps the status. Other answers pass unchanged. All answers get the header `request-id`, where
+Anthropic's SDK looks for the id.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def error_body(status: int, message: str, request_id: str | None = None) -> dict
 
 
 class AnthropicErrors:
-    """Wraps the app of these routes (router/server/exchanges.py says which requests are theirs)."""
+    """Wraps an ASGI app. router/server/exchanges.py sends the requests below PREFIX through it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start: Message | None = None  # of a failure, until its body is whole
+        start: Message | None = None  # the start of an error's answer, until its body is complete
         body = bytearray()
 
         async def translated(message: Message) -> None:
@@ -61,7 +61,7 @@ class AnthropicErrors:
 
 
 def _named(start: Message, known: str) -> Message:
-    """The same start, with its request id under Anthropic's name."""
+    """Return the message that starts an answer, with the header `request-id` added."""
     return {**start, "headers": [*start.get("headers", ()), (b"request-id", known.encode())]}
 
 
@@ -81,7 +81,7 @@ def _header(start: Message, name: bytes) -> str | None:
 
 
 def _message_of(body: bytes) -> str:
-    """What OpenAI's error object says."""
+    """Return the message of OpenAI's error object in `body`; the body's text if it is not JSON."""
     try:
         content: object = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,7 +1,8 @@
-"""A message while it is written: parts in, events out, the object at the end. Sans I/O.
+"""MessageEvents: turns the parts of an answer into the events of an Anthropic message. Sans I/O.
 
-Life: begin() -> part()* -> end() or fail(). One content block is open at a time, at the next index:
-a part of another kind, or the start of a tool's use, closes it and opens the next.
+The life: begin() -> part()* -> end() or fail(). One content block is open at a time. A part of
+another kind, or the start of a tool call, closes it and opens the next block. After end() `message`
+is the complete message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoni
 
 Event = dict[str, Any]
 Kind = Literal["text", "thinking", "tool_use"]
-# Block -> what a delta of it is called, and the field of its text.
+# Kind of a block -> (type of its deltas, the field with their text).
 _DELTAS: Final[dict[Kind, tuple[str, str]]] = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -38,7 +39,7 @@ _NEXT: Final = {
 
 
 class _Block:
-    """An open block: as it was opened, and the text since."""
+    """The open content block: the object that its start event sent, and the texts since."""
 
     def __init__(self, kind: Kind, opened: dict[str, Any]) -> None:
         self.kind: Kind = kind
@@ -53,7 +54,8 @@ class _Block:
 
 
 class MessageEvents:
-    """One message. `head`: the fields of the message that do not change."""
+    """The events of one message. `head`: the fields of the message that never change. `draw_id`:
+    returns the id of the next tool call."""
 
     def __init__(self, head: Mapping[str, Any], draw_id: Callable[[], str]) -> None:
         self._head = dict(head)
@@ -69,7 +71,7 @@ class MessageEvents:
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def part(self, part: Part) -> list[Event]:
-        """What the model wrote next."""
+        """Return the events for the next part that the model wrote."""
         assert self._phase is MessagePhase.OPEN, f"a part of a message that is {self._phase.value}"
         match part:
             case Content(text):
@@ -87,7 +89,8 @@ class MessageEvents:
     def end(
         self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, Any]
     ) -> list[Event]:
-        """The model wrote no more. `usage`: as it is now."""
+        """End the message: close the open block, set `message`, return the last events. `usage`:
+        the final one."""
         self._go(MessagePhase.ENDED)
         events = self._closing()
         self.message = self._object(stop_reason, stop_sequence, usage)
@@ -96,7 +99,7 @@ class MessageEvents:
         return [*events, {"type": "message_stop"}]
 
     def fail(self, error: Mapping[str, Any]) -> list[Event]:
-        """It broke: `error` is Anthropic's error body, an event as it stands."""
+        """End the message after a failure: return Anthropic's error body `error` as an event."""
         self._go(MessagePhase.ENDED)
         return [dict(error)]
 
@@ -147,8 +150,8 @@ class MessageEvents:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the object that this API wants. What a model wrote that is none (it was
-    cut short, or is no JSON) is told as it stands, under `raw_arguments`."""
+    """Return a tool call's arguments as an object. If the model's text is no JSON object, such as
+    when it was cut short, return `{"raw_arguments": text}`."""
     if not arguments.strip():
         return {}
     try:

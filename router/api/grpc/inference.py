@@ -1,9 +1,10 @@
-"""The router's gRPC front door: serve.proto's Inference, grpc.health.v1, reflection.
+"""The router's gRPC API: serve.proto's Inference, grpc.health.v1, reflection.
 
-Protobuf stops here. Same journey and same text rules as HTTP (router/request/completion.py).
-Errors: gRPC status, and in the trailing metadata Baton's own code and field (baton/client/client.py
-reads them). With API keys every call but health needs `authorization: Bearer KEY`; with keys of
-either kind, ServerInfo needs one of operators.
+This file turns protobuf messages into a Completion, which runs as one of the HTTP API does
+(router/request/completion.py). An error becomes a gRPC status, with Baton's error code and field in
+the trailing metadata (baton/client/client.py reads them). If API keys are configured, every call
+but health needs `authorization: Bearer KEY`. ServerInfo always needs an operator's key, unless no
+keys of either kind are configured.
 The life: bind() -> start() -> watch() as a task -> stop().
 """
 
@@ -65,13 +66,13 @@ RETRY_PUSHBACK_METADATA: Final = "grpc-retry-pushback-ms"  # gRPC's own name: pr
 SERVICE: Final = "baton.serve.v1.Inference"
 STOP_MARGIN_S: Final = 1.0
 CONNECTION_AGE_S: Final = 3600.0
-MAX_CALLS: Final = 4096  # at once, of all clients; more are refused (RESOURCE_EXHAUSTED)
+MAX_CALLS: Final = 4096  # calls of all clients at once; more are refused (RESOURCE_EXHAUSTED)
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 _OPERATORS: Final = frozenset({f"/{SERVICE}/ServerInfo"})
 
 
 class InferenceService(serve_pb2_grpc.InferenceServicer):
-    """Serves Inference from a router's services."""
+    """Implements serve.proto's Inference with a router's services."""
 
     def __init__(self, services: RouterServices, prompts: PromptReader, keys: KeyRing) -> None:
         self._services = services
@@ -82,8 +83,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: serve_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
-        """Stream one request; a client that goes away aborts it on every node, or begins the grace
-        of a resumable one."""
+        """Stream the events of one request. If the client goes away, the request is aborted on
+        every node; a resumable request instead goes on for its grace."""
         request_id = request.request_id or "gen-" + secrets.token_hex(12)
         with request_context(request_id):
             try:
@@ -105,13 +106,13 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
                 await _abort(context, error)
 
     async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
-        """End a request of the caller's tenant; those of others are not there."""
+        """Abort a request of the caller's tenant; one of another tenant counts as not found."""
         own_id = record_id(self._owner(context), request.request_id)
         found = await self._services.aborts.everywhere([own_id], domain=self._grant(context).domain)
         return serve_pb2.AbortReply(found=bool(found))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
-        """The served model; none until a node has said which it is."""
+        """List the served model. The list is empty until a node has registered."""
         model = self._services.registry.model()
         if model is None:
             return serve_pb2.ModelsReply()
@@ -123,7 +124,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def ServerInfo(
         self, request: serve_pb2.ServerInfoRequest, context: Any
     ) -> serve_pb2.ServerInfoReply:
-        """Connected nodes with their load, requests by state, migrations."""
+        """Tell the connected nodes with their load, the number of requests by state, and the
+        migrations."""
         counts = await self._services.store.counts()
         moves = self._services.dispatcher.migrations
         return serve_pb2.ServerInfoReply(
@@ -142,7 +144,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def _opened(
         self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
     ) -> tuple[Completion, AsyncGenerator[tuple[Delta, bool], None]]:
-        """A completion and its deltas, each with whether its reader lacks it. Raises BatonError."""
+        """Return a completion and its deltas. Each delta comes with a bool: False if the reader of
+        a resumable request has seen it already. Raises BatonError."""
         if message.resumable_s or message.starting_after:
             after = tuple(message.starting_after)
             message.ClearField("starting_after")
@@ -155,7 +158,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             return completion, numbered
         services = self._services
         completion = await self._prepared(message, request_id, context)
-        # Names of one key are not those of another, nor does it learn of them.
+        # The id includes the key's digest: two keys may use the same name without any conflict.
         own_id = record_id(self._owner(context), request_id)
         completion.request = replace(completion.request, id=own_id)
         runner = CallRunner(services.dispatcher, services.metrics, services.clock)
@@ -164,17 +167,17 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def _prepared(
         self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
     ) -> Completion:
-        """A new caller's completion: it counts with its key while it is made."""
+        """Make the completion of a new call. Meanwhile it counts with its API key."""
         with self._services.dispatcher.gate.preparing(self._grant(context)):
             return await self._completion(message, request_id, context)
 
     async def _again(self, body: bytes, name: str) -> Completion:
-        """The completion of a message that a record keeps."""
+        """Make the completion of a resumable request again, from the message in its record."""
         message = serve_pb2.GenerateRequest.FromString(body)
         return await self._completion(message, name, NoCaller())
 
     def _owner(self, context: Any) -> str:
-        """Digest of the caller's key; everybody's without keys."""
+        """Return the digest of the caller's API key; without keys all callers have the same one."""
         if not len(self._keys):
             return owner_digest([])
         _, _, key = _metadata(context.invocation_metadata(), "authorization").partition(" ")
@@ -183,7 +186,9 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def _completion(
         self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
     ) -> Completion:
-        """Everything checked and drawn. Raises InvalidRequest, naming the field."""
+        """Check a message and make its completion, with a random seed if it has none.
+
+        Raises InvalidRequest, naming the field; ModelNotFound; Unavailable."""
         model = self._model(message.model)
         if len(request_id) > MAX_NAME_CHARS or not request_id.isprintable():
             raise InvalidRequest(
@@ -212,7 +217,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         check_token_ids(params, model.vocab_size)
         now = self._services.clock.monotonic()
         timeout_s = self._services.config.request_timeout_s
-        remaining = context.time_remaining()  # None without a deadline of the caller's
+        remaining = context.time_remaining()  # None if the caller sets no deadline
         metadata = context.invocation_metadata()
         terms = read_terms(lambda name: _metadata(metadata, name), grant)
         request = Request(
@@ -227,7 +232,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             traceparent=_metadata(metadata, "traceparent"),
             arrival=now,
         )
-        # proto3 does not tell a priority of 0 from none: then the metadata's holds.
+        # proto3 does not tell a priority of 0 from no priority: the metadata's is used then.
         receipt = terms.receipt and self._services.config.receipts
         resume = resume_of(message.resume, "resume") or terms.resume
         priority = message.priority or terms.priority
@@ -238,7 +243,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def _prompt_ids(
         self, message: serve_pb2.GenerateRequest, model: ServedModel, grant: Grant
     ) -> tuple[tuple[int, ...], str]:
-        """The prompt's ids and the field that they came from."""
+        """Return the prompt's token ids and the name of the field that held the prompt."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
                 asked = TextInputs([message.text], "text", Length(model.max_model_len), grant)
@@ -268,7 +273,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Denies every method but health without a known key: of operators where it is theirs."""
+    """Refuses calls without a known key: ServerInfo needs an operator's key, health needs none, and
+    the other methods need an API key if any is configured."""
 
     def __init__(self, keys: KeyRing, admin_keys: KeyRing) -> None:
         self._keys = keys
@@ -300,7 +306,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 class GrpcServer:
-    """grpc.aio server of one router."""
+    """The grpc.aio server of one router. The life: bind() -> start() -> watch() -> stop()."""
 
     def __init__(self, services: RouterServices) -> None:
         self._services = services
@@ -322,7 +328,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def bind(self) -> int:
-        """Take the port; returns it. Raises ConfigError."""
+        """Bind the port and return it. Raises ConfigError if the port is taken."""
         config = self._services.config
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
@@ -340,7 +346,7 @@ class GrpcServer:
         await self.tell_health()
 
     async def tell_health(self) -> bool:
-        """Publish whether the router is ready; returns what was published."""
+        """Publish whether the router is ready, in grpc.health.v1; return it."""
         ready = self._services.ready
         status = health_pb2.HealthCheckResponse.SERVING
         if not ready:
@@ -350,7 +356,7 @@ class GrpcServer:
         return ready
 
     async def watch(self) -> None:
-        """Publish again whenever nodes come or go, until cancelled."""
+        """Publish the health whenever the router becomes ready or unready, until cancelled."""
         services = self._services
         while True:
             if await self.tell_health():
@@ -359,8 +365,9 @@ class GrpcServer:
                 await services.registry.wait_until(lambda: services.ready)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls; those under way get `grace_s` seconds. Twice is safe."""
-        # Bounded: grpc waits for every stream's peer, and one was seen to keep a process for ever.
+        """Take no new calls; running calls get `grace_s` seconds. Calling it twice is safe."""
+        # With a deadline: grpc waits for the peer of every stream; one peer was seen to keep a
+        # process for ever.
         stopping = asyncio.create_task(self._server.stop(grace_s))
         _, late = await asyncio.wait({stopping}, timeout=grace_s + STOP_MARGIN_S)
         if late:
@@ -369,11 +376,11 @@ class GrpcServer:
 
 
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
-    # Clients are pinged as they ping, and may ping as often as Baton's own processes do.
+    # Keepalive: the server pings clients as Baton's clients ping servers, and accepts their pings.
     own = dict(server_options(config.timing)) | dict(channel_options(CLIENT_TIMING))
     own["grpc.so_reuseport"] = int(config.reuse_port)
     own["grpc.max_receive_message_length"] = MAX_BODY_BYTES  # as HTTP's
-    # A connection grown old is left when its calls are over: none is held open for ever.
+    # An old connection is closed when its calls have ended, so none stays open for ever.
     own["grpc.max_connection_age_ms"] = int(CONNECTION_AGE_S * 1000)
     own["grpc.max_connection_age_grace_ms"] = int((config.request_timeout_s + STOP_MARGIN_S) * 1000)
     return list(own.items())
@@ -412,7 +419,8 @@ def _event(
 def _sampling_params(
     message: serve_pb2.GenerateRequest, defaults: Mapping[str, int | float]
 ) -> SamplingParams:
-    """`defaults` (max_tokens at least) stand in for absent fields.
+    """Return the sampling parameters of a message. `defaults`: values of absent fields; it has at
+    least max_tokens.
 
     Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
     given: dict[str, Any] = {"seed": secrets.randbits(64), **defaults, **sampling_fields(message)}
@@ -428,7 +436,7 @@ def _stops(message: serve_pb2.GenerateRequest) -> tuple[str, ...]:
 
 
 def _metadata(metadata: Any, name: str) -> str:
-    """The one value of a metadata key, "" if it is absent or given twice."""
+    """Return the value of a metadata key, "" if the key is absent or there several times."""
     values = [value for key, value in metadata or () if key == name]
     return str(values[0]) if len(values) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""Work that is worth doing only while its client is there."""
+"""Run work for a client, and cancel it when the client's connection ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.types import Receive, Scope
 from baton.protocol.errors import Cancelled
 
 T = TypeVar("T")
-HANG_UP: Final = "baton.hang_up"  # where a connection's HangUp stands in the scope's state
+HANG_UP: Final = "baton.hang_up"  # key of a connection's HangUp in the state of the ASGI scope
 
 
 class HangUp:
-    """The end of one client's connection, for whoever works for it. One request at a time.
+    """Tells the work for a connection's present request that the connection has ended.
 
-    `told`: what to call when the connection ends; None: nobody is interested.
+    `over`: whether it has ended. `told`: the function to call when it ends, or None.
     """
 
     __slots__ = ("over", "told")
@@ -39,17 +39,17 @@ async def while_connected(
     scope: Scope | None = None,
     limit_s: float | None = None,
 ) -> T:
-    """Run `work`; cancel it and raise Cancelled when the client goes away first, TimeoutError after
-    `limit_s`.
+    """Run `work` and return its result. Cancel it and raise Cancelled if the client goes away
+    before, or TimeoutError after `limit_s`.
 
-    `receive` is ASGI's, after the whole body was read; where the `scope` has a HangUp it is not
-    asked, and there is no task beside this one. On return nothing of `work` runs any more.
+    `receive` is ASGI's; the whole body must have been read. If the `scope` has a HangUp, that tells
+    of the client's end; otherwise a second task waits on `receive`. On return `work` has ended.
     """
     hang_up: object = None if scope is None else scope.get("state", {}).get(HANG_UP)
     if not isinstance(hang_up, HangUp):
         async with asyncio.timeout(limit_s):
             return await _beside(receive, work)
-    # Like asyncio.timeout, for two reasons at once and at a third of its costs.
+    # Like asyncio.timeout, with two causes (the client's end, the limit), at a third of the cost.
     task = asyncio.current_task()
     assert task is not None, "in a coroutine"
     reason: BaseException | None = None
@@ -70,7 +70,7 @@ async def while_connected(
     try:
         return await work
     except asyncio.CancelledError as error:
-        # Somebody else may have cancelled it as well: theirs goes on.
+        # If somebody else has cancelled the task as well, their cancellation must go on.
         if reason is None or task.uncancel() > 0:
             raise
         raise reason from error
@@ -81,7 +81,7 @@ async def while_connected(
 
 
 async def _beside(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """For servers that tell of a client's end only when they are asked."""
+    """Run `work` beside a task that waits on `receive` for the client's end. Raises Cancelled."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,10 +1,11 @@
-"""Requests count with their key from when they come in: reading and tokenizing are work, too.
+"""Preparation: a request counts with its API key as soon as its head has arrived.
 
-Every POST route is wrapped. With as many requests of its key read, waiting and running as it may
-have, the next one is refused before its body is read (router/request/gate/gate.py, Gate.preparing);
-the time that it keeps the event loop busy is measured, and large bodies of one tenant keep their
-distance (router/tenants/turns.py). It ends when the route has made its reply, which then passes the
-gate; or with `end_preparing`, where the route itself does.
+Reading and tokenizing a body is work, so every POST route is wrapped (`counted`). If a key already
+has as many requests as it may have, its next request is refused before the body is read
+(router/request/gate/gate.py, Gate.preparing). The time for which a preparation keeps the event loop
+busy is measured, and large bodies of one tenant are spaced out (router/tenants/turns.py). The
+preparation ends when the route returns its reply, which then enters the gate; or earlier, when the
+route calls `end_preparing`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PREPARATION: Final = "baton.preparation"
 
 
 def counted(route: Route, gate: Callable[[], Gate]) -> Route:
-    """The route, with what it prepares counted."""
+    """Return the route with its preparation counted, if it is a POST; else the route as it is."""
     if route.methods != {"POST"}:
         return route
     endpoint = cast("Callable[[HttpRequest], Coroutine[Any, Any, Any]]", route.endpoint)
@@ -42,7 +43,8 @@ def counted(route: Route, gate: Callable[[], Gate]) -> Route:
 
 
 def hooked(plain: Handler, other: Handler, names: frozenset[bytes]) -> Handler:
-    """The route, and instead of it `other` for a request whose head has one of these names."""
+    """Return a handler that calls `other` for a request with one of the headers `names`, and
+    `plain` for any other request."""
 
     def chosen(request: HttpRequest) -> Awaitable[Any]:
         for name, _ in request.scope["headers"]:
@@ -54,15 +56,18 @@ def hooked(plain: Handler, other: Handler, names: frozenset[bytes]) -> Handler:
 
 
 def end_preparing(scope: Scope, counted_tokens: int = 0) -> None:
-    """It enters the gate now, or has its answer: so many tokens of it were only counted."""
-    found: Preparation | None = scope.get(_PREPARATION)  # None where nobody sends the request
+    """End the preparation of a request that enters the gate now or needs no gate.
+
+    `counted_tokens`: how many tokens were counted without a computation on a node."""
+    # None if no client sent the request, such as when a kept body is read again.
+    found: Preparation | None = scope.get(_PREPARATION)
     if found is not None:
         found.counted = counted_tokens
         found.end()
 
 
 async def wait_to_read(scope: Scope, num_bytes: int) -> None:
-    """Until a body so large is read. Raises Overloaded if that would be long."""
+    """Wait until a body of `num_bytes` may be read. Raises Overloaded if the wait would be long."""
     found: Preparation | None = scope.get(_PREPARATION)
     wait_s = 0.0 if found is None else found.reserve(num_bytes)
     if wait_s > 0:
@@ -71,7 +76,8 @@ async def wait_to_read(scope: Scope, num_bytes: int) -> None:
 
 @dataclass(slots=True)
 class _Timed:
-    """Awaits `work`, and adds up how long its steps keep the loop."""
+    """Awaits `work` and adds the time for which its steps keep the event loop busy to
+    `preparation.busy_s`."""
 
     work: Coroutine[Any, Any, Any]
     preparation: Preparation
@@ -89,5 +95,5 @@ class _Timed:
             try:
                 yield waits_for
                 step = partial(self.work.send, None)
-            except BaseException as error:  # noqa: BLE001  for the work to see, as it is
+            except BaseException as error:  # noqa: BLE001  thrown into `work` unchanged
                 step = partial(self.work.throw, error)

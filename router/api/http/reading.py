@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests, read within their limit; parsing is router/api/openai/bodies.py's."""
+"""Read the bodies of HTTP requests, within limits. router/api/openai/bodies.py parses them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from baton.protocol.errors import Cancelled
 from router.api.http.preparing import wait_to_read
 
 MAX_BODY_BYTES: Final = 8 << 20
-MAX_OBJECTS: Final = 1 << 16  # and lists: some 50 ms to read
+MAX_OBJECTS: Final = 1 << 16  # objects and lists of a body; parsing so many takes some 50 ms
 MAX_VALUES: Final = 1 << 20
 _TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
-@lru_cache(maxsize=64)  # parsed by the library of mails, and clients say one of very few
+@lru_cache(maxsize=64)  # the parser of email.message is slow, and clients send few different types
 def _fault_of(content_type: str, content_encoding: str) -> HTTPException | None:
-    """What is wrong (415) with bytes that are not JSON, or not in its own UTF-8."""
-    # Only JSON by name: a foreign web page then cannot post here without a CORS preflight.
+    """Return the error (415) for a body that is not declared as plain JSON in UTF-8, else None."""
+    # For application/json a browser sends a CORS preflight before a foreign web page may post.
     if content_type.partition(";")[0].strip().lower() != "application/json":
         return HTTPException(415, "the content-type must be application/json")
     if content_encoding.strip().lower() not in ("", "identity"):
-        # RFC 9110, 15.5.16: says what would be understood.
+        # RFC 9110, 15.5.16: accept-encoding says which encodings are supported.
         headers = {"accept-encoding": "identity"}
         return HTTPException(415, "the content-encoding is not supported: send it plain", headers)
     message = Message()
@@ -37,7 +37,9 @@ def _fault_of(content_type: str, content_encoding: str) -> HTTPException | None:
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """The whole JSON body. Raises HTTPException (413, 415), Cancelled, Overloaded."""
+    """Return the complete body of a request, unparsed.
+
+    Raises HTTPException (413 too large, 415 not JSON), Cancelled, Overloaded."""
     kind = encoding = length = b""
     for name, value in request.scope["headers"]:  # Starlette's Headers decodes all of them
         if name == b"content-type":
@@ -53,7 +55,7 @@ async def read_body(request: HttpRequest) -> bytes:
         await wait_to_read(request.scope, int(length))
     parts: list[bytes] = []
     num_bytes, more = 0, True
-    while more:  # not request.stream(): an asynchronous generator costs more than what is read
+    while more:  # not request.stream(): its asynchronous generator would cost more than this loop
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise Cancelled("the client went away")
@@ -71,10 +73,11 @@ async def read_body(request: HttpRequest) -> bytes:
 
 
 def _check_values(raw: bytes) -> None:
-    """Raise HTTPException (413) for what would take long to read: no stream goes on meanwhile."""
+    """Raise HTTPException (413) if the body has so many values that parsing would block the event
+    loop for long."""
     counts = _counts(raw)
     if counts[0] > MAX_OBJECTS or counts[1] > MAX_VALUES:
-        counts = _counts(_TEXT.sub(b"", raw))  # what stands in texts is no structure
+        counts = _counts(_TEXT.sub(b"", raw))  # count again without the contents of strings
     for what, count, most in zip(
         ("objects and lists", "values"), counts, (MAX_OBJECTS, MAX_VALUES), strict=True
     ):

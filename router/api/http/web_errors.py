@@ -1,7 +1,7 @@
-"""Errors as HTTP clients see them: OpenAI's error object, the right status, nothing of our insides.
+"""Errors as HTTP clients see them: OpenAI's error object and a status, without internal details.
 
-A client's own faults are told in full, with the field. Faults on our side are told by kind only;
-the log has the rest, under the same request id.
+The error for a fault of the client has the full message and the field. The error for a fault of the
+server names only its kind; the log has the details, under the same request id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.request.failures import as_baton_error, log_failure
 
 RETRY_AFTER_S: Final = 1
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# What a client may read of faults that are not its own; their messages name no node and no path.
+# Errors whose message a client may read: it names no node and no path.
 _SPOKEN: Final = (
     InvalidRequest, Unauthenticated, Overloaded, Unavailable, DeadlineExceeded, Cancelled
 )  # fmt: skip
@@ -42,7 +42,7 @@ _HTTP_CODES: Final = {
 
 
 def error_object(error: BatonError) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """Return OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
     if isinstance(error, _SPOKEN):
         message = error.message
     elif error.retryable:
@@ -53,7 +53,7 @@ def error_object(error: BatonError) -> dict[str, Any]:
 
 
 def error_response(error: BatonError) -> Response:
-    """The whole HTTP answer to a request that failed before anything was sent."""
+    """Return the HTTP answer to a request that failed before any part of an answer was sent."""
     wait_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
     headers = {"retry-after": str(wait_s)} if error.retryable else {}
     if isinstance(error, Unauthenticated):
@@ -62,13 +62,14 @@ def error_response(error: BatonError) -> Response:
 
 
 def http_error_response(status: int, message: str) -> Response:
-    """An error of HTTP itself: no such route, wrong method, body too large."""
+    """Return the answer to an error of HTTP itself: no such route, wrong method, body too large."""
     code = _HTTP_CODES.get(status, "http_error")
     return _json(_object(message, _type_of(status), None, code), status, {})
 
 
 def raw_error(status: int, message: str) -> bytes:
-    """The same for what never became a request: all that the connection still says."""
+    """Return the bytes of an HTTP error for a request that could not be parsed, with `connection:
+    close`."""
     response = http_error_response(status, message)
     response.headers["connection"] = "close"
     line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
@@ -77,14 +78,14 @@ def raw_error(status: int, message: str) -> bytes:
 
 
 async def on_baton_error(_: HttpRequest, error: Exception) -> Response:
-    """Starlette handler for BatonError and groups of it."""
+    """Starlette's handler of BatonError, exception groups of it, and unexpected exceptions."""
     found = as_baton_error(error)
     log_failure(found, error)
     return error_response(found)
 
 
 async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
-    """Starlette handler for its own HTTPException (404, 405, ...)."""
+    """Starlette's handler of its own HTTPException (404, 405, ...)."""
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == 404:
@@ -108,6 +109,6 @@ def _object(message: str, kind: str, param: str | None, code: str) -> dict[str, 
 
 
 def _json(content: dict[str, Any], status: int, headers: dict[str, str]) -> Response:
-    # A message may quote what a client sent; lone surrogates never get past the parser.
+    # A message may quote the client; orjson can write it, since parsing refuses lone surrogates.
     body = orjson.dumps(content)
     return Response(body, status, headers, media_type="application/json")

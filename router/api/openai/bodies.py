@@ -1,9 +1,10 @@
-"""The bodies of OpenAI's requests: strict structs, errors that name the field.
+"""The bodies of OpenAI's requests as strict structs; errors name the field.
 
-Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> router/api/unserved.py ->
-msgspec structs (strict types with bounds, unknown fields ignored) -> SamplingParams. The types with
-bounds are in router/api/openai/fields.py, messages and tools in router/api/openai/chat.py, replies
-in router/api/openai/replies.py. Nothing here knows tokens or the event loop.
+A body goes through orjson (which refuses NaN, Infinity, lone surrogates, deep nesting), then
+router/api/unserved.py, then msgspec (strict types with bounds; unknown fields are ignored), and
+becomes SamplingParams. The types with bounds are in router/api/openai/fields.py, messages and tools
+in router/api/openai/chat.py, replies in router/api/openai/replies.py. Nothing here uses a tokenizer
+or the event loop.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ _BIASED_TOKEN: Final = re.compile(BIASED_TOKEN)
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's; asks for nothing without the other
+    continuous_usage_stats: bool | None = None  # vLLM's; no effect without include_usage
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What both APIs share; msgspec flattens it into both bodies. None = absent = the default."""
+    """The fields that chats and completions share. None: the field is absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -112,13 +113,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # as the names of tokens in logprobs
-    request_id: RequestId | None = None  # where the head has none (router/request/request_ids.py)
-    session_id: Session | None = None  # these three name a session (router/request/terms.py)
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens `token_id:42`
+    request_id: RequestId | None = None  # used without a header (router/request/request_ids.py)
+    # Each of the next three can name the client session (router/request/terms.py).
+    session_id: Session | None = None
     prompt_cache_key: Session | None = None
     user: Session | None = None
-    baton_timing: bool | None = None  # a receipt, please
-    response_format: dict[str, Any] | None = None  # this and what follows: guided_fields.py
+    baton_timing: bool | None = None  # whether the answer has a receipt
+    # The fields from here on say what form the answer must have (guided_fields.py).
+    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: NotEmpty | None = None
@@ -129,7 +132,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(SamplingFields, kw_only=True):
-    """/v1/completions. `prompt` is text, texts, ids or lists of ids (see `prompts_of`)."""
+    """The body of /v1/completions. `prompt` is text, texts, token ids or lists of token ids."""
 
     prompt: Any = None
     logprobs: NumLogprobs | None = None
@@ -137,12 +140,12 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     @property
     def only_echo(self) -> bool:
-        """Nothing but the prompt is asked for, with its logprobs."""
+        """Whether the client wants only the prompt back, with its log-probabilities if it asks."""
         return bool(self.echo) and self.max_tokens == 0
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """/v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: MaxNewTokens | None = None
@@ -158,11 +161,11 @@ class ChatBody(SamplingFields, kw_only=True):
     chat_template: Template | None = None
     documents: list[dict[str, str]] | None = None
     reasoning_effort: Effort | None = None
-    echo: bool | None = None  # of the last message, if the answer goes on with it
+    echo: bool | None = None  # send the last message before the answer, if the answer continues it
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """/tokenize: `prompt`, or `messages` to be rendered first."""
+    """The body of /tokenize: either `prompt`, or `messages`, which are rendered first."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -187,12 +190,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Read a body. Raises InvalidRequest with the field's path, like `messages[0].role`."""
+    """Parse and check a body.
+
+    Raises InvalidRequest with the field's path, like `messages[0].role`."""
     return checked(object_of(raw), kind)
 
 
 def object_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequest."""
+    """Parse a body as a JSON object. Raises InvalidRequest."""
     try:
         content: object = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -206,7 +211,7 @@ def object_of(raw: bytes) -> dict[str, Any]:
 
 
 def checked(content: dict[str, Any], kind: type[Body]) -> Body:
-    """A body of its fields. Raises like `parse`."""
+    """Check the fields of a body and return it as a struct. Raises like `parse`."""
     unserved = _OF_COMPLETIONS if kind is CompletionBody else GENERATING
     if not unserved.keys().isdisjoint(content):
         refuse(content, unserved)
@@ -214,7 +219,7 @@ def checked(content: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def struct_of(content: Mapping[str, Any], kind: type[S]) -> S:
-    """The struct that a JSON object spells. Raises InvalidRequest with the field's path."""
+    """Convert a JSON object to a struct. Raises InvalidRequest with the field's path."""
     try:
         return msgspec.convert(content, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -224,7 +229,8 @@ def struct_of(content: Mapping[str, Any], kind: type[S]) -> S:
 def sampling_params(
     body: CompletionBody | ChatBody, defaults: Mapping[str, int | float]
 ) -> SamplingParams:
-    """SamplingParams of a body; `defaults` (max_tokens at least) where the client names none.
+    """Return the SamplingParams of a body. `defaults`: values of absent fields; it has at least
+    max_tokens.
 
     Raises InvalidRequest, naming the client's own field, for values out of bounds, and
     UnsupportedFeature for those that no engine serves yet.
@@ -256,7 +262,7 @@ def sampling_params(
 
 
 def name_in(body: CompletionBody | ChatBody, field: str) -> str:
-    """What a body calls a field of SamplingParams."""
+    """Return the body's name of a field of SamplingParams."""
     if field == "beam_width":
         return "n"
     if isinstance(body, ChatBody):
@@ -268,11 +274,12 @@ def name_in(body: CompletionBody | ChatBody, field: str) -> str:
 
 
 def fan_out(body: CompletionBody | ChatBody) -> dict[str, Any]:
-    """SamplingParams' fields for several answers to one prompt; empty if one is asked for.
+    """Check the fields for several answers; return SamplingParams' fields for a beam search, {} if
+    there is none.
 
-    vLLM's names: with `use_beam_search` n is the width of the search (or best_of, if that is
-    larger), and its n best beams are the answers. Raises InvalidRequest, naming the field, for what
-    cannot be streamed or contradicts itself.
+    As in vLLM, `use_beam_search` makes n (or best_of, if that is larger) the width of the search;
+    the n best beams are the answers. Raises InvalidRequest, naming the field, for fields that
+    contradict each other or cannot be streamed.
     """
     count, best_of = body.n or 1, body.best_of
     if best_of is not None and best_of < count:
@@ -302,8 +309,9 @@ def _early_stopping(given: bool | str | None) -> str:
     raise InvalidRequest('early_stopping must be true, false or "never"', field="early_stopping")
 
 
-# What the bodies and SamplingParams call by one name is copied, but for what has its own way: in
-# sampling_params, in fan_out (early_stopping), or as text (bad_words and stop, in intake.py).
+# A field with the same name in the bodies and in SamplingParams is copied, but not those of
+# _OWN_WAY. sampling_params converts these, fan_out does (early_stopping), or intake.py does
+# (bad_words and stop).
 _OWN_WAY: Final = {
     "max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "early_stopping",
     "bad_words", "stop", "include_stop_str_in_output", "skip_special_tokens",
@@ -318,7 +326,7 @@ _TOKEN_IDS: Final = tuple(name for name in _SAME_NAMES if name.endswith("_token_
 
 
 def _of_chat(body: ChatBody) -> tuple[int | None, int | None, int | None]:
-    """max_tokens, logprobs, prompt_logprobs: what the two APIs spell differently."""
+    """Return max_tokens, logprobs and prompt_logprobs of a chat, under its own field names."""
     if body.top_logprobs and not body.logprobs:
         message = "top_logprobs is only allowed when logprobs is true"
         raise InvalidRequest(message, field="top_logprobs")
@@ -328,22 +336,23 @@ def _of_chat(body: ChatBody) -> tuple[int | None, int | None, int | None]:
 
 
 def _of_completion(body: CompletionBody) -> tuple[int | None, int | None, int | None]:
-    """The prompt's log-probabilities are computed with those that an echo shows."""
+    """Return max_tokens, logprobs and prompt_logprobs of a completion. With `echo`, `logprobs` also
+    asks for the prompt's log-probabilities."""
     told = [body.prompt_logprobs, body.logprobs if body.echo else None]
     counts = [count for count in told if count is not None]
     prompt_logprobs = -1 if -1 in counts else max(counts, default=None)  # -1 = all
-    max_tokens = 1 if body.only_echo else body.max_tokens  # an engine always computes one
+    max_tokens = 1 if body.only_echo else body.max_tokens  # an engine computes at least one token
     return max_tokens, body.logprobs, prompt_logprobs
 
 
 def stops_of(body: CompletionBody | ChatBody) -> tuple[str, ...]:
-    """The stop strings, each once."""
+    """Return the stop strings without duplicates."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return tuple(dict.fromkeys(stops))
 
 
 def check_common(body: CompletionBody | ChatBody) -> None:
-    """Raise InvalidRequest for what does not go with a stream."""
+    """Raise InvalidRequest for fields that are allowed only with a stream, or only without."""
     if body.stream_options is not None and not body.stream:
         message = "stream_options is only allowed when stream is true"
         raise InvalidRequest(message, field="stream_options")
@@ -353,13 +362,15 @@ def check_common(body: CompletionBody | ChatBody) -> None:
 
 
 def check_priority(priority: int | None) -> None:
-    """Raise InvalidRequest for one out of bounds: of gRPC, whose messages know no bounds."""
+    """Raise InvalidRequest for a priority out of bounds. For gRPC: its messages have no bounds."""
     if priority is not None and abs(priority) > PRIORITY_LIMIT:
         raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
 
 
 def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
-    """The prompts of a completion, each as text or ids, none empty. Raises InvalidRequest."""
+    """Return the prompts of a completion, each as text or token ids, none empty.
+
+    Raises InvalidRequest."""
     prompt: object = body.prompt
     if isinstance(prompt, str):
         return [_text_prompt(prompt, "prompt")]
@@ -379,7 +390,7 @@ def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
 
 
 def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[int, ...]:
-    """The ids, all within the vocabulary. Raises InvalidRequest."""
+    """Return the ids. Raises InvalidRequest, naming `field`, for one beyond the vocabulary."""
     if ids and max(ids) >= vocab_size:
         message = f"{field}: token ids must be below the vocabulary's size, {vocab_size}"
         raise InvalidRequest(message, field=field)
@@ -413,11 +424,13 @@ def _one_prompt(item: object, field: str) -> str | tuple[int, ...]:
 
 
 def _token_ids(items: list[Any], field: str) -> tuple[int, ...]:
-    """A prompt's ids: integers from 0 on, no booleans; there must be some."""
+    """Check a prompt's token ids: at least one, all of them integers from 0 on.
+
+    Raises InvalidRequest, naming `field`."""
     if not items:
         raise InvalidRequest(f"{field} must not be empty", field=field)
     for item in items:
-        # type() and not isinstance: true is an int to Python, never to a client.
+        # type() and not isinstance: in Python a bool is an int, but JSON's `true` is no token id.
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise InvalidRequest(f"{field}: token ids are integers from 0 on", field=field)
     return tuple(items)

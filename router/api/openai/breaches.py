@@ -1,7 +1,7 @@
-"""How the refusal of a body is told: the field as the client wrote it, its bounds in words.
+"""Error messages for refused bodies: they name the client's field, and its bounds in words.
 
-The words come from the types that msgspec refused by (router/api/openai/fields.py). Where orjson
-refused it, the field is looked for once more. Pure.
+The bounds come from the types by which msgspec refused the body (router/api/openai/fields.py). If
+orjson refused it, the body is parsed again to find the field. Pure.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SMALLEST: Final = -(2**63)
 def refusal(
     error: msgspec.ValidationError, kind: type[msgspec.Struct], content: Mapping[str, Any]
 ) -> InvalidRequest:
-    """What a client is told of `content` that is no `kind`."""
+    """Return the error for `content`, which msgspec could not convert to `kind`."""
     said, _, place = str(error).rpartition(" - at ")
     found = _PLACE.match(place)
     text, path = (str(error), "") if found is None else (said, found[2])
     breach, value = _BREACH.fullmatch(text), _value_at(content, path)
     if breach is not None:
         where = path if found is None or not found[1] else f"a key of {path}"
-        # Of items and pairs the field is named that has them all, and the message says which.
+        # For a bad item of a list, `field` is the list; the message names the item.
         message = _breach(breach, where, _hints(kind, path), value) or f"{where}: {text}"
         return InvalidRequest(message, field=re.sub(r"\[[^\]]*\]$", "", path))
     if text.startswith("Invalid enum value"):
@@ -50,7 +50,7 @@ def refusal(
 
 
 def _breach(breach: re.Match[str], where: str, hints: list[Any], value: object) -> str | None:
-    """A bound in words; None if no type says it."""
+    """Return a bound in words, or None if no type in `hints` has that bound."""
     kind, of_length, limit = breach[1], breach[2], float(breach[3])
     for meta in (hint for hint in hints if isinstance(hint, msgspec.Meta)):
         if of_length and limit in (meta.min_length, meta.max_length):
@@ -75,7 +75,8 @@ def _range(meta: msgspec.Meta) -> str:
 
 
 def _hints(kind: type[msgspec.Struct], path: str) -> list[Any]:
-    """All that the type of a field is made of, but for the fields of structs in it."""
+    """Return the type of the field at `path`, with all types that it consists of. The fields of a
+    struct in it are left out."""
     parts: list[Any] = [kind]
     for name in re.findall(r"(?:^|\.)(\w+)", path):
         structs = (part for part in parts if isinstance(part, type))
@@ -101,7 +102,7 @@ def _choices(hint: Any) -> Iterator[str]:
 
 
 def _value_at(content: object, path: str) -> object:
-    """What stands at a path, None where there is nothing that it names."""
+    """Return the value at a path, or None if there is no such value."""
     for name in re.findall(r"[^.\[\]]+", path):
         if isinstance(content, list) and name.isdigit():
             content = cast("list[object]", content)[int(name)]
@@ -112,9 +113,10 @@ def _value_at(content: object, path: str) -> object:
 
 
 def fault_of(raw: bytes) -> tuple[str, str] | None:
-    """Which field made orjson refuse a body (NaN, a lone surrogate, a huge number): its path, like
-    `messages[0].content`, and what is wrong there; None where JSON itself is broken. What is found
-    is never used as a value."""
+    """Find the field for which orjson refused a body (NaN, a lone surrogate, a huge number).
+
+    Return its path, like `messages[0].content`, and what is wrong there; None if the body is no
+    JSON at all. The values that are parsed here are not used for anything else."""
     try:
         content: object = json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,7 +1,8 @@
-"""Messages and tools of a chat: what clients send, checked, and what a chat template is given.
+"""Messages and tools of a chat: checks what clients send, and makes what chat templates get.
 
-A message keeps its fields; its text parts are joined, its calls' arguments become objects (they
-travel as JSON text, templates want to walk through them), its reasoning goes under both names.
+A message keeps its fields, with three changes: its text parts are joined to one string; the
+arguments of its calls, which clients send as JSON text, become objects, as templates expect; its
+reasoning stands under both names, `reasoning` and `reasoning_content`.
 Bodies are in router/api/openai/bodies.py.
 """
 
@@ -21,10 +22,10 @@ from router.api.openai.fields import MAX_NAME_CHARS, Name
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 512
-# OpenAI's is narrower: 64 characters, no dots. Longer and dotted ones work, as in vLLM.
+# OpenAI allows only 64 characters and no dots. Here longer names and dots are allowed, as in vLLM.
 TOOL_NAME: Final = rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}"
 _TOOL_NAME: Final = re.compile(TOOL_NAME)
-# Kinds of parts that are text, and where they have it.
+# Type of a content part that is text -> the field with its text.
 TEXT_PARTS: Final = {
     "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
     "thinking": "thinking",
@@ -33,7 +34,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """`arguments` is JSON text; an object is taken as it is."""
+    """The function of a call in an earlier message. `arguments`: an object, or its JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -44,13 +45,13 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     function: CalledFunction
     id: str | None = None
-    type: str = msgspec.field(default_factory=lambda: "function")  # always shown to the template
+    type: str = msgspec.field(default_factory=lambda: "function")  # never omitted for the template
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message; `content` is text, or text parts."""
+    """One message. `content` is text, or a list of text parts."""
 
-    role: Name  # which there are, the template knows
+    role: Name  # any: the chat template decides which roles it knows
     content: Any = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -64,7 +65,7 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class ToolFunction(msgspec.Struct, kw_only=True):
-    """A tool's function. Templates get it as the client wrote it: this only checks."""
+    """The struct that checks a tool's function. The template gets the client's own object."""
 
     name: str
     description: str | None = None
@@ -77,7 +78,7 @@ class ChatTool(msgspec.Struct, kw_only=True):
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as the template sees them: plain dicts, text parts joined into one string.
+    """Return the messages for the template: plain dicts, with text parts joined into one string.
 
     Raises InvalidRequest, naming the field, for a message without content, for parts that are not
     text and for arguments that are not a JSON object.
@@ -97,7 +98,9 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
-    """The tools as the client wrote them. Raises InvalidRequest, naming the field."""
+    """Check the tools; return them as the client wrote them.
+
+    Raises InvalidRequest, naming the field."""
     names: set[str] = set()
     for index, tool in enumerate(given or ()):
         where = f"tools[{index}]"
@@ -119,17 +122,17 @@ def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
 
 
 def schemas_of(tools: tuple[dict[str, Any], ...]) -> dict[str, dict[str, Any]]:
-    """Tool name -> its parameters' JSON schema."""
+    """Return the JSON schema of each tool's parameters, by the tool's name."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
 def template_kwargs(
     given: Mapping[str, Any] | None, reasoning_effort: Effort | None = None
 ) -> dict[str, Any]:
-    """What a client may tell its template: plain scalars under plain names.
+    """Check the variables that a client sets in its chat template: scalars, under plain names.
 
-    An effort also switches thinking on, or off if it is `none`, under the names that templates
-    read. Names that the template does not read are ignored by it (ChatTemplate.parameters).
+    `reasoning_effort` also switches thinking on, or off for `none`, under the names that templates
+    read. A template ignores names that it does not read (ChatTemplate.parameters).
     """
     kwargs = dict(given or {})
     for name, value in kwargs.items():
@@ -147,7 +150,7 @@ def template_kwargs(
 
 
 def _arguments(given: str | dict[str, Any] | None, field: str) -> dict[str, Any]:
-    """A call's arguments as an object; none is an empty one."""
+    """Return a call's arguments as an object; absent arguments as an empty one."""
     if isinstance(given, dict) or not given:
         return given or {}
     try:
@@ -160,12 +163,13 @@ def _arguments(given: str | dict[str, Any] | None, field: str) -> dict[str, Any]
 
 
 def text_of(message: ChatMessage, field: str) -> str:
-    """The text of a message's `field`, its parts joined."""
+    """Return the text of a message's content, its parts joined. Raises InvalidRequest, naming
+    `field`."""
     content = message.content
     if isinstance(content, str):
         return content
     if content is None:
-        # An answer may have been all reasoning, calls or refusal: it is sent back as it was.
+        # An earlier answer may have had no content, only reasoning, calls or a refusal.
         if message.role != "assistant":
             raise InvalidRequest(f"{field} is missing", field=field)
         return ""

@@ -1,8 +1,8 @@
-"""One choice of a chat, from its deltas: as the frames of a stream, or whole.
+"""Turns the deltas of one choice of a chat into the frames of a stream, or into a whole choice.
 
-A stream sends thousands of chunks that differ in one string, so a frame is head + text + tail with
-head and tail encoded once per choice; chunks with more in them are encoded whole. Tests decode
-every frame with the OpenAI SDK.
+The chunks of a stream mostly differ in one string only. So the bytes before and after that string
+are encoded once per choice, and a frame is head + text + tail. A chunk with more than text is
+encoded as a whole. Tests decode every frame with the OpenAI SDK.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _TEXT: Final = b'"content":'
 
 
 class ChatFrames:
-    """Chunks of /v1/chat/completions: the role, then a part in each, then why it ended."""
+    """Writes the chunks of one choice (exchange.Frames): first the role, then one chunk per part of
+    the answer, last the finish reason."""
 
     def __init__(self, exchange: OpenAIExchange, completion: Completion, index: int) -> None:
         self._exchange = exchange
@@ -40,8 +41,8 @@ class ChatFrames:
         parsed = completion.rules.message is not None
         self._plain = not parsed and not self._tells_ids and exchange.logprobs is None
         self._draw_id = _draw_id(exchange, completion, index) if parsed else draw_call_id
-        self._rows: list[dict[str, Any]] = []  # of tokens whose part is still to come
-        self._ids: list[int] = []  # not told yet
+        self._rows: list[dict[str, Any]] = []  # log-probabilities that are not sent yet
+        self._ids: list[int] = []  # token ids that are not sent yet
 
     def opening(self) -> bytes:
         exchange, more = self._exchange, dict[str, Any]()
@@ -77,7 +78,7 @@ class ChatFrames:
         return self._head + orjson.dumps(text) + self._tail
 
     def _told(self) -> dict[str, Any]:
-        """What was not told yet of the tokens beside their text."""
+        """Return a chunk's fields with the log-probabilities and token ids not sent yet."""
         rows, self._rows = self._rows, []
         told: dict[str, Any] = {"logprobs": chat_choice_logprobs(rows) if rows else None}
         if self._tells_ids:
@@ -86,7 +87,7 @@ class ChatFrames:
 
 
 class WholeChat:
-    """One whole choice: `take` each delta in order."""
+    """Collects one choice of a non-streaming answer: call `take` for each delta, then `choice`."""
 
     def __init__(self, exchange: OpenAIExchange, completion: Completion, index: int) -> None:
         self._exchange = exchange
@@ -118,12 +119,12 @@ class WholeChat:
 
 
 def _draw_id(exchange: OpenAIExchange, completion: Completion, index: int) -> DrawId:
-    """What draws the ids of the choice's tool calls."""
+    """Return the function that makes the ids of the choice's tool calls."""
     return call_ids(exchange.pinned, completion.rules.message, choice=index)
 
 
 def _rows(exchange: OpenAIExchange, completion: Completion, delta: Delta) -> list[dict[str, Any]]:
-    """Log-probabilities of a delta's tokens, if they are wanted."""
+    """Return the log-probabilities of a delta's tokens; [] if the client did not ask."""
     if exchange.logprobs is None:
         return []
     rows, tokenizer = delta.logprobs, completion.tokenizer

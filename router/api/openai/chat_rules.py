@@ -1,4 +1,4 @@
-"""A chat's body and the router's options -> what to render, and how to read the answer. Pure."""
+"""Read a chat's body: what to render, and how to parse the answer. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.api.openai.chat import messages_of, schemas_of, template_kwargs, tex
 from router.api.openai.guided_fields import check_forced, forces_calls, room_for_content
 from router.prompts.grammar_checks import Constraint
 
-ALLOWED: Final = "allowed_tools"  # OpenAI's way to offer some of the tools, or have one called
+ALLOWED: Final = "allowed_tools"  # OpenAI's tool_choice that offers only some of the tools
 ALLOWED_FIELD: Final = "tool_choice.allowed_tools"
 _MODES: Final = ("auto", "required")
 _AUTO_IS_OFF: Final = (
@@ -26,7 +26,7 @@ _AUTO_IS_OFF: Final = (
 
 
 def conversation_of(body: ChatBody | TokenizeBody) -> Chat:
-    """What the chat template gets. Raises InvalidRequest, naming the field."""
+    """Return the input of the chat template. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
@@ -49,8 +49,10 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Chat:
 
 
 def said_first(body: ChatBody, answers: str) -> tuple[str, str]:
-    """The role that answers, `answers` by default, and what is told before its answer: with `echo`
-    the message that it goes on with, if that is its own."""
+    """Return the role of the answer, and the text to send before it.
+
+    The role is `answers`, or that of the last message if the answer continues it. The text is, with
+    `echo`, the last message if it has the same role, else ""."""
     last = body.messages[-1]
     prompted = body.add_generation_prompt is not False and not body.continue_final_message
     role = answers if prompted else last.role
@@ -58,12 +60,13 @@ def said_first(body: ChatBody, answers: str) -> tuple[str, str]:
 
 
 def apply_allowed(body: ChatBody) -> None:
-    """Mutates the tools and the choice of a body that allows some of them; no other.
+    """Reduce the tools of a body with an `allowed_tools` choice to the allowed ones. Mutates
+    `tools` and `tool_choice` of such a body; any other body stays as it is.
 
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [
             {"type": "function", "function": {"name": "get_weather"}}]}}
 
-    The others are not shown to the model, so it cannot call them; the rest is the plain choice
+    The other tools are not shown to the model, so it cannot call them. `tool_choice` becomes
     `mode`. Raises InvalidRequest, naming the field.
     """
     choice = body.tool_choice
@@ -94,7 +97,7 @@ def apply_allowed(body: ChatBody) -> None:
 
 
 def _name_of(tool: object) -> str | None:
-    """None for what is no function with a name."""
+    """Return the name of a tool, or None if it is no function with a name."""
     found = cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
     function = found.get("function")
     name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
@@ -102,11 +105,11 @@ def _name_of(tool: object) -> str | None:
 
 
 def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
-    """How calls are found in the answer, None if none are looked for.
+    """Return how to find tool calls in the answer, or None if the answer can have none.
 
-    Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
-    router has no parser. Calls that must be made are guided (guided_fields.py), so they have a
-    format here even where the model has none.
+    Raises InvalidRequest if the chosen tool is not there, and for `auto` (also as the default) if
+    this router has no tool parser. Calls that must be made need no parser of the model: a grammar
+    enforces their format (guided_fields.py).
     """
     choice = body.tool_choice if body.tool_choice is not None else "auto"
     if choice == "none" or (choice == "auto" and not body.tools):
@@ -130,8 +133,9 @@ def message_rules(
     thinks: ReasoningFormat | None,
     own: Constraint | None,
 ) -> MessageRules | None:
-    """How the answer to `prompt` is taken apart, None if all of it is content. `tools`: how calls
-    are found in it (tool_format). `own`: the constraint of the body's own fields."""
+    """Return how to split the answer to `prompt` into content, reasoning and calls; None if all of
+    it is content. `tools`: how to find calls (tool_format). `thinks`: how to find reasoning. `own`:
+    the constraint of the body's own fields (asked_of)."""
     if tools is None and thinks is None:
         return None
     opened = False

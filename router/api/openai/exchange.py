@@ -1,7 +1,7 @@
-"""One call of OpenAI's API: a chat, or completions of one or several prompts, and its answer.
+"""OpenAIExchange: one call of OpenAI's API, a chat or a completion of one or several prompts.
 
-Streamed, each choice has a writer of frames; whole, each is collected (router/api/openai/
-chat_choices.py, text_choices.py). What the client wants to be told stands in the body.
+In a streaming answer each choice has a writer of frames; in a non-streaming answer each choice is
+collected (router/api/openai/chat_choices.py, text_choices.py).
 
 Choices are numbered prompt by prompt: choice i is sample i % n of prompt i // n.
 """
@@ -43,16 +43,17 @@ from router.request.completion import CallRunner, Completion, Delta
 from router.request.together import together
 from router.services import RouterServices
 
-# What chunks say of their usage (OpenAIExchange.chunk). Quotes within strings are escaped, so
-# nothing that a client or a model wrote looks like it.
+# The usage in a chunk (OpenAIExchange.chunk). Quotes within JSON strings are escaped, so no text of
+# a client or a model can contain these bytes.
 _NO_USAGE: Final = b'"usage":null'
 
 
 class OpenAIExchange:
-    """A checked call with its completions; it is its own ASGI answer (router/api/exchange.py).
+    """The Exchange (router/api/exchange.py) of OpenAI's API: a checked call and its answer.
 
-    `logprobs`: up to which rank log-probabilities are told, None = none are; `named_by_id`: there
-    tokens stand as ids. `role` answers a chat; `lead` is told before its content.
+    `logprobs`: log-probabilities of tokens up to this rank are returned; None: no
+    log-probabilities. `named_by_id`: they name tokens `token_id:<number>`. `role`: the role of a
+    chat's answer. `lead`: text that is sent before a chat's content.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class OpenAIExchange:
         return frames
 
     def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
-        """The frame of one choice. With include_usage all but the last one say `usage: null`."""
+        """Return the frame of one choice. With include_usage it has `usage: null`, because only the
+        last chunk of the stream has the usage."""
         content = {**self._head, "system_fingerprint": FINGERPRINT, "choices": [choice]}
         if self._tells_usage:
             content["usage"] = None
@@ -126,7 +128,7 @@ class OpenAIExchange:
         return msgspec.json.encode(self._reply([choice for each in several for choice in each]))
 
     async def _choices(self, prompt: int, runner: CallRunner) -> list[Any]:
-        """The whole choices of one prompt."""
+        """Run the completion of one prompt; return its choices."""
         completion = self.completions[prompt]
         kind = WholeChat if isinstance(self.body, ChatBody) else WholeText
         choices = [kind(self, completion, index) for index in self._indices(prompt)]
@@ -154,7 +156,7 @@ class OpenAIExchange:
     # ---- both ----
 
     def told_of_prompt(self, completion: Completion) -> Any:
-        """vLLM's `prompt_logprobs`, None if nobody asked."""
+        """Return vLLM's `prompt_logprobs`, or None if the client did not ask."""
         count = self.body.prompt_logprobs
         if count == -1:
             count = completion.request.params.prompt_logprobs
@@ -163,12 +165,12 @@ class OpenAIExchange:
         return prompt_logprobs(completion.prompt_logprobs, count, completion.tokenizer)
 
     def _indices(self, prompt: int) -> range:
-        """The choices of a prompt, in the order of its samples."""
+        """Return the numbers of a prompt's choices, in the order of its samples."""
         count = self.completions[prompt].request.params.n
         return range(prompt * count, (prompt + 1) * count)
 
     def _usage(self) -> Usage:
-        """Sums over all completions; final when they have ended."""
+        """Return the usage of all completions together; final when they have ended."""
         prompt = sum(c.prompt_tokens for c in self.completions)
         completion = sum(c.completion_tokens for c in self.completions)
         return Usage(
@@ -181,9 +183,11 @@ class OpenAIExchange:
 
 
 class CountedFrames:
-    """The frames of one choice, with its usage in each: `stream_options.continuous_usage_stats`,
-    vLLM's. As in vLLM it asks for nothing without `include_usage`, and counts one choice: the
-    prompt's tokens and that choice's so far, where the chunk at the end sums over all."""
+    """Writes the frames of one choice with a usage in each, for vLLM's
+    `stream_options.continuous_usage_stats`.
+
+    The usage is that of one choice: the prompt's tokens and the choice's tokens so far. The usage
+    in the last chunk of the stream is the sum over all choices."""
 
     def __init__(self, frames: Frames, prompt_tokens: int) -> None:
         self._frames = frames

@@ -1,9 +1,10 @@
-"""The fields of requests that have bounds, as types: msgspec checks the bodies by them, and makes
-/openapi.json of them. What a breach of one is called is in router/api/openai/breaches.py.
+"""Types with bounds for the fields of requests. msgspec checks bodies by these types, and makes
+/openapi.json from them. The error messages for values out of bounds are in
+router/api/openai/breaches.py.
 
-Two kinds of bounds stand here. `Meta(ge=...)` and its like are checked where a body is read.
-`_described` is only told: whether such a value is right hangs on another field, on the running
-server, or on what 64 bits hold, and the code that knows it refuses the others.
+There are two kinds of bounds. `Meta(ge=...)` and its like are checked when a body is parsed.
+`_described` only adds to /openapi.json: whether such a value is allowed depends on another field,
+on the server's options, or on the limits of 64 bits, and other code checks it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BIASED_TOKEN: Final = "[0-9]{1,9}"
 
 
 def _within(name: str) -> Meta:
-    """The bounds of a number of SamplingParams."""
+    """Return the bounds of a numeric field of SamplingParams."""
     low, high = BOUNDS[name]
     return Meta(ge=low, le=high)
 
@@ -62,17 +63,17 @@ LengthPenalty = Annotated[float, _within("length_penalty")]
 Priority = Annotated[int, Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
 ThinkingBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1 = no limit
 AtLeastOne = Annotated[int, Meta(ge=1)]
-Dimensions = Annotated[int, _described(minimum=1)]  # which of them, the model says
-# Whoever asks for an echo may want 0; one of a message is cut to what the model holds.
+Dimensions = Annotated[int, _described(minimum=1)]  # the model says which values are allowed
+# Not checked here: 0 is allowed with an echo, and /v1/messages lowers a value that is too large.
 MaxTokens = Annotated[
     int, _described(minimum=BOUNDS["max_tokens"][0], maximum=BOUNDS["max_tokens"][1])
 ]
 MaxNewTokens = Annotated[int, _within("max_tokens")]
-# Unless --max-logprobs says otherwise.
+# The maximum is the default of --max-logprobs.
 NumLogprobs = Annotated[int, _described(minimum=0, maximum=MAX_LOGPROBS)]
-# The reader of JSON holds no others. Clients count the bits as signed, or as unsigned.
+# All 64-bit integers, signed or unsigned. orjson reads no larger ones.
 Seed = Annotated[int, _described(minimum=-(2**63), maximum=BOUNDS["seed"][1])]
-# -1 = as many as the model holds, which is also the most.
+# -1 = the model's context, which is also the maximum.
 Truncation = Annotated[int, _described(**{"minimum": -1, "not": {"const": 0}})]
 
 # ---- texts ----
@@ -85,10 +86,11 @@ Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 BadWord = Annotated[
     str,
     Meta(min_length=1),
-    _described(pattern=rf"^\s*\S[\s\S]{{0,{MAX_BAD_WORD_CHARS - 1}}}$"),  # what is left of it
+    # At most MAX_BAD_WORD_CHARS after the white space at its beginning.
+    _described(pattern=rf"^\s*\S[\s\S]{{0,{MAX_BAD_WORD_CHARS - 1}}}$"),
 ]
 BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
-# What follows is checked where it is used: ids in headers and logs, grammars by their readers.
+# The next types are checked by the code that uses the value.
 RequestId = Annotated[str, _described(pattern=f"^{ID_PATTERN}$")]
 GuidedBackend = Annotated[str, _described(enum=list(BACKENDS))]
 Template = Annotated[

@@ -1,12 +1,13 @@
-"""What an answer must look like: the bodies' fields -> GuidedDecoding, and which field to blame.
+"""From the fields that say what form an answer must have: the GuidedDecoding, and the field that
+errors name.
 
     response_format      OpenAI's: json_object, json_schema, structural_tag
     structured_outputs   vLLM's: json, regex, choice, grammar, json_object, structural_tag
     guided_*             vLLM's older spelling
-    tools, tool_choice   calls that must be made, or must be valid if made
+    tools, tool_choice   calls that the model must make, or that must be valid if it makes them
 
-A body names at most one of the first three. Pure: checking the grammar itself, which takes time, is
-router/prompts/grammar_checks.py.
+A body may have only one of the first three. Pure: router/prompts/grammar_checks.py checks the
+grammar itself, which takes time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structura
 
 
 def asked_of(body: CompletionBody | ChatBody) -> Constraint | None:
-    """The constraint of a body's own fields. Raises InvalidRequest, naming the field."""
+    """Return the constraint of a body's fields other than tools, or None if there is none.
+
+    Raises InvalidRequest, naming the field."""
     found = [
         asked
         for asked in (
@@ -63,8 +66,10 @@ def asked_of(body: CompletionBody | ChatBody) -> Constraint | None:
 def asked_of_chat(
     body: ChatBody, own: Constraint | None, formats: Formats, message: MessageRules | None
 ) -> Constraint | None:
-    """The constraint of a chat: its `own` fields' (asked_of) and its tools'. A grammar waits for
-    the end of the reasoning that the answer begins with, or is a part of the whole answer's."""
+    """Return the constraint of a chat, or None: from its tools and its `own` fields (asked_of).
+
+    If the answer begins with reasoning, the grammar holds from the end of that reasoning on, or it
+    is put into a grammar of the whole answer."""
     thought = None if message is None else message.reasoning
     asked = _asked_of_tools(body, formats, own)
     if asked is None and own is not None and thought is not None and thought.answer is not None:
@@ -80,9 +85,10 @@ def asked_of_chat(
 def limited(
     asked: Constraint | None, budget: int | None, thought: ReasoningFormat | None, opened: bool
 ) -> Constraint | None:
-    """The constraint with a limit for the thought before it, if a client gives its tokens.
+    """Return the constraint with `budget` as the most tokens of reasoning; unchanged without one.
 
-    `opened`: the answer begins within a thought. Raises UnsupportedFeature.
+    `thought`: the format of the reasoning. `opened`: the answer begins within reasoning.
+    Raises UnsupportedFeature if this server cannot end the reasoning.
     """
     field = "thinking_token_budget"
     if budget is None or budget == -1:
@@ -91,7 +97,7 @@ def limited(
         message = f"{field} needs a server with a --reasoning-parser of tags"
         raise UnsupportedFeature(message, field=field)
     if asked is not None and not opened:
-        return asked  # its grammar holds from the first token on: there is no thought
+        return asked  # the grammar holds from the first token on, so there is no reasoning
     asked = asked or Constraint(GuidedDecoding("free", ""), field)
     start = "" if opened else thought.open[0]
     limit = {"starts_after": thought.close[0], "most_thought": budget, "thought_start": start}
@@ -101,18 +107,19 @@ def limited(
 def limited_text(
     asked: Constraint | None, body: CompletionBody, prompt: str, thought: ReasoningFormat | None
 ) -> Constraint | None:
-    """`limited` of a completion: its prompt may end within a thought."""
+    """Like `limited`, for a completion, whose prompt may end within reasoning."""
     opened = thought is not None and thought.opened_by(prompt)
     return limited(asked, body.thinking_token_budget, thought, opened)
 
 
 def forces_calls(body: ChatBody) -> bool:
-    """Whether the answer must be calls."""
+    """Whether the model must answer with tool calls."""
     return body.tool_choice == "required" or isinstance(body.tool_choice, dict)
 
 
 def room_for_content(body: ChatBody, own: Constraint | None) -> Room:
-    """What a chat's grammar leaves to content; `own`: that of its own fields (asked_of)."""
+    """Return how much content a chat's grammar allows beside calls. `own`: the constraint of its
+    own fields (asked_of)."""
     if forces_calls(body):
         return Room.NONE
     if own is None or not body.tools or body.tool_choice == "none":
@@ -122,7 +129,7 @@ def room_for_content(body: ChatBody, own: Constraint | None) -> Room:
 
 
 def check_forced(choice: str | dict[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidRequest unless `choice`, required or a named function, can be met by `tools`."""
+    """Raise InvalidRequest if `tools` cannot satisfy `choice`: `required` or a named function."""
     if not tools:
         raise InvalidRequest("tool_choice needs tools", field="tool_choice")
     if isinstance(choice, str):
@@ -141,7 +148,8 @@ def check_forced(choice: str | dict[str, Any], tools: Sequence[Mapping[str, Any]
 def _asked_of_tools(
     body: ChatBody, formats: Formats, asked: Constraint | None
 ) -> Constraint | None:
-    """What tools ask for, on top of `asked`; None if they leave it as it is."""
+    """Return the constraint of the tools combined with `asked`, the body's own constraint; None if
+    the tools do not change that."""
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools or choice == "none":
         return None
@@ -153,7 +161,7 @@ def _asked_of_tools(
     if choice == "required":
         return Constraint(_tagged(forced(form, tools, several), backend), "tools")
     if asked is not None:
-        # An answer in the asked form, or calls.
+        # Either an answer in the form of `asked`, or calls.
         answer = format_of(asked.guided, "tools")
         if formats.reasoning is not None and formats.reasoning.answer is not None:
             answer = formats.reasoning.answer(answer)
@@ -171,7 +179,7 @@ def _tagged(form: Mapping[str, Any], backend: str) -> GuidedDecoding:
 
 
 def _text(value: object, field: str) -> str:
-    """JSON. Raises InvalidRequest for what could be read and is too deep to be written."""
+    """Return `value` as JSON text. Raises InvalidRequest if it is nested too deeply for orjson."""
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:
@@ -274,7 +282,7 @@ def _json(schema: object, field: str) -> GuidedDecoding:
 
 
 def _schema(value: object, field: str) -> dict[str, Any]:
-    """A schema given as an object, or as JSON text of one. Raises InvalidRequest."""
+    """Return a JSON schema that is given as an object or as JSON text. Raises InvalidRequest."""
     if isinstance(value, str):
         try:
             value = cast("object", orjson.loads(value))

@@ -1,8 +1,9 @@
-"""Log-probabilities as OpenAI and vLLM spell them. Pure.
+"""Log-probabilities in the formats of OpenAI and vLLM. Pure.
 
-A row (events.TokenEvent.logprobs) is about one token: itself first, then the best others. Chat:
-the `count` most probable tokens, best first, each with its bytes. Completions: a map from text to
-log-probability that always has the token itself. -inf is not JSON: the floor is vLLM's.
+A row (events.TokenEvent.logprobs) has the log-probabilities at one token's place: the token itself
+first, then the most probable others. Chats return the `count` most probable tokens, best first,
+each with its bytes. Completions return a map from text to log-probability that always contains the
+token itself. JSON has no -inf, so values below FLOOR (vLLM's number) become FLOOR.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Row = Sequence[TokenLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four lists of one length; the first token of a prompt has no log-probability."""
+    """Log-probabilities of a completion: four lists with one entry per token. For the first token
+    of a prompt the log-probabilities are null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -38,7 +40,8 @@ class CompletionLogprobs(msgspec.Struct):
 def chat_logprobs(
     rows: Sequence[Row], count: int, tokenizer: Tokenizer, by_id: bool = False
 ) -> list[dict[str, Any]]:
-    """`content` of a choice's logprobs: one entry per token. `by_id`: named `token_id:<number>`."""
+    """Return `content` of a chat choice's `logprobs`: one entry per token. `by_id`: tokens are
+    named `token_id:<number>`."""
     return [
         {
             **_spelled(row[0], tokenizer, by_id),
@@ -53,16 +56,18 @@ def chat_logprobs(
 
 
 def chat_choice_logprobs(content: list[dict[str, Any]]) -> dict[str, Any]:
-    """A choice's `logprobs`. No model here is known to refuse in tokens of their own."""
+    """Return a chat choice's `logprobs`. `refusal` is always null: no model here marks the tokens
+    of a refusal."""
     return {"content": content, "refusal": None}
 
 
 class CompletionWriter:
-    """Spells the tokens of one choice, in order.
+    """Writes the log-probabilities of one completion choice, token by token in order.
 
-    Text offsets count characters of the tokens' joined text: a token that ends within a character
-    leaves it to the one that completes it, and is spelled as bytes, as OpenAI does. `by_id`: they
-    are named `token_id:<number>` instead; offsets stay those of the text.
+    Text offsets count the characters of the tokens' joined text. If a token ends within a
+    character, the character counts with the token that completes it, and the first token is named
+    by its bytes, as OpenAI does. `by_id`: all tokens are named `token_id:<number>`; the offsets
+    stay the same.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, by_id: bool = False) -> None:
@@ -73,7 +78,8 @@ class CompletionWriter:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def prompt(self, first_id: int, rows: Sequence[Row]) -> CompletionLogprobs:
-        """Of a prompt that is echoed: its first token, then `rows`, one for each that follows."""
+        """Return the log-probabilities of an echoed prompt. `rows`: one for each token after the
+        first."""
         told = CompletionLogprobs([], [None], [None], [])
         self._append(told, first_id)
         told.extend(self.rows(rows))
@@ -103,14 +109,15 @@ class CompletionWriter:
 
 
 def name_of(token_id: int) -> str:
-    """vLLM's name of a token that is not spelled."""
+    """Return vLLM's name of a token by its id."""
     return f"token_id:{token_id}"
 
 
 def prompt_logprobs(
     rows: Sequence[Row], count: int, tokenizer: Tokenizer
 ) -> list[dict[int, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: per prompt token a map from token id, null for the first."""
+    """Return vLLM's `prompt_logprobs`: for each token of the prompt a map from token id to its
+    log-probability, null for the first token."""
 
     def told(row: Row) -> dict[int, dict[str, Any]]:
         return {
@@ -140,7 +147,8 @@ def _text(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def _unique(spelled: bytes) -> str:
-    """Text, or `bytes:\\xf0\\x9f` where it is none: replacement characters would all look alike."""
+    """Return bytes as text, or as `bytes:\\xf0\\x9f` if they are not valid UTF-8: as text,
+    different bytes would become the same replacement character."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""An assistant's message from its parts: whole, or as the deltas of a stream.
+"""Make an assistant's message from its parts: complete, or as the deltas of a stream.
 
-A call's first delta has index, id, type and name with empty arguments, those that follow only the
-index and more arguments: the form in which OpenAI's SDK puts them together again.
+The first delta of a call has its index, id, type and name, and empty arguments. The deltas that
+follow have the index and more of the arguments. OpenAI's SDK joins deltas of this form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def draw_call_id(prefix: str = "call_") -> str:
 
 
 def draw_short_call_id() -> str:
-    """Nine letters and digits: all that Mistral's chat templates accept."""
+    """Return an id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(_SHORT) for _ in range(9))
 
 
@@ -40,7 +40,8 @@ class ToolCallMade(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """`reasoning` and `reasoning_content` are the same text: vLLM's names for it, new and old."""
+    """An assistant's message. `reasoning` and `reasoning_content` hold the same text, under vLLM's
+    new and old name."""
 
     content: str | None
     role: str = "assistant"
@@ -53,8 +54,8 @@ class AssistantMessage(msgspec.Struct):
 def message_of(
     parts: Sequence[Part], draw_id: DrawId, role: str = "assistant", lead: str = ""
 ) -> AssistantMessage:
-    """The whole message, `lead` before its content, which is null where there are calls or
-    reasoning and no more."""
+    """Return the complete message. `lead`: text before its content. The content is null if it is
+    empty and the message has calls or reasoning."""
     content = lead + "".join(part.text for part in parts if isinstance(part, Content))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls: dict[int, ToolCallMade] = {}
@@ -77,7 +78,7 @@ def message_of(
 
 
 def delta_of(part: Part, draw_id: DrawId) -> dict[str, Any]:
-    """The `delta` of a stream's chunk."""
+    """Return the `delta` of a stream's chunk for a part."""
     match part:
         case Content(text):
             return {"content": text}

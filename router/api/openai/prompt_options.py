@@ -1,6 +1,6 @@
-"""What a client may ask of its prompt and of words: cutting it to length, words that must not come.
+"""Options of a prompt and its answer: cutting the prompt, bad words, numbers of log-probabilities.
 
-Conventions are vLLM's. Pure but for the tokenizer.
+The conventions are vLLM's. Pure, apart from calls of the tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ids = TypeVar("Ids", tuple[int, ...], list[int])
 def truncated(
     ids: Ids, count: int | None, limit: int, side: Literal["left", "right"] = "left"
 ) -> Ids:
-    """At most `count` of the ids, cut on `side`; -1 = `limit`, None = all.
+    """Return at most `count` of the ids; `side`: where ids are cut off. -1 = `limit`, None = all.
 
     Raises InvalidRequest (`truncate_prompt_tokens`).
     """
@@ -35,15 +35,16 @@ def truncated(
 
 
 def useful_length(count: int | None, limit: int, side: Literal["left", "right"]) -> Length:
-    """How much of a prompt is of any use; `count` as for `truncated`."""
+    """Return how long a prompt may be before it is cut or refused. `count`: as for `truncated`."""
     if count is None:
         return whole_length(limit)
     return Length(count if 1 <= count <= limit else limit, side)
 
 
 def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens, as it stands at a start and, where that is other tokens, after a space.
-    How many there are, the body's type has checked.
+    """Return the token ids of each word: as at the start of a text and, if they differ, after a
+    space.
+    The type of the body has checked how many words there are.
 
     Raises InvalidRequest. Source: vLLM, sampling_params.py, `update_from_tokenizer`.
     """
@@ -64,10 +65,10 @@ def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
 def logprobs_within(
     params: SamplingParams, most: int, vocab_size: int, field: str = "logprobs"
 ) -> SamplingParams:
-    """The parameters with -1 log-probabilities read as all of the vocabulary.
+    """Return the parameters, with -1 log-probabilities replaced by the size of the vocabulary.
 
-    Raises InvalidRequest (`field`, as the client calls those of the answer) for more than `most` of
-    a token, -1 = any number.
+    `most`: the most per token that are allowed, -1 = any number. `field`: the client's name of the
+    answer's log-probabilities. Raises InvalidRequest, naming the field, for more.
     """
     limit = vocab_size if most < 0 else min(most, vocab_size)
     counts: list[int | None] = []

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's replies, whole, as structs; and what the chunks of a stream share."""
+"""OpenAI's non-streaming replies as structs, and helpers for the chunks of streams."""
 
 from __future__ import annotations
 
@@ -93,17 +93,19 @@ class ModelList(msgspec.Struct):
 
 
 def told_count(params: SamplingParams) -> int | None:
-    """Up to which rank what a row of log-probabilities holds is told; None = nothing is."""
+    """Return up to which rank a token's log-probabilities are sent; None: none are sent. With
+    `logprob_token_ids` there is no limit."""
     return sys.maxsize if params.logprob_token_ids else params.logprobs
 
 
 def finish_reason_of(delta: Delta) -> str | None:
-    """OpenAI's word for the end; an answer that was cut short says so, calls or not."""
+    """Return OpenAI's finish_reason: `tool_calls` if an answer with calls was complete; None if the
+    delta is not the last one."""
     if delta.finish_reason is FinishReason.STOP and delta.num_calls:
         return "tool_calls"
     return None if delta.finish_reason is None else delta.finish_reason.value
 
 
 def sse_frame(content: dict[str, Any]) -> bytes:
-    """One SSE event. JSON has no raw line breaks, so one data line is enough."""
+    """Return one SSE event. JSON has no raw line breaks, so one data line is enough."""
     return b"data: " + orjson.dumps(content) + b"\n\n"

@@ -1,7 +1,8 @@
-"""Ids inside a reply: drawn, or, where the reply may be told again, always the same.
+"""Ids inside a reply: random, or, if the reply may be made again, always the same.
 
-A resumable request's replies are made anew for every reader, by any router. Its scope says so
-(`pin`), and everything that would be drawn or read from a clock is made of what the record keeps.
+The reply to a resumable request is made anew for every reader, by any router. Then the ASGI scope
+has a Pin, and what would otherwise be random or read from a clock is computed from the Pin, whose
+values are in the request's record.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _LETTERS: Final = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """`name`: of the request. `created`: wall-clock seconds. `owner`: a digest of its key. `again`:
-    it was made before, and is told once more."""
+    """What fixes the ids of a reply. `name`: of the request. `created`: wall-clock seconds.
+    `owner`: the digest of its API key. `again`: the request was begun before; this is a replay.
+    """
 
     name: str
     created: int
@@ -33,7 +35,8 @@ class Pin:
 
 
 class PinnedIds:
-    """Draws the ids of one choice's tool calls: the nth is always the same one."""
+    """Returns the ids of one choice's tool calls, computed from `seed`: the nth id is always the
+    same."""
 
     def __init__(self, seed: str, short: bool = False, prefix: str = "call_") -> None:
         self._seed = seed
@@ -50,7 +53,7 @@ class PinnedIds:
 
 
 def pin(scope: Scope, pinned: Pin) -> None:
-    """Mutates `scope`: replies of its request can be told again."""
+    """Put a Pin into `scope`, so that the reply to its request can be made again."""
     scope[_PIN_KEY] = pinned
 
 
@@ -60,8 +63,10 @@ def call_ids(
     prefix: str = "call_",
     choice: int | None = None,
 ) -> DrawId:
-    """What draws the ids of tool calls in a reply whose messages are read by such rules: those of
-    one of several choices do not hang on the order among choices."""
+    """Return the function that makes the ids of tool calls in a reply.
+
+    The tool format in `message` may require short ids. `choice`: each of several choices gets its
+    own sequence of ids, so their order in time does not matter."""
     short = message is not None and message.tools is not None and message.tools.short_ids
     if pinned is not None:
         seed = f"{pinned.name}/{pinned.created}"
@@ -70,7 +75,7 @@ def call_ids(
 
 
 def pin_of(scope: Scope) -> Pin | None:
-    """None for a request that is told once."""
+    """Return the Pin of a scope, or None for a request whose reply is made only once."""
     found: Any = scope.get(_PIN_KEY)
     assert found is None or isinstance(found, Pin)
     return found

@@ -1,4 +1,4 @@
-"""One choice of a text completion, from its deltas: as the frames of a stream, or whole."""
+"""Turns the deltas of one choice of /v1/completions into frames of a stream, or a whole choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXT: Final = b'"text":'
 
 
 class _ChoiceText:
-    """Text and log-probabilities, delta by delta; an echoed prompt comes first."""
+    """Returns the text and log-probabilities of each delta; the first also has an echoed prompt."""
 
     def __init__(self, exchange: OpenAIExchange, completion: Completion) -> None:
         self._completion = completion
@@ -29,7 +29,8 @@ class _ChoiceText:
             self._writer = CompletionWriter(tokenizer, exchange.logprobs, exchange.named_by_id)
 
     def take(self, delta: Delta) -> tuple[str, CompletionLogprobs | None]:
-        """What `delta` adds; None where there are no log-probabilities to tell."""
+        """Return the text and the log-probabilities that `delta` adds; None for the latter if the
+        client did not ask."""
         text, told = "", None
         if self._echo:
             self._echo = False
@@ -51,7 +52,8 @@ class _ChoiceText:
 
 
 class CompletionFrames:
-    """Chunks of /v1/completions: each has what a delta adds, the last why it ended, too."""
+    """Writes the chunks of one choice (exchange.Frames): one chunk per delta; the last one has the
+    finish reason."""
 
     def __init__(self, exchange: OpenAIExchange, completion: Completion, index: int) -> None:
         self._exchange = exchange
@@ -63,8 +65,8 @@ class CompletionFrames:
         self._head, _, self._tail = exchange.chunk(self._choice).rpartition(_TEXT + b"0")
         self._head += _TEXT
         self._tells_ids = bool(exchange.body.return_token_ids)
-        self._ids: list[int] = []  # not told yet
-        self._prompt_ids: tuple[int, ...] | None = completion.request.prompt_ids  # None: told
+        self._ids: list[int] = []  # token ids that are not sent yet
+        self._prompt_ids: tuple[int, ...] | None = completion.request.prompt_ids  # None: sent
 
     def opening(self) -> bytes:
         return b""
@@ -86,7 +88,7 @@ class CompletionFrames:
 
 
 class WholeText:
-    """One whole choice: `take` each delta in order."""
+    """Collects one choice of a non-streaming answer: call `take` for each delta, then `choice`."""
 
     def __init__(self, exchange: OpenAIExchange, completion: Completion, index: int) -> None:
         self._exchange = exchange

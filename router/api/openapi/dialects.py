@@ -1,7 +1,7 @@
-"""What /v1/responses and /v1/messages answer, as structs for /openapi.json alone.
+"""The answers of /v1/responses and /v1/messages as structs, which only /openapi.json uses.
 
 The answers themselves are built as plain dicts, event by event (router/api/responses/events.py,
-router/api/anthropic/events.py); tests hold these structs against them.
+router/api/anthropic/events.py); tests compare them with these structs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class ResponseItem(msgspec.Struct):
-    """One item of the output; which of the optional fields it has is its type's."""
+    """One item of the output. Its type says which of the optional fields it has."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
@@ -54,8 +54,8 @@ class ResponseError(msgspec.Struct):
 
 
 class ResponsesReply(msgspec.Struct):
-    """A response. What was asked comes back as it came to be understood. Usage comes with the end,
-    of one in the background later than the answer to who begins it."""
+    """A response. It repeats the request's parameters, with the defaults that were used. `usage` is
+    there once the response has ended."""
 
     id: str
     object: Literal["response"]
@@ -87,11 +87,12 @@ class ResponsesReply(msgspec.Struct):
     user: str | msgspec.UnsetType = msgspec.UNSET
     prompt_cache_key: str | msgspec.UnsetType = msgspec.UNSET
     safety_identifier: str | msgspec.UnsetType = msgspec.UNSET
-    baton_notes: list[str] | msgspec.UnsetType = msgspec.UNSET  # what was not taken as asked for
+    # Which tools were left out, and which formats are not enforced.
+    baton_notes: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseItemList(msgspec.Struct):
-    """Input items, whole; the newest first unless told otherwise."""
+    """A page of input items; the newest first unless the request asks for another order."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
@@ -107,7 +108,7 @@ class ResponseDeleted(msgspec.Struct):
 
 
 class ContentBlock(msgspec.Struct):
-    """One block of a message; which of the optional fields it has is its type's."""
+    """One block of a message. Its type says which of the optional fields it has."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | msgspec.UnsetType = msgspec.UNSET
@@ -123,7 +124,7 @@ class MessageOutputDetails(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct):
-    """`input_tokens` are those that no cache had."""
+    """Token counts of a message. `input_tokens` leaves out cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -161,7 +162,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class AnthropicErrorReply(msgspec.Struct):
-    """Every failure below /v1/messages (router/api/anthropic/errors.py)."""
+    """The answer to any request below /v1/messages that fails (router/api/anthropic/errors.py)."""
 
     error: AnthropicError
     type: Literal["error"]

@@ -1,8 +1,8 @@
-"""/openapi.json: OpenAPI 3.1 of the public HTTP API, made of the structs that parse and answer it.
+"""/openapi.json: OpenAPI 3.1 of the public HTTP API, made from the structs of bodies and answers.
 
-The structs say which fields there are, and their bounds; what a type cannot say (a prompt is text,
-or texts, or ids) is in router/api/openapi/shapes.py, what holds for several fields at once in
-router/api/openapi/rules.py. Nothing of a request is checked by this document.
+The structs say which fields there are, and their bounds. router/api/openapi/shapes.py adds what a
+type cannot say (a prompt is text, or texts, or ids), router/api/openapi/rules.py adds the rules for
+several fields at once. The document only describes; requests are not checked by it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from router.resumable.terms import EVENT_ID, POSITION_HEADER, POSITION_QUERY
 
 
 class ErrorObject(msgspec.Struct):
-    """`param` names the request's field at fault, `code` the kind of error."""
+    """An error. `param` names the field of the request at fault, `code` the kind of error."""
 
     message: str
     type: str
@@ -66,7 +66,7 @@ class DetokenizeReply(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What tokenizer_config.json says."""
+    """The fields of the model's tokenizer_config.json."""
 
     tokenizer_class: str
     chat_template: str | None = None
@@ -81,7 +81,7 @@ class Version(msgspec.Struct):
 
 
 class Document(msgspec.Struct):
-    """An OpenAPI document: its own specification says the rest."""
+    """An OpenAPI document, as the OpenAPI specification defines it."""
 
     openapi: str
     info: dict[str, Any]
@@ -96,8 +96,9 @@ class ServerLoad(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `reply` None: text of the kind `media`; several: one of them. `anthropic`: its
-    failures are told in their words; `parameters`: beside the path's."""
+    """One route. `reply`: the struct of its answer, or several alternatives; None: it answers text
+    of the type `media`. `anthropic`: its errors are Anthropic's objects. `parameters`: those that
+    are not in the path."""
 
     method: Literal["get", "post", "delete"]
     path: str
@@ -109,7 +110,7 @@ class Operation:
     anthropic: bool = False
     parameters: Sequence[Mapping[str, Any]] = ()
     media: str = "text/plain"
-    refusable: bool = False  # without a body or parameters
+    refusable: bool = False  # it may answer 400 though it has no body and no parameters
 
     @property
     def replies(self) -> tuple[type[msgspec.Struct], ...]:
@@ -215,11 +216,11 @@ _ERRORS: Final = {
     "503": "No node can serve this now",
     "504": "The deadline has passed",
 }
-_HEAD: Final = ("401", "414", "431")  # before a route is looked for
+_HEAD: Final = ("401", "414", "431")  # errors of every route, found in the head of the request
 
 
 def document(root_path: str = "", tokenizer_info: bool = False) -> dict[str, Any]:
-    """The whole document, as JSON values. `tokenizer_info`: this server tells it."""
+    """Return the whole document as JSON values. `tokenizer_info`: include /tokenizer_info."""
     schemas = _schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
@@ -248,7 +249,8 @@ def document(root_path: str = "", tokenizer_info: bool = False) -> dict[str, Any
 
 
 def _failures() -> dict[str, Any]:
-    """Status -> failure, in OpenAI's words and, after a prefix, in Anthropic's."""
+    """Return the error answers by status, as OpenAI's objects; with the prefix _ANTHROPIC before
+    the status, as Anthropic's objects."""
     kinds = (("", ErrorReply), (_ANTHROPIC, AnthropicErrorReply))
     return {
         prefix + code: {"description": text, "content": _json(_ref(kind))}
@@ -307,7 +309,7 @@ def _operation_id(operation: Operation) -> str:
 
 
 def _schemas() -> dict[str, Schema]:
-    """Component name -> schema."""
+    """Return the schemas of all structs by name."""
     bodies = {operation.body for operation in OPERATIONS if operation.body is not None}
     replies = {kind for operation in OPERATIONS for kind in operation.replies}
     errors = {ErrorReply, AnthropicErrorReply}
@@ -319,7 +321,8 @@ def _schemas() -> dict[str, Schema]:
         _refine(found[name], properties)
     for kind in (ResponsesBody, MessagesBody):
         _add_same(found[kind.__name__], found["ChatBody"])
-    for name in ("include_reasoning", "logprob_token_ids"):  # `thinking` says it; refused there
+    # /v1/messages has `thinking` for the one, and refuses the other.
+    for name in ("include_reasoning", "logprob_token_ids"):
         del found["MessagesBody"]["properties"][name]
     found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
     for name, required in REQUIRED.items():
@@ -333,14 +336,14 @@ def _schemas() -> dict[str, Schema]:
 
 
 def _add_same(schema: Schema, chat: Schema) -> None:
-    """Add the fields that a dialect takes as a chat does (router/api/dialect.py)."""
+    """Add the chat's fields that a dialect takes under the same name (router/api/dialect.py)."""
     for name in SAME:
         if name in chat["properties"]:
             schema["properties"].setdefault(name, deepcopy(chat["properties"][name]))
 
 
 def _refine(schema: Schema, properties: Mapping[str, Schema]) -> None:
-    """Say more of some properties than the struct's types do; all of them may be null."""
+    """Add the shapes `properties` to a struct's schema. All of these properties may be null."""
     for name, given in properties.items():
         told = schema["properties"][name]
         branches: list[Schema] = told.get("anyOf", [told])
@@ -352,13 +355,13 @@ def _refine(schema: Schema, properties: Mapping[str, Schema]) -> None:
 
 
 def _never_null(told: Schema) -> None:
-    """What must be there has no default, and is no null."""
+    """Make the schema of a required property: without a default and without null."""
     del told["default"]
     told |= told.pop("anyOf")[0]
 
 
 def _limit(schema: Schema) -> None:
-    """Say of a body's integers without bounds how large JSON's may be here."""
+    """Add the bounds of 64 bits to a body's integers that have no bounds."""
     for told in schema.get("properties", {}).values():
         for branch in told.get("anyOf", (told,)):
             if branch.get("type") == "integer":

@@ -1,6 +1,6 @@
 """/docs: the document of /openapi.json as one HTML page. No script, nothing from elsewhere.
 
-It shows what the document says and nothing of its own.
+It shows the contents of the document only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ STYLE: Final = (
     "color-scheme:light dark}code,pre{font:14px ui-monospace,monospace}pre{overflow:auto}"
     "td,th{text-align:left;vertical-align:top;padding:.1rem 1rem .1rem 0}h3{margin:2rem 0 .2rem}"
 )
-# What a browser may do with the page: show it, with its own style.
+# The content-security policy allows nothing but the page's own inline style.
 HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _OK: Final = "200"
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page. Links are relative: it may be served below a prefix."""
+    """Return the HTML page. Its links are relative, because it may be served below a prefix."""
     info = document["info"]
     operations = [
         _operation(method, path, told)
@@ -66,7 +66,7 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words; null goes without saying."""
+    """Describe a schema in a few words of HTML. That it may be null is not mentioned."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

@@ -1,7 +1,7 @@
-"""What holds for several fields of a body at once, for /openapi.json; the code refuses the rest.
+"""Rules that relate several fields of a body, for /openapi.json; the parsing code enforces them.
 
-Each rule is an anyOf or a oneOf of partial schemas: generators of clients and of tests read these
-better than conditions.
+Each rule is an anyOf or a oneOf of partial schemas, since generators of clients and of tests
+understand these better than if/then.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LIST: Final[Schema] = {"type": "array", "minItems": 1}
 
 
 def _has(**fields: Schema) -> Schema:
-    """These fields are there, as described."""
+    """Return the schema of an object that has all these fields, with these schemas."""
     return {"required": list(fields), "properties": fields}
 
 
 def _only_if(name: str, harmless: list[Any], needed: Schema) -> Schema:
-    """`needed` holds unless the field is absent or asks for nothing."""
+    """Return the rule that `needed` holds unless the field is absent or has a `harmless` value."""
     return {"anyOf": [{"properties": {name: {"enum": harmless}}}, needed]}
 
 
@@ -39,7 +39,7 @@ _NAMED_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {
     **_has(logprobs={"not": {"enum": [None, False]}}),
     "not": _has(use_beam_search=_TRUE),
 })  # fmt: skip
-# Responses tell logprobs if their number is said, or if they are to be included.
+# /v1/responses returns log-probabilities if `top_logprobs` is set or `include` names them.
 _RESPONSES_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {"anyOf": [
     _has(top_logprobs={"type": "integer"}),
     _has(include={"type": "array", "contains": {"const": LOGPROBS}}),
@@ -55,7 +55,7 @@ _ANTHROPIC_CHOICE: Final[Schema] = {"anyOf": [
     _has(tools=_LIST),
 ]}  # fmt: skip
 _TEXTS: Final[Schema] = {"type": ["string", "array"], "minItems": 1, "maxItems": MAX_INPUTS}
-# Struct -> its rules; all of them hold.
+# Name of a struct -> its rules; a body must meet all of them.
 RULES: Final[dict[str, list[Schema]]] = {
     "ChatBody": [*_SAMPLING, _NAMED_LOGPROBS, _TOOL_CHOICE, _TOP_LOGPROBS],
     "CompletionBody": [*_SAMPLING, _NAMED_LOGPROBS],

@@ -1,8 +1,8 @@
-"""What stands within the fields that bodies take as any JSON, for /openapi.json: prompts, messages,
-tools, grammars. Bounds of fields are no matter of this file: the bodies' types have them.
+"""Schemas of the fields that the structs declare as any JSON, for /openapi.json: prompts, messages,
+tools, grammars. The bounds of other fields are in the types of the structs.
 
-What is said here is refused by the code where it does not hold: a form that is only advised is
-none. A null is as if the field were absent.
+The parsing code refuses whatever breaks these schemas, so they contain no mere advice. A null means
+the same as an absent field.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _CHOICES: Final[Schema] = {
 
 
 def _tagged(kind: str, *required: str, **properties: Schema) -> Schema:
-    """An object of that `type`; the others are `required` or not."""
+    """Return the schema of an object with this `type` and these properties. `required`: their
+    names, as far as they must be there."""
     told = {"type": {"const": kind}, **properties}
     return {"type": "object", "required": ["type", *required], "properties": told}
 
 
 def _texts(*kinds: str) -> Schema:
-    """A string, or parts of those types, each with its text."""
+    """Return the schema of a string, or of a list of parts of these types, each with a `text`."""
     part = {"type": "object", "required": ["type", "text"],
             "properties": {"type": {"enum": list(kinds)}, "text": _STRING}}  # fmt: skip
     return {"anyOf": [_STRING, {"type": "array", "items": part}]}
 
 
 def _function(*more: str) -> Schema:
-    """What a tool's function is made of."""
+    """Return the schema of a tool's function. `more`: required fields beside `name`."""
     return {
         "type": "object",
         "required": ["name", *more],
@@ -107,7 +108,7 @@ _ALLOWED: Final[Schema] = {
     "type": "object", "required": ["mode", "tools"], "properties": {"mode": _MODE, "tools": _SOME}
 }  # fmt: skip
 _CHOICE: Final[Schema] = {"enum": ["none", "auto", "required"]}
-# Of every body that samples, chats and completions.
+# Fields of the bodies of chats and of completions.
 SAMPLING: Final[dict[str, Schema]] = {
     "response_format": _FORMATS,
     "structured_outputs": _STRUCTURED,
@@ -133,14 +134,14 @@ _ITEM: Final[Schema] = {"anyOf": [
     _tagged("custom_tool_call_output", "call_id", "output", call_id=_STRING, output=_PARTS),
 ]}  # fmt: skip
 _GRAMMAR: Final = _tagged("grammar", "definition", definition=_STRING)
-# What a client's tool may be in /v1/responses, beside a namespace of them.
+# A client's tool in /v1/responses, alone or in a namespace.
 _CALLED: Final = (
     _tagged("function", "name", **_function()["properties"]),
     _tagged("custom", "name", name=_TOOL_NAME, description=nullable(_STRING),
             format=nullable({"anyOf": [_tagged("text"), _GRAMMAR]})),
 )  # fmt: skip
 _SHORT_NAME: Final[Schema] = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]{1,64}$"}
-# One of OpenAI's own tools, whatever it is called: left out of a body, with a note.
+# One of OpenAI's own tools, of any other type: the server leaves it out, with a note in the reply.
 _OPENAIS: Final[Schema] = {"type": "object", "required": ["type"], "properties": {
     "type": {"type": "string", "not": {"enum": ["function", "custom", "namespace"]}},
 }}  # fmt: skip
@@ -158,13 +159,13 @@ _SAID: Final = (
 
 
 def _message(role: str, content: Schema) -> Schema:
-    """A message of that role."""
+    """Return the schema of a message of that role."""
     told = {"role": {"const": role}, "content": content}
     return {"type": "object", "required": ["role", "content"], "properties": told}
 
 
 def _any_of(*blocks: Schema) -> Schema:
-    """A string, or such blocks."""
+    """Return the schema of a string or of a list of such blocks."""
     return {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": list(blocks)}}]}
 
 
@@ -186,7 +187,8 @@ _INPUT: Final[dict[str, Schema]] = {
     "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
                                       "items": {"anyOf": [_TEXT, _IDS]}}]},
 }  # fmt: skip
-# Struct -> its properties. A shape with a type says more of what has that type, another says all.
+# Name of a struct -> its properties. A shape with a `type` is merged into that branch of the
+# property's schema that has the same type; any other shape replaces the schema, with null allowed.
 PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "CompletionBody": {
         **SAMPLING,

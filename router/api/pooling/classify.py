@@ -1,7 +1,8 @@
-"""/classify and /pooling: vLLM's, of classifiers (and rerankers, by their yes), and of any model.
+"""vLLM's /classify, for classifiers and rerankers, and vLLM's /pooling, for any model.
 
-Nodes tell a classifier's logits; what becomes of them is transformers' rule: probabilities of one
-class or of several, or a number as it is (`problem_type` of config.json).
+Nodes return a classifier's logits. As in transformers, `problem_type` of config.json says what is
+made of them: probabilities of which one class is right, a probability of each class by itself, or
+the logits themselves (regression). A reranker's one class is the probability of its yes.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ REFUSED: Final = ("score", "token_embed", "token_classify", "plugin")
 
 
 class ClassifyBody(InputBody, kw_only=True):
-    """/classify. `use_activation` false: the logits themselves."""
+    """The body of /classify. If `use_activation` is false, the answer has the logits themselves."""
 
 
 class PoolBody(EmbeddingBody, kw_only=True):
-    """/pooling. Without a `task`: what the model is for."""
+    """The body of /pooling. The default `task` is `classify` for a classifier, else `embed`."""
 
     task: Task | None = None
 
@@ -79,7 +80,7 @@ class PoolReply(msgspec.Struct):
 
 
 class ClassifyApi:
-    """Both endpoints. Keeps no state."""
+    """The endpoints /classify and /pooling. They keep no state."""
 
     def __init__(self, parts: PoolingParts) -> None:
         self._parts = parts
@@ -115,7 +116,9 @@ class ClassifyApi:
         return Response(orjson.dumps(content), media_type="application/json")
 
     async def _classes(self, request: HttpRequest, body: InputBody, prefix: str) -> PooledInputs:
-        """Logits of the classes; of a reranker the probability of a yes. Raises BatonError."""
+        """Compute the logits of each input's classes; with a reranker, the probability of a yes.
+
+        Raises BatonError."""
         settings = self._parts.settings
         if settings.labels:
             wanted = PoolAsk(kind="classify")
@@ -127,7 +130,8 @@ class ClassifyApi:
         return await self._parts.of_inputs(request, body, prefix, wanted)
 
     def _named(self, told: PooledInputs, body: InputBody) -> list[tuple[str | None, list[float]]]:
-        """The likeliest label of each input, and the numbers of all."""
+        """Return, for each input, its most probable label (None if unknown) and the numbers of all
+        classes."""
         settings = self._parts.settings
         labels = settings.labels or ("LABEL_0",)
         found: list[tuple[str | None, list[float]]] = []
@@ -141,11 +145,12 @@ class ClassifyApi:
 
 
 def activated(logits: Sequence[float], settings: PoolingSettings) -> list[float]:
-    """What a classifier's logits mean."""
+    """Return what a classifier's logits stand for: probabilities, or for regression the logits."""
     if settings.problem == "regression":
         return list(logits)
     if settings.problem == "multi_label_classification" or len(logits) == 1:
-        return [0.5 * (1 + math.tanh(each / 2)) for each in logits]  # the logistic, never too large
+        # The logistic function, in a form that cannot overflow.
+        return [0.5 * (1 + math.tanh(each / 2)) for each in logits]
     highest = max(logits)
     weights = [math.exp(each - highest) for each in logits]
     return [each / sum(weights) for each in weights]

@@ -1,7 +1,7 @@
-"""/v2/embed: Cohere's protocol over the same vectors, in the kinds of numbers that it knows.
+"""/v2/embed: the vectors of /v1/embeddings in Cohere's protocol, with its number formats.
 
-`input_type` is what a model's own prompts are called by (config_sentence_transformers.json): what
-stands there is written before each text. A model that names none reads all texts alike.
+`input_type` names one of the model's own prompts in config_sentence_transformers.json. The server
+writes that prompt before each text. If a model has no such prompts, `input_type` has no effect.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from router.api.pooling.embeddings import (
 from router.api.unserved import COHERE
 
 Kind = Literal["float", "base64", "binary", "ubinary"]
-# What all pooling endpoints call a field -> Cohere's name of it.
+# Name of a field in all pooling endpoints -> Cohere's name.
 NAMES: Final = {"truncate_prompt_tokens": "max_tokens", "dimensions": "output_dimension"}
-# Cohere's names -> what sentence-transformers calls the same.
+# Cohere's input types -> sentence-transformers' names of the prompts.
 INPUT_TYPES: Final = {
     "search_query": "query",
     "search_document": "document",
@@ -45,13 +45,14 @@ _COUNT: Final = Meta(min_length=1, max_length=MAX_INPUTS)
 
 
 class EmbedInput(msgspec.Struct, kw_only=True):
-    """One input of several parts; they are one text."""
+    """One input of several parts, which are joined to one text."""
 
     content: Annotated[list[dict[str, Any]], Meta(extra_json_schema={"minItems": 1})]
 
 
 class EmbedBody(PoolingBody, kw_only=True):
-    """One of `texts` and `inputs`. `truncate`: which end is cut off of what is too long."""
+    """The body of /v2/embed, with either `texts` or `inputs`. `truncate`: which end of an input
+    that is too long is cut off; NONE: such an input is refused."""
 
     texts: Annotated[list[NotEmpty], _COUNT] | None = None
     inputs: Annotated[list[EmbedInput], _COUNT] | None = None
@@ -76,7 +77,7 @@ class EmbedMeta(msgspec.Struct):
 
 
 class EmbedReply(msgspec.Struct):
-    """`embeddings`: by kind, in the order of the inputs."""
+    """The answer of /v2/embed. `embeddings`: number format -> vectors, in the inputs' order."""
 
     id: str
     embeddings: dict[str, list[Any]]
@@ -86,7 +87,7 @@ class EmbedReply(msgspec.Struct):
 
 
 class CohereApi:
-    """The endpoint. Keeps no state."""
+    """The endpoint /v2/embed. It keeps no state."""
 
     def __init__(self, parts: PoolingParts) -> None:
         self._parts = parts
@@ -111,7 +112,9 @@ class CohereApi:
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     def _prompt_of(self, given: str | None) -> str:
-        """What the model wants written before texts of that type. Raises InvalidRequest."""
+        """Return the model's prompt for an input type, "" for none.
+
+        Raises InvalidRequest for an unknown type."""
         tasks = self._parts.settings.tasks
         if given is None:
             return ""
@@ -125,7 +128,9 @@ class CohereApi:
 
 
 def _inputs_of(body: EmbedBody, prefix: str) -> InputBody:
-    """The same as every pooling endpoint has it. Raises InvalidRequest, naming the field."""
+    """Translate the body into one of /v1/embeddings. `prefix`: written before each text.
+
+    Raises InvalidRequest, naming the field."""
     if (body.texts is None) == (body.inputs is None):
         raise InvalidRequest("give either texts or inputs", field="texts")
     texts = body.texts
@@ -152,7 +157,8 @@ def _text_of(given: EmbedInput, field: str) -> str:
 
 
 def _bits(vector: bytes, lowest: int) -> list[int]:
-    """The signs, eight to a number, the first the highest bit; `lowest` is that of no bit."""
+    """Return the signs of a vector as bits, eight in a number, the first sign in the highest bit.
+    `lowest`: the number that stands for eight zero bits."""
     numbers = numbers_of(vector)
     if len(numbers) % 8:
         message = "embedding_types: bits need a number of dimensions that eight divides"

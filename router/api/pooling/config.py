@@ -1,12 +1,12 @@
-"""How a model's hidden states are used: pooling, dimensions, reranking, classes, tasks.
+"""PoolingSettings: how a model's hidden states become vectors, scores and classes.
 
-All of it comes from options and the model's files.
+The settings come from options and the model's files.
 
-What the options leave to "auto" is read as sentence-transformers and vLLM write it: 1_Pooling's
-config.json (which pooling), `is_matryoshka` and `matryoshka_dimensions` (shorter vectors),
-`classifier_from_token` or `is_original_qwen3_reranker` (a reranker by its yes and no),
+An option with the value "auto" is read from the files of sentence-transformers and vLLM:
+1_Pooling/config.json (pooling), `is_matryoshka` and `matryoshka_dimensions` (shorter vectors),
+`classifier_from_token` or `is_original_qwen3_reranker` (a reranker that answers yes or no),
 `ForSequenceClassification` with `id2label` (a classifier), `prompts` of
-config_sentence_transformers.json (what is written before an input, by its task).
+config_sentence_transformers.json (text to write before an input, by task).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _TASKS: Final = "config_sentence_transformers.json"
 
 @dataclass(frozen=True, slots=True)
 class PoolingSettings:
-    """`dimensions`: those that vectors may be cut to; () = any, None = they are not cut."""
+    """`dimensions`: the lengths to which vectors may be cut; () = any length, None = no cut."""
 
     kind: Literal["last", "mean"] = "last"
     reranker: bool = False
     dimensions: tuple[int, ...] | None = None
-    labels: tuple[str, ...] = ()  # of a classifier
-    problem: str = ""  # as transformers calls it: what its logits are
+    labels: tuple[str, ...] = ()  # the classes of a classifier; () for any other model
+    problem: str = ""  # transformers' `problem_type`: how a classifier's logits are to be read
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(cls, config: RouterConfig) -> PoolingSettings:
-        """Raises ModelRefused for a file that cannot be read."""
+        """Read the settings of a router's model. Raises ModelRefused for an unreadable file."""
         directory = Path(config.model) if config.model else None
         model = {} if directory is None else read_json(directory / "config.json")
         pooling = {} if directory is None else read_json(directory / "1_Pooling" / "config.json")
@@ -60,7 +60,9 @@ class PoolingSettings:
         )
 
     def check_dimensions(self, asked: int | None) -> int:
-        """How many to keep, 0 = all. Raises InvalidRequest, UnsupportedFeature."""
+        """Return how many dimensions to keep, 0 for all.
+
+        Raises InvalidRequest, UnsupportedFeature."""
         if asked is None:
             return 0
         if self.dimensions is None:
@@ -74,14 +76,14 @@ class PoolingSettings:
         return asked
 
     def check_reranker(self, model: str) -> None:
-        """Raises UnsupportedFeature, naming the model, if it is not one."""
+        """Raise UnsupportedFeature, naming the model, if it is no reranker."""
         if not self.reranker:
             message = f"the model {model!r} is not served as a reranker (--reranker qwen3)"
             raise UnsupportedFeature(message, field="model")
 
 
 def _labels(model: Mapping[str, Any]) -> tuple[str, ...]:
-    """What config.json calls the classes of a classifier; () of any other model."""
+    """Return the names of a classifier's classes in config.json; () for any other model."""
     architectures = cast("list[str]", model.get("architectures") or [])
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         return ()

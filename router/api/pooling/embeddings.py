@@ -1,8 +1,9 @@
-"""/v1/embeddings: OpenAI's protocol over hidden states of the served model; and what all pooling
-endpoints share.
+"""/v1/embeddings: vectors made of the served model's hidden states, in OpenAI's protocol. Also
+what all pooling endpoints share.
 
-Which hidden states (last token's, or their mean) the model's files or --pooling-type say; vectors
-have length 1 unless the client asks for raw ones. The work is router/request/pool.py's.
+The model's files or --pooling-type say which hidden states are used: the last token's, or the mean
+of all. Vectors have length 1 unless the client asks for raw ones. router/request/pool.py sends the
+work to nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _TURN: Final = 16  # vectors encoded before the event loop gets its turn
 
 
 class PoolingBody(msgspec.Struct, kw_only=True):
-    """What the bodies of all pooling endpoints have."""
+    """The fields of the bodies of all pooling endpoints."""
 
     model: str | None = None
     user: str | None = None
@@ -64,7 +65,7 @@ B = TypeVar("B", bound=PoolingBody)
 
 
 class InputBody(PoolingBody, kw_only=True):
-    """What bodies with inputs have: `input` is text, texts, ids or lists of ids."""
+    """The fields of bodies with inputs. `input` is text, texts, token ids or lists of token ids."""
 
     input: Any = None
     add_special_tokens: bool | None = None
@@ -74,7 +75,7 @@ class InputBody(PoolingBody, kw_only=True):
 
 
 class EmbeddingBody(InputBody, kw_only=True):
-    """/v1/embeddings. `normalize` is the older name of `use_activation`."""
+    """The body of /v1/embeddings. `normalize` is the older name of `use_activation`."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
@@ -87,7 +88,7 @@ class PoolingUsage(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct):
-    """`embedding`: numbers, or base64 of float32 numbers, little-endian."""
+    """The vector of one input: numbers, or base64 of float32 numbers, little-endian."""
 
     index: int
     embedding: list[float] | str
@@ -105,7 +106,7 @@ class EmbeddingReply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PoolingParts:
-    """What the pooling endpoints work with."""
+    """The parts that all pooling endpoints use."""
 
     services: RouterServices
     prompts: PromptReader
@@ -113,10 +114,12 @@ class PoolingParts:
     settings: PoolingSettings
 
     async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
-        """The vectors, while the client is there to read them; counted for `model`, and for its
-        key like any request (router/request/gate/gate.py). Raises BatonError."""
+        """Compute the vectors of a call; end the work if the client leaves.
+
+        The tokens count for `model` in the metrics. The call passes the gate like any request of
+        its key (router/request/gate/gate.py). Raises BatonError."""
         end_preparing(request.scope)
-        # Service levels are of tokens that are generated: here there are none.
+        # Service levels are about generated tokens, and no tokens are generated here.
         terms = replace(terms_of(request), slo=ANY)
         if ask.priority is not None:
             terms = replace(terms, priority=ask.priority)
@@ -157,7 +160,9 @@ class PoolingParts:
     async def of_inputs(
         self, request: HttpRequest, body: InputBody, prefix: str, wanted: PoolAsk
     ) -> PooledInputs:
-        """What is `wanted` of each input of a body. Raises BatonError."""
+        """Compute the vector `wanted` of each input of a body. `prefix`: of the reply's id.
+
+        Raises BatonError."""
         model, base, adapter = served_model(self.services, body.model)
         grant = terms_of(request).grant
         prompts = await self._prompts(body, model.max_model_len, model.vocab_size, grant)
@@ -176,7 +181,9 @@ class PoolingParts:
         )
 
     def embedding_of(self, body: InputBody, dimensions: int | None) -> PoolAsk:
-        """A vector of this model. Raises InvalidRequest, UnsupportedFeature."""
+        """Return the order for an embedding, still without inputs.
+
+        Raises InvalidRequest or UnsupportedFeature for `dimensions`."""
         return PoolAsk(
             kind=self.settings.kind,
             normalize=body.use_activation is not False,
@@ -186,7 +193,7 @@ class PoolingParts:
     async def _prompts(
         self, body: InputBody, max_model_len: int, vocab_size: int, grant: Grant
     ) -> list[tuple[int, ...]]:
-        """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
+        """Return the token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
         found: list[tuple[int, ...]] = []
         count, side = body.truncate_prompt_tokens, body.truncation_side or "right"
         special = body.add_special_tokens is not False
@@ -206,7 +213,8 @@ class PoolingParts:
 
 @dataclass(frozen=True, slots=True)
 class PooledInputs:
-    """The vectors of inputs, and what their reply says. `lengths`: tokens of each."""
+    """The vectors of a call's inputs, with the id and model of its reply. `lengths`: the number of
+    tokens of each input."""
 
     id: str
     model: str
@@ -219,7 +227,7 @@ class PooledInputs:
 
 
 class EmbeddingsApi:
-    """The endpoint. Keeps no state."""
+    """The endpoint /v1/embeddings. It keeps no state."""
 
     def __init__(self, parts: PoolingParts) -> None:
         self._parts = parts
@@ -238,7 +246,7 @@ class EmbeddingsApi:
 
 
 async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) -> B:
-    """A pooling endpoint's body; the id that it gives is checked, and noted.
+    """Read the body of a pooling endpoint. Its `request_id` becomes the id of the HTTP request.
 
     Raises InvalidRequest.
     """
@@ -250,12 +258,14 @@ async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) 
 
 
 def pool_id(reply: str) -> str:
-    """A new id for the work of a reply: a client may send its own id twice."""
+    """Return a new id for the computation of a reply; two calls may have the same reply id."""
     return f"{reply}-{secrets.token_hex(4)}"
 
 
 def inputs_of(given: object) -> list[str | tuple[int, ...]]:
-    """The inputs, each as text or ids, none empty. Raises InvalidRequest, naming the field."""
+    """Return the inputs, each as text or token ids, none empty.
+
+    Raises InvalidRequest, naming the field."""
     if isinstance(given, str):
         return [_one(given, "input")]
     if not isinstance(given, list) or not given:
@@ -270,7 +280,7 @@ def inputs_of(given: object) -> list[str | tuple[int, ...]]:
 
 
 def checked_length(ids: tuple[int, ...], max_model_len: int, field: str) -> tuple[int, ...]:
-    """The ids. Raises ContextLengthExceeded (`field`) for more than the model holds."""
+    """Return the ids. Raises ContextLengthExceeded, naming `field`, if they exceed the context."""
     if len(ids) > max_model_len:
         raise ContextLengthExceeded(
             f"{field}: {len(ids)} tokens exceed the model's maximum context length of"
@@ -283,8 +293,9 @@ def checked_length(ids: tuple[int, ...], max_model_len: int, field: str) -> tupl
 async def encoded(
     vectors: Sequence[bytes], as_base64: bool, kind: str, name: str = ""
 ) -> list[orjson.Fragment]:
-    """`data` of the reply, encoded in turns: a large batch takes a while. `kind`: each object's,
-    and where it has its vector, unless that has a `name`."""
+    """Return the encoded objects of the reply's `data`. The event loop gets its turn in between,
+    because many vectors take a while. `kind`: the `object` of each, and the name of the field with
+    its vector unless `name` is given."""
     found: list[orjson.Fragment] = []
     for index, vector in enumerate(vectors):
         if index % _TURN == _TURN - 1:
@@ -296,7 +307,7 @@ async def encoded(
 
 
 def numbers_of(vector: bytes) -> list[float]:
-    """Float32, little-endian -> numbers."""
+    """Return the numbers in a vector of float32, little-endian."""
     found = array("f")
     found.frombytes(vector)
     if sys.byteorder == "big":
@@ -305,7 +316,7 @@ def numbers_of(vector: bytes) -> list[float]:
 
 
 def bytes_of(numbers: Sequence[float]) -> bytes:
-    """Numbers -> float32, little-endian."""
+    """Return numbers as a vector of float32, little-endian."""
     return struct.pack(f"<{len(numbers)}f", *numbers)
 
 

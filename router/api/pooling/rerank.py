@@ -1,8 +1,8 @@
-"""/v1/rerank and /v1/score: how well documents answer a query, by a yes-or-no reranker.
+"""/v1/rerank and /v1/score: how well documents answer a query, by a reranker of yes or no.
 
-Cohere's and Jina's format for rerank, vLLM's for score. The model is asked per document for a yes
-or a no (baton/text/reranking.py); the score is how probable the yes is. A model that is no such
-reranker is refused by name.
+/v1/rerank has the format of Cohere and Jina, /v1/score that of vLLM. For each document the model is
+asked for a yes or a no (baton/text/reranking.py); the score is the probability of the yes. If the
+served model is no such reranker, the request is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from router.request.request_ids import reply_id
 from router.request.terms import terms_of
 
 Instruction = Annotated[str, Meta(max_length=4096)]
-# vLLM's spellings of the two sides of a score, in its order of preference.
+# vLLM's names of the fields with the two sides of a score; the first pair in a body counts.
 SIDES: Final = (
     ("queries", "documents"),
     ("queries", "items"),
@@ -52,7 +52,8 @@ _COUNT: Final = Meta(min_length=1, max_length=MAX_INPUTS)
 
 
 class RerankBody(PoolingBody, kw_only=True):
-    """/v1/rerank. `documents` are texts or objects with a `text`; `top_n` 0 = all of them."""
+    """The body of /v1/rerank. `documents` are texts or objects with a `text`. `top_n`: how many
+    results to return; 0 = all."""
 
     query: str
     documents: Annotated[list[str | dict[str, Any]], _COUNT]
@@ -62,7 +63,9 @@ class RerankBody(PoolingBody, kw_only=True):
 
 
 class ScoreBody(PoolingBody, kw_only=True):
-    """/v1/score: one text or several on either side, under one of SIDES' pairs of names."""
+    """The body of /v1/score: one text or several on either side. The two sides have one of these
+    pairs of names: queries and documents, queries and items, data_1 and data_2, text_1 and text_2.
+    """
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -85,7 +88,7 @@ class RerankResult(msgspec.Struct):
 
 
 class RerankReply(msgspec.Struct):
-    """`results`: best first."""
+    """The answer of /v1/rerank. `results`: the best document first."""
 
     id: str
     model: str
@@ -110,7 +113,7 @@ class ScoreReply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """What was asked, as its reply repeats it, and the answers."""
+    """The scores of a call, with the id, model and usage of its reply."""
 
     id: str
     model: str
@@ -119,7 +122,7 @@ class _Scored:
 
 
 class RerankApi:
-    """Both endpoints. Keeps no state."""
+    """The endpoints /v1/rerank and /v1/score. They keep no state."""
 
     def __init__(self, parts: PoolingParts) -> None:
         self._parts = parts
@@ -155,7 +158,8 @@ class RerankApi:
         pairs: Sequence[tuple[str, str]],
         field: str,
     ) -> _Scored:
-        """The model's opinion of each (query, document). Raises BatonError."""
+        """Compute the score of each (query, document). `field`: the name of the documents in
+        errors. Raises BatonError."""
         parts, services = self._parts, self._parts.services
         model, base, adapter = served_model(services, body.model)
         name = adapter_name(adapter) or base
@@ -190,9 +194,9 @@ class RerankApi:
 
 
 def pairs_of(body: ScoreBody) -> tuple[list[tuple[str, str]], str]:
-    """(query, document) pairs, and the field with the documents.
+    """Return the (query, document) pairs of a body, and the name of the field with the documents.
 
-    One query goes with every document; several go with as many documents, one by one.
+    One query is paired with every document; several queries need as many documents, one for each.
     Raises InvalidRequest.
     """
     given: dict[str, list[str]] = {

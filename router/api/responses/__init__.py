@@ -1,1 +1,1 @@
-"""OpenAI's /v1/responses: items in, items out, nothing stored."""
+"""OpenAI's /v1/responses: items in, items out; also in the background, and stored."""

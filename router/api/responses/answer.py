@@ -1,4 +1,4 @@
-"""The answer to a call of /v1/responses: a completion's deltas -> its events (dialect.Answer)."""
+"""The answer to a call of /v1/responses: a completion's deltas -> the events of a response."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Keep = Callable[[Stored], Awaitable[bool]]
 
 
 class ResponseAnswer:
-    """Made for one completion; `take` its deltas in order. `head`: of response_head. `keep`: stores
-    the response before its last event is told, None if it is not to be stored."""
+    """The DialectAnswer (router/api/dialect.py) of one completion. `head`: from response_head.
+    `keep`: stores the response before its last event is sent; None: do not store it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ResponseAnswer:
         self._items = call.items
         fields = {**head, "store": keep is not None}
         self._events = ResponseEvents(fields, draw_id, call.summarized, call.tools.known)
-        self._told: Logprobs = []  # of tokens whose text is still to come
+        self._told: Logprobs = []  # log-probabilities of tokens whose text has not come yet
         self._begun = False
 
     def take(self, delta: Delta) -> list[Event]:
@@ -72,7 +72,8 @@ class ResponseAnswer:
         return self._events.last()
 
     def stored(self, **fields: Any) -> Stored:
-        """The response by now, as it is kept; `fields` instead of its own."""
+        """Return the response as it is now, in the form that is stored. `fields` replace fields of
+        the response."""
         response = {**self._events.response, **fields}
         return Stored(response, kept(self._items, response["id"]))
 
@@ -84,13 +85,13 @@ class ResponseAnswer:
 
 
 def error_of(error: BatonError) -> dict[str, str]:
-    """`error` of a response."""
+    """Return the field `error` of a failed response."""
     code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
     return {"code": code, "message": error_object(error)["error"]["message"]}
 
 
 def response_usage(completion: Completion) -> dict[str, Any]:
-    """`usage`; final when the completion has ended."""
+    """Return the `usage` so far; it is final when the completion has ended."""
     prompt, output = completion.prompt_tokens, completion.completion_tokens
     return {
         "input_tokens": prompt,
@@ -107,7 +108,8 @@ def response_usage(completion: Completion) -> dict[str, Any]:
 def response_head(
     id_: str, created: int, call: ResponsesCall, completion: Completion
 ) -> dict[str, Any]:
-    """What all states of a response repeat: mostly what was asked, and what it came to mean."""
+    """Return the fields that a response has in all its states: mostly the request's parameters,
+    with the defaults that are used."""
     body, params = call.body, completion.request.params
     reasoning, text = body.reasoning, body.text
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning else None
@@ -140,7 +142,7 @@ def response_head(
 
 
 def _only_if_said(call: ResponsesCall) -> dict[str, Any]:
-    """Fields that are not there at all where they say nothing: null is none of their values."""
+    """Return the fields that a response has only if they have a value; they are never null."""
     body = call.body
     return {
         "user": body.user,

@@ -1,6 +1,6 @@
-"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response.
+"""The routes that make responses: a body becomes a chat, and the chat's deltas become a response.
 
-What can be done with one that is stored is in router/api/responses/stored_api.py.
+The routes for stored responses are in router/api/responses/stored_api.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from router.services import RouterServices
 
 
 class ResponsesApi:
-    """Makes calls of bodies. One in the background is made here, too, and run elsewhere
-    (router/api/responses/background.py)."""
+    """The routes. For a response in the background, too, the exchange is made here;
+    router/api/responses/background.py runs it."""
 
     def __init__(self, services: RouterServices, intake: Intake, runner: CallRunner) -> None:
         self._services = services
@@ -61,7 +61,7 @@ class ResponsesApi:
         return DialectExchange(completion, answer, self._runner, bool(chat.stream), timeout_s)
 
     async def input_tokens(self, request: HttpRequest) -> Response:
-        """How many tokens the prompt of such a call would have; nothing is computed."""
+        """Tell how many tokens the prompt of a body has, without running the model."""
         call = await self._read(request)
         with in_own_names(call.names):
             count = await self._intake.count(call.chat, request)

@@ -1,12 +1,13 @@
-"""Responses that nobody waits for: each a resumable request (router/resumable), whose end is kept.
+"""Responses in the background: each is a resumable request (router/resumable); its end is stored.
 
-    create    kept as `queued`, then begun: it runs to its end whether somebody reads it or not, and
-              goes on at another router if its own is gone
-    look      what has become of it by now, at any router
-    stream    its events, from any of them on, for as long as the request's log is kept
-    cancel    kept as `cancelled` first; an end that comes later changes nothing
+    create    store the response as `queued`, then begin it. It runs to its end even if nobody reads
+              it; if its router dies, another one goes on with it
+    look      return the present state of the response; any router can do this
+    stream    send the events after any position, as long as the request's log is kept
+    cancel    store the response as `cancelled`, then abort it; an end that comes later is ignored
 
-How it ended is kept by the router that ran it, or by whoever looks first (the log tells all).
+The router that ran a response stores its end. If it could not, the first router that looks at the
+response finds the end in the log and stores it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ from router.services import RouterServices
 
 logger = logging.getLogger(__name__)
 PATH: Final = "/v1/responses"
-ACCEPT_S: Final = 1.0  # a refusal that comes so soon is told to whoever asks
-MARGIN_S: Final = 60.0  # beyond its deadline nothing of a request is left
+ACCEPT_S: Final = 1.0  # a refusal within this time becomes the answer to POST /v1/responses
+MARGIN_S: Final = 60.0  # so long after its deadline a request has certainly ended
 
 
 class Background:
-    """Registers with the router's Runs what is to be done when one ends."""
+    """Makes, finds and cancels responses in the background. It asks the router's Runs to be called
+    when a request of /v1/responses ends."""
 
     def __init__(self, services: RouterServices, keeper: Keeper, resumable: ResumableApi) -> None:
         self._services = services
@@ -61,7 +63,11 @@ class Background:
             services.runs.enders[PATH] = self._ended
 
     async def create(self, request: HttpRequest, body: bytes) -> Response | ResumedReply:
-        """Raises InvalidRequest, KeyReused, Overloaded, Unavailable."""
+        """Begin a response in the background, or find it if it was begun before. Return the
+        response, or its stream.
+
+        Raises InvalidRequest, KeyReused, Overloaded, Unavailable; RequestNotFound if the response
+        was deleted since."""
         fields = read(body).fields
         note_body_id(request, fields.get("request_id"))
         terms = read_resume_terms(lambda name: request.headers.get(name, ""))
@@ -77,7 +83,8 @@ class Background:
         return told(stored)
 
     async def look(self, owner: str, stored: Stored) -> Stored:
-        """Raises Unavailable."""
+        """Return `stored` with its present status. If the response has ended since, store its end
+        first. Raises Unavailable."""
         if stored.ended:
             return stored
         id_ = record_id(owner, _name_of(stored))
@@ -91,7 +98,7 @@ class Background:
         runs = self._resumable.runs
         found = None if runs.waits(id_) else await runs.find(owner, _name_of(stored))
         if found is None and time.time() < stored.response["created_at"] + self._longest_s:
-            return stored  # it waits for room at some router
+            return stored  # the request waits at the gate of some router
         if found is None:
             await self._failed(owner, stored.id, Unavailable("the response was lost"))
         else:
@@ -99,7 +106,9 @@ class Background:
         return await self._keeper.load(owner, stored.id) or stored
 
     async def stream(self, owner: str, stored: Stored, after: int) -> ResumedReply:
-        """Its events after the one of number `after`. Raises RequestNotFound, Unavailable."""
+        """Return the stream of the events whose `sequence_number` is above `after`.
+
+        Raises RequestNotFound if the events are not kept any more; Unavailable."""
         found = await self._resumable.runs.find(owner, _name_of(stored))
         if found is None and not stored.ended:
             raise Unavailable("the response has not begun yet: ask again", retry_after_s=1)
@@ -110,7 +119,9 @@ class Background:
         return self._resumable.reading(replace(told, stream=True, after=after), found)
 
     async def cancel(self, owner: str, stored: Stored) -> Stored:
-        """Raises UnsupportedFeature for one that never ran in the background."""
+        """Cancel a response that has not ended; return it as it is stored then.
+
+        Raises UnsupportedFeature if the response is not one in the background."""
         if not stored.background:
             message = "id: only a response in the background can be cancelled"
             raise UnsupportedFeature(message, field="id")
@@ -121,13 +132,14 @@ class Background:
         return stored
 
     async def abort(self, owner: str, stored: Stored) -> None:
-        """End the request of one that is not wanted any more."""
+        """Abort the request of a response."""
         await self._services.aborts.everywhere([record_id(owner, _name_of(stored))])
 
     # ---- inside ----
 
     async def _begin(self, request: HttpRequest, asked: NamedRequest) -> Found:
-        """Keep it as queued, then run it; what is refused leaves nothing."""
+        """Store a new response as queued, then run its request. If the request is refused, delete
+        the stored response and raise the error."""
         canonical, exchange = await self._resumable.prepare(request, asked)
         fields = self._resumable.fields(canonical, asked)
         stored = _answer_of(exchange).stored(status="queued")
@@ -146,12 +158,14 @@ class Background:
         return found
 
     async def _ended(self, found: Found) -> None:
-        """A resumable request of /v1/responses has ended here."""
+        """Store the end of a response in the background. Runs calls this for every resumable
+        request of /v1/responses that has ended at this router."""
         if asks_background(found.canonical.body):
             await self._settle(found)
 
     async def _settle(self, found: Found) -> None:
-        """Keep how it ended: read to its end, it keeps itself. Raises Unavailable."""
+        """Store how a response ended: read its log to the end, and its answer stores it; after a
+        failure store that. Raises Unavailable."""
         canonical, runs = found.canonical, self._resumable.runs
         exchange = _own(await self._resumable.told_of(canonical))
         try:
@@ -169,7 +183,7 @@ class Background:
 
 
 def told(stored: Stored) -> Response:
-    """The response object, as the HTTP answer."""
+    """Return the HTTP answer with a stored response."""
     return json_of(stored.response)
 
 

@@ -1,6 +1,7 @@
-"""The body of /v1/responses: a strict struct, and the chat that it asks for. Pure.
+"""The body of /v1/responses: a strict struct, and its translation to a chat. Pure.
 
-What it refers to is looked up in between (router/api/responses/conversation.py).
+Between the two, router/api/responses/conversation.py looks up the earlier responses and items that
+the body refers to.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ UNSERVED: Final[Unserved] = {
 }
 Includable = Literal[
     "message.output_text.logprobs",
-    "reasoning.encrypted_content",  # thoughts are told in the clear: send them back so
-    # Of tools and inputs that never occur here: there is nothing to include.
+    # Reasoning is never encrypted here; clients send back the plain text.
+    "reasoning.encrypted_content",
+    # These belong to tools and inputs that this server does not have: nothing is included.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -76,7 +78,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
-    """What this API spells in its own way; sampling fields are checked as a chat's."""
+    """The fields of /v1/responses that differ from a chat's. Its sampling fields are a chat's."""
 
     input: Any = None
     previous_response_id: str | None = None
@@ -103,7 +105,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A checked body, and all fields that it was made of."""
+    """A checked body, and all fields of the JSON object that it was read from."""
 
     body: ResponsesBody
     fields: dict[str, Any]
@@ -111,8 +113,8 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesCall:
-    """What to ask, and how to tell the answer. `items`: the whole conversation; `names`: a chat's
-    field -> the client's."""
+    """A body's translation: the chat to run, and what its answer needs. `items`: the whole
+    conversation. `names`: the chat's field -> the client's field, for errors."""
 
     body: ResponsesBody
     chat: ChatBody
@@ -122,13 +124,14 @@ class ResponsesCall:
 
     @property
     def summarized(self) -> bool:
-        """Thoughts are told as their own summary."""
+        """Whether the reasoning is returned as `summary`. Its text is the same: nothing here can
+        summarize."""
         asked = self.body.reasoning
         return asked is not None and (asked.summary or asked.generate_summary) is not None
 
 
 def read(raw: bytes) -> Given:
-    """Check a body. Raises InvalidRequest, naming the field."""
+    """Parse and check a body. Raises InvalidRequest, naming the field."""
     fields = object_of(raw)
     refuse(fields, UNSERVED)
     body = struct_of(fields, ResponsesBody)
@@ -137,15 +140,16 @@ def read(raw: bytes) -> Given:
 
 
 def asks_background(raw: bytes) -> bool:
-    """Whether nobody waits for the answer to a body. Raises InvalidRequest for what is none."""
+    """Whether a body asks for a response in the background. May raise InvalidRequest for a body
+    that is no JSON object."""
     return b'"background"' in raw and object_of(raw).get("background") is True
 
 
 def call_of(
     given: Given, earlier: Sequence[Item], items: Sequence[Item], drops_tools: bool
 ) -> ResponsesCall:
-    """The chat that a body asks for. `earlier` and its own `items` are the conversation;
-    `drops_tools`: those that nobody here could call are left out, with a note.
+    """Translate a body into a chat. `earlier`: items of earlier responses; `items`: those of the
+    body. `drops_tools`: leave OpenAI's own tools out, with a note, instead of refusing them.
 
     Raises InvalidRequest, naming the field.
     """
@@ -178,7 +182,7 @@ def _check(body: ResponsesBody) -> None:
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A chat's response_format: a schema and its name lie one level deeper there."""
+    """Return the chat's response_format, where the schema and its name are one level deeper."""
     if given is None or given.get("type") != "json_schema":
         return given
     schema = {name: value for name, value in given.items() if name != "type" and value is not None}

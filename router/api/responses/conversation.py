@@ -1,10 +1,10 @@
-"""The whole conversation that a body means: what it refers to is looked up, and put before it.
+"""The whole conversation of a body: looks up the earlier responses and items that it refers to.
 
-`previous_response_id`  all that an earlier response answered, and its answer
-`item_reference`        an item of an earlier response, by an id that leads back to it
+`previous_response_id`  stands for the whole conversation of an earlier response, with its output
+`item_reference`        stands for one item of an earlier response; its id contains that response's
 
-With all of it the conversation is no larger than a body may be: a reference is short, and may
-stand in it a thousand times.
+The conversation with all of these may be no larger than a body may be. Otherwise a small body could
+stand for a huge one, because it may contain a thousand references.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ Load = Callable[[str], Awaitable[Stored | None]]
 async def conversation_of(
     body: ResponsesBody, scope: Scope, keeper: Keeper | None, told: str | None = None
 ) -> tuple[list[Item], list[Item]]:
-    """Items of earlier responses, and those of the body, with what stands in the place of its
-    references. `told`: the response that is told once more; what it answers was looked up before,
-    and may have gone. Raises InvalidRequest, naming the field; Overloaded, Unavailable."""
+    """Return the items of earlier responses, and the body's items with its references replaced.
+
+    `told`: the id of the response, if its events are only read again. Then its stored items are
+    returned, since what the body refers to may be deleted by now.
+    Raises InvalidRequest, naming the field; Overloaded, Unavailable."""
     given, asked = items_of(body.input), body.previous_response_id
     referred = [f"input[{index}]" for index, item in enumerate(given) if not _is_own(item)]
     if asked is None and not referred:
@@ -70,7 +72,9 @@ def _check_size(items: Sequence[Item]) -> None:
 
 
 async def _earlier_items(asked: str, load: Load) -> list[Item]:
-    """Those of the response before."""
+    """Return the conversation of the response `asked`: the items that it answered, and its output.
+
+    Raises InvalidRequest if it does not exist or has not ended."""
     found = await load(asked)
     if found is None:
         message = f"{_PREVIOUS}: there is no response {asked[:200]!r}, or no longer"
@@ -81,9 +85,9 @@ async def _earlier_items(asked: str, load: Load) -> list[Item]:
 
 
 async def _own_items(given: Sequence[Item], load: Load) -> list[Item]:
-    """Items in the place of references."""
+    """Return the items with every reference replaced by the item that it names."""
     items, known = list(given), dict[str, Item]()
-    # The last ones first: the response of one has most of those before it among its own items.
+    # The last reference first: its response's conversation has most of the items before it.
     for index, item in reversed(list(enumerate(items))):
         if _is_own(item):
             continue
@@ -104,5 +108,6 @@ async def _own_items(given: Sequence[Item], load: Load) -> list[Item]:
 
 
 def _is_whole(item: Item) -> bool:
-    """Arguments that were cut short are none, and nobody has made that call."""
+    """Whether an output item belongs to the conversation: all but function calls that were cut
+    short, since no client has made such a call."""
     return item["type"] != "function_call" or item["status"] == "completed"

@@ -1,7 +1,8 @@
-"""The text of a custom tool's call, while its arguments `{"input": "..."}` are written. Sans I/O.
+"""CustomInput: extracts the text of a custom tool's call from its arguments `{"input": "..."}`,
+while the model writes them. Sans I/O.
 
-A model calls a custom tool as a function of one text. What it writes is JSON, or nearly: raw line
-breaks are taken as such, and arguments of another form are the input as they are.
+The model calls a custom tool as a function with one text. Its arguments need not be correct JSON:
+raw line breaks in the text are accepted, and arguments of any other form are taken as the text.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import Any, Final, cast
 FIELD: Final = "input"
 _OPENING: Final = re.compile(rf'\s*\{{\s*"{FIELD}"\s*:\s*"')
 _WHOLE: Final = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
-_HALF: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # of a pair: its other half follows
+# The first half of a surrogate pair at the end: its other half is still to come.
+_HALF: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
 class CustomInput:
-    """`push` fragments in order, then `finish` once; each answers the text that they add."""
+    """Call `push` for each fragment of the arguments in order, then `finish` once. Both return the
+    text that they add to the input."""
 
     def __init__(self) -> None:
         self._raw = ""
-        self._at: int | None = None  # in `_raw`: the input goes on here; None: not begun
+        self._at: int | None = None  # index in `_raw` of the next unread text; None: no text yet
 
     def push(self, fragment: str) -> str:
         self._raw += fragment
@@ -37,7 +40,8 @@ class CustomInput:
         return _decoded(written)
 
     def finish(self) -> str:
-        """What is left: half of a pair that stays alone, or arguments of another form."""
+        """Return the rest of the input: a first surrogate without its second, or the whole input if
+        the arguments have another form."""
         if self._at is None:
             return _other(self._raw)
         found = _WHOLE.match(self._raw, self._at)
@@ -47,7 +51,8 @@ class CustomInput:
 
 
 def _decoded(written: str) -> str:
-    """The text of a JSON string's inside; a surrogate alone becomes a replacement character."""
+    """Return the text that the inside of a JSON string stands for. A surrogate without its other
+    half becomes a replacement character."""
     text: str = json.loads(f'"{written}"', strict=False)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -1,8 +1,8 @@
-"""A response while it is written: parts in, numbered events out, the object at the end. Sans I/O.
+"""ResponseEvents: turns the parts of an answer into the numbered events of a response. Sans I/O.
 
-Life: begin() -> part()* -> end(), last(), or fail(). One output item is open at a time: a part of
-another kind, or the start of a call, closes it and opens the next. `sequence_number` counts every
-event from 0 without gaps.
+The life: begin() -> part()* -> end() -> last(); or fail() instead of end(). One output item is open
+at a time: a part of another kind, or the start of a call, closes it and opens the next item.
+`sequence_number` counts all events from 0 without gaps. `response` is the response object.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _NEXT: Final = {
 
 
 class ResponseEvents:
-    """One response. `head`: the fields of the response object that do not change; `tools`: what the
-    client calls those of its tools that the model knows by these names."""
+    """The events of one response. `head`: the fields of the response object that never change.
+    `tools`: the model's name of a tool -> the client's tool."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class ResponseEvents:
         return self._numbered([{"type": kind, "response": self.response} for kind in kinds])
 
     def part(self, part: Part, told: Logprobs | None = None) -> list[Event]:
-        """What the model wrote next. `told`: log-probabilities that come with this part."""
+        """Return the events for the next part that the model wrote. `told`: log-probabilities of
+        the part's text."""
         assert self._phase is ResponsePhase.OPEN, (
             f"a part of a response that is {self._phase.value}"
         )
@@ -96,13 +97,13 @@ class ResponseEvents:
         return self._numbered([*events, *self._open.more(text)])
 
     def end(self, cut_short: bool, usage: Mapping[str, Any], completed_at: int) -> list[Event]:
-        """The model wrote no more. `cut_short`: because it was allowed no more. The response is
-        whole then; its own event is `last`."""
+        """Close the open item and complete `response`; return the events of that. `last` returns
+        the response's own last event. `cut_short`: the answer reached its maximum of tokens."""
         status: Status = "incomplete" if cut_short else "completed"
         self._go(ResponsePhase.ENDED)
         events: list[Event] = []
         if not self._done and self._open is None:
-            events += self._opening(Message(0, self._id))  # an answer without words is still one
+            events += self._opening(Message(0, self._id))  # an empty answer still has a message
         events += self._closing(status)
         self.response = self._object(status)
         self.response["usage"] = dict(usage)
@@ -120,7 +121,8 @@ class ResponseEvents:
         return self._numbered([{"type": kind, "response": self.response}])
 
     def fail(self, code: str, message: str) -> list[Event]:
-        """It broke: what was open stays open, and in the response it is incomplete."""
+        """End the response after a failure. The open item gets no closing event; in the response
+        its status is `incomplete`."""
         self._go(ResponsePhase.ENDED)
         if self._open is not None:
             self._done.append(self._open.item("incomplete"))
@@ -138,7 +140,7 @@ class ResponseEvents:
         return 0 if self._open is None else 1
 
     def _opening(self, item: OutputItem) -> list[Event]:
-        """Close what is open, which is complete then, and open `item`."""
+        """Close the open item as completed, and open `item`; return the events of both."""
         events = self._closing("completed")
         self._open = item
         return [*events, *item.opened()]

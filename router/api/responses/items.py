@@ -1,10 +1,10 @@
 """Input items of /v1/responses -> the messages of a chat. Pure.
 
-message              a message; the roles `developer` and `system` are one
-reasoning            the thought of the assistant's message or calls that follow it
-function_call        a call of the assistant's message before it, if that is its neighbour
-custom_tool_call     the same, of the function that stands for a custom tool
-..._output           of either: a message of role `tool`
+message              becomes a message; the role `developer` becomes `system`
+reasoning            becomes the reasoning of the assistant's message that follows
+function_call        becomes a call in the assistant's message directly before it, or in a new one
+custom_tool_call     becomes such a call of the function that stands for the custom tool
+..._output           of either call becomes a message of role `tool`
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Item = dict[str, Any]
 
 
 def items_of(given: object) -> list[Item]:
-    """`input` as items. Raises InvalidRequest, naming `input`'s part."""
+    """Return the field `input` as items; a string becomes a user message.
+
+    Raises InvalidRequest, naming the part of `input`."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
@@ -52,7 +54,7 @@ def items_of(given: object) -> list[Item]:
 
 
 def messages_of(items: Sequence[Item], num_earlier: int, instructions: str | None) -> list[Item]:
-    """The conversation. Of the first items, `num_earlier` are those of earlier responses.
+    """Return the messages of the chat. The first `num_earlier` items come from earlier responses.
 
     Raises InvalidRequest or UnsupportedFeature, naming `input`'s part.
     """
@@ -66,7 +68,7 @@ def messages_of(items: Sequence[Item], num_earlier: int, instructions: str | Non
 
 
 def kept(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Input items as they can be asked for: each with an id and all that its type has."""
+    """Return input items as they are stored: each with an id and all fields of its type."""
     return [_whole(item, response_id, index) for index, item in enumerate(items)]
 
 
@@ -84,7 +86,8 @@ def _whole(item: Item, response_id: str, index: int) -> Item:
 
 
 class _Conversation:
-    """Messages so far. `_turn` is the assistant's last one while more items may belong to it."""
+    """The messages so far. `_turn`: the assistant's last message while the next item may belong to
+    it, else None."""
 
     def __init__(self, begun: list[Item]) -> None:
         self.messages = begun
@@ -121,7 +124,7 @@ class _Conversation:
         content = _text(item.get("content"), f"{where}.content")
         if role != "assistant":
             self._turn = None
-            # Templates know no developer; to those of OpenAI's API the two are the same.
+            # Chat templates have no role `developer`; in OpenAI's API it means `system`.
             said = "system" if role == "developer" else role
             self.messages.append({"role": said, "content": content})
         elif (
@@ -165,7 +168,7 @@ def _string(item: Item, name: str, where: str) -> str:
 
 
 def _text(content: object, field: str) -> str:
-    """A string, or the joined text of parts."""
+    """Return the text of `content`: a string, or a list of text parts, which are joined."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

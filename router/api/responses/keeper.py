@@ -1,7 +1,7 @@
-"""Keeper: the responses that clients may ask for again, in the deployment's store.
+"""Keeper: stores responses, so that clients can read them again or continue from them.
 
-A response is kept with the items that it answered, so that the next one needs no other. Each
-belongs to the key that made it; to any other key it does not exist.
+A response is stored with the whole conversation that it answered, so a response that continues it
+needs no other one. Only the API key that made a response can find it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response: its object, and the items of the conversation that it answers."""
+    """A stored response: the response object, and the items of the conversation that it answers."""
 
     response: dict[str, Any]
     items: list[Item]
@@ -48,7 +48,8 @@ class Stored:
 
 
 class Keeper:
-    """Of one router; all of a deployment find what any of them has kept."""
+    """Stores and loads responses for one router. All routers of a deployment share them through the
+    store."""
 
     def __init__(self, guard: StoreGuard, keeping: Keeping, gate: Callable[[], Gate]) -> None:
         self._guard = guard
@@ -57,7 +58,7 @@ class Keeper:
 
     @classmethod
     def of(cls, services: RouterServices) -> Keeper | None:
-        """None where nothing is kept."""
+        """Return the keeper of a router, or None if --stored-responses-mb is 0."""
         config = services.config
         if not config.stored_responses_mb:
             return None
@@ -65,7 +66,10 @@ class Keeper:
         return cls(services.store, keeping, lambda: services.dispatcher.gate)
 
     async def keep(self, owner: str, stored: Stored, replace: bool = False) -> bool:
-        """False: it is not kept; there is no room for it, none to `replace`, or no store."""
+        """Store a response; return whether it was stored. `replace`: only if it is there already.
+
+        The key's oldest responses are deleted to make room. The response is not stored if it alone
+        is too large, if there is none to replace, or if the store is away."""
         content = orjson.dumps({"response": stored.response, "items": stored.items})
         kept = await self._guard.call(
             lambda store: store.documents.put(owner, stored.id, content, self._keeping, replace)
@@ -73,21 +77,22 @@ class Keeper:
         return bool(kept)
 
     async def settle(self, owner: str, stored: Stored) -> bool:
-        """Keep how a response has ended. One in the background is there already, or was deleted,
-        and ends once."""
+        """Store the end of a response; return whether it is stored. A response in the background is
+        stored already: it is replaced, unless it was deleted or has ended before."""
         if not stored.background:
             return await self.keep(owner, stored)
         try:
             known = await self.load(owner, stored.id)
         except Unavailable:
-            return False  # whoever looks when the store is back finds it in the log
+            return False  # Background.look finds the end in the log when the store is back
         if known is None or known.ended:
             return known is not None
         return await self.keep(owner, stored, replace=True)
 
     async def load(self, owner: str, id_: str, grant: Grant | None = None) -> Stored | None:
-        """`grant`: of the client that asks; a large one keeps its distance like a large body
-        (router/tenants/turns.py). Raises Unavailable, Overloaded."""
+        """Return a stored response, or None. `grant`: of the client that asks; its large responses
+        are spaced out like large bodies (router/tenants/turns.py). Raises Unavailable, Overloaded.
+        """
         try:
             content = await self._guard.reach(lambda store: store.documents.get(owner, id_))
         except StoreUnavailable as error:
@@ -101,7 +106,7 @@ class Keeper:
         return Stored(found["response"], found["items"])
 
     async def drop(self, owner: str, id_: str) -> bool:
-        """False: there was none. Raises Unavailable."""
+        """Delete a response; return False if there was none. Raises Unavailable."""
         try:
             return await self._guard.reach(lambda store: store.documents.drop(owner, id_))
         except StoreUnavailable as error:

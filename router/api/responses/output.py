@@ -1,8 +1,8 @@
-"""Output items of /v1/responses while they grow, and the events that tell of it. Sans I/O.
+"""The output items of /v1/responses, and the events that each sends while it grows. Sans I/O.
 
-Each item: opened() -> more()* -> closed(status). A message and a thought have one part each, which
-opens and closes within its item; a call has none. Events lack their `sequence_number`:
-router/api/responses/events.py numbers them.
+The life of an item: opened() -> more()* -> closed(status). A message and a thought have one content
+part, with its own events of opening and closing; a call has no part. The events have no
+`sequence_number` yet: router/api/responses/events.py adds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputItem(Protocol):
-    """One item of the output, at its `output_index`."""
+    """One item of the output. `opened`, `more` and `closed` return events; `item` returns the item
+    as an object."""
 
     def opened(self) -> list[Event]: ...
     def more(self, text: str) -> list[Event]: ...
@@ -29,18 +30,19 @@ class OutputItem(Protocol):
 
 
 def item_id(prefix: str, response_id: str, place: int | str) -> str:
-    """Of the item at that place of a response: it leads back there, and a replay has the same."""
+    """Return the id of the item at `place` in a response. It contains the response's id, and is the
+    same if the request is replayed."""
     return f"{prefix}{place}_{response_id.removeprefix(RESPONSE_PREFIX)}"
 
 
 def response_of(id_: str) -> str | None:
-    """The id of the response that an item's id leads back to; None for what is no such id."""
+    """Return the id of the response that an item's id contains; None for any other id."""
     found = _ITEM_ID.fullmatch(id_)
     return None if found is None else RESPONSE_PREFIX + found.group(1)
 
 
 class _Place:
-    """Where events are about: an item, and within it what is counted as `index_name` 0."""
+    """Makes events about one item, or about its only part, whose number `index_name` is 0."""
 
     def __init__(self, index: int, id_: str, index_name: str | None) -> None:
         self.id = id_
@@ -57,7 +59,8 @@ class _Place:
 
 
 class Message:
-    """What the model answers. `told`: log-probabilities of the text that comes next."""
+    """The message that the model answers. `told`: log-probabilities of the text that `more` gets
+    next."""
 
     def __init__(self, index: int, response_id: str) -> None:
         self.told: list[dict[str, Any]] = []
@@ -106,8 +109,8 @@ class Message:
 
 
 class Thought:
-    """What the model thought aloud: in the clear, or, if the client asked for a summary, as that
-    (nothing here could shorten it)."""
+    """The model's reasoning. If the client asked for a summary, it has the form of a summary, but
+    the same text, because nothing here can summarize."""
 
     def __init__(self, index: int, response_id: str, summarized: bool) -> None:
         name = "summary_index" if summarized else "content_index"
@@ -152,7 +155,7 @@ class Thought:
 
 
 class FunctionCall:
-    """A call of one of the client's functions; its arguments come as the model writes them."""
+    """A call of one of the client's functions; its arguments are sent as the model writes them."""
 
     def __init__(self, index: int, response_id: str, tool: ClientTool, call_id: str) -> None:
         self._at = _Place(index, item_id("fc_", response_id, index), None)
@@ -186,7 +189,7 @@ class FunctionCall:
 
 
 class CustomCall:
-    """A call of one of the client's custom tools; its input comes as the model writes it."""
+    """A call of one of the client's custom tools; its input is sent as the model writes it."""
 
     def __init__(self, index: int, response_id: str, tool: ClientTool, call_id: str) -> None:
         self._at = _Place(index, item_id("ctc_", response_id, index), None)

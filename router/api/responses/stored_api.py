@@ -1,4 +1,4 @@
-"""What can be done with stored responses: read, stream, list their input, cancel, delete.
+"""The routes for stored responses: read, stream, list their input, cancel, delete.
 
 GET, DELETE  /v1/responses/{id}
 POST         /v1/responses/{id}/cancel
@@ -32,7 +32,7 @@ _FALSE: Final = ("false", "0")
 
 
 class StoredApi:
-    """`resumable`: the routes that make responses, and what runs those in the background."""
+    """The routes of stored responses. `resumable`: runs responses in the background."""
 
     def __init__(self, services: RouterServices, resumable: ResumableApi) -> None:
         self._keeper = Keeper.of(services)
@@ -41,7 +41,7 @@ class StoredApi:
             self._background = Background(services, self._keeper, resumable)
 
     def routes(self, routes: Sequence[Route]) -> list[Route]:
-        """All routes of the app, the one that makes responses wrapped, and those of this file."""
+        """Return all routes of the app, with POST /v1/responses wrapped, and this file's routes."""
         one = f"{PATH}/{{id}}"
         return [
             *(self._wrapped(route) if route.path == PATH else route for route in routes),
@@ -51,7 +51,7 @@ class StoredApi:
         ]
 
     def _wrapped(self, route: Route) -> Route:
-        """Bodies that ask for the background go there."""
+        """Return the route, which passes bodies with `background: true` to Background."""
         handler: Callable[[HttpRequest], Awaitable[Any]] = route.endpoint
 
         async def endpoint(request: HttpRequest) -> Any:
@@ -66,7 +66,7 @@ class StoredApi:
         return Route(route.path, endpoint, methods=["POST"])
 
     async def one(self, request: HttpRequest) -> Response | ResumedReply:
-        """One route: a method that is not allowed is told of both."""
+        """Read or delete. One route has both methods, so that 405 names both as allowed."""
         return await (self.delete if request.method == "DELETE" else self.read)(request)
 
     async def read(self, request: HttpRequest) -> Response | ResumedReply:
@@ -101,7 +101,9 @@ class StoredApi:
                                query.get("after")))  # fmt: skip
 
     async def _found(self, request: HttpRequest) -> tuple[str, Stored, Background]:
-        """Its owner, and the response. Raises RequestNotFound, Unavailable."""
+        """Return the owner, the stored response that the path names, and the Background.
+
+        Raises RequestNotFound, Unavailable, Overloaded."""
         id_, owner = str(request.path_params["id"]), owner_of(request.scope)
         stored = (
             None
@@ -116,7 +118,7 @@ class StoredApi:
 def page_of(
     items: Sequence[Item], order: str | None, limit: str | None, after: str | None
 ) -> dict[str, Any]:
-    """A page of a list, newest first unless told otherwise. Raises InvalidRequest."""
+    """Return a page of items, the newest first unless `order` is asc. Raises InvalidRequest."""
     if order not in (None, "asc", "desc"):
         raise InvalidRequest("order must be asc or desc", field="order")
     most = PAGE if limit is None else int(limit) if limit.isdecimal() and len(limit) < 4 else 0
@@ -156,7 +158,7 @@ def _unknown(id_: str) -> RequestNotFound:
 
 
 def _again(request: HttpRequest, body: bytes) -> HttpRequest:
-    """The same request, its body unread."""
+    """Return the request with its body as if unread, for the next reader."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}

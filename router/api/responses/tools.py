@@ -1,9 +1,9 @@
-"""The tools of /v1/responses -> the functions of a chat, by names that lead back. Pure.
+"""Translate the tools of /v1/responses to the functions of a chat, and their names back. Pure.
 
-function        a chat's function
-custom          a function of one text, its `input`; its calls are custom_tool_call items
-namespace       its functions and custom tools; the model calls them NAMESPACE__NAME
-any other type  OpenAI's own (web_search, ...): left out with a note, or refused
+function        becomes a function of the chat
+custom          becomes a function with one text, `input`; its calls are custom_tool_call items
+namespace       its functions and custom tools become functions with the name NAMESPACE__NAME
+any other type  is OpenAI's own tool (web_search, ...): left out with a note, or refused
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALLED: Final = ("function", "custom")
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool as its client knows it. `custom`: it takes a text, not arguments."""
+    """A tool under the client's name. `custom`: its input is a text, not arguments."""
 
     name: str
     namespace: str | None = None
@@ -38,9 +38,10 @@ class ClientTool:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of one body. `functions`: what the model is shown; `known`: its names for them;
-    `places`: where the client wrote those that stand elsewhere in `functions`; `kept`: the client's
-    own, for the reply; `notes`: what of them was not taken as it was asked for."""
+    """The tools of one body. `functions`: the functions that the model is shown. `known`: the
+    model's name -> the client's tool. `places`: a place in `functions` -> the tool's place in the
+    body, if they differ. `kept`: the client's tools that are served, for the reply. `notes`: which
+    tools were left out, and which formats are not enforced."""
 
     functions: list[Tool] = field(default_factory=list[Tool])
     known: dict[str, ClientTool] = field(default_factory=dict[str, ClientTool])
@@ -49,7 +50,7 @@ class Toolbox:
     notes: list[str] = field(default_factory=list[str])
 
     def add(self, tool: Tool, where: str, namespace: str | None = None) -> None:
-        """Mutates the box. Raises InvalidRequest, naming the place."""
+        """Add a function or a custom tool to the box. Raises InvalidRequest, naming `where`."""
         custom = tool["type"] == "custom"
         name = _name_of(tool, where)
         flat = flat_name(namespace, name)
@@ -80,7 +81,8 @@ class Toolbox:
 
 
 def toolbox_of(given: Sequence[Tool], drops_others: bool) -> Toolbox:
-    """Raises InvalidRequest or UnsupportedFeature, naming the place of the tool at fault."""
+    """Return the tools of a body. `drops_others`: leave OpenAI's own tools out instead of refusing
+    them. Raises InvalidRequest or UnsupportedFeature, naming the place of the tool at fault."""
     box = Toolbox()
     for index, tool in enumerate(given):
         where = f"tools[{index}]"
@@ -99,12 +101,12 @@ def toolbox_of(given: Sequence[Tool], drops_others: bool) -> Toolbox:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """What the model calls a tool."""
+    """Return the model's name of a tool."""
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
 def choice_of(given: str | Tool | None, box: Toolbox) -> str | Tool | None:
-    """A chat's tool_choice. Raises InvalidRequest for a choice of what is not there."""
+    """Return the chat's tool_choice. Raises InvalidRequest if the chosen tool is not there."""
     if not isinstance(given, dict):
         return given
     kind = given.get("type")
@@ -127,13 +129,14 @@ def choice_of(given: str | Tool | None, box: Toolbox) -> str | Tool | None:
 
 
 def _other(tool: Any) -> bool:
-    """One of OpenAI's own: where a list allows some tools, it allows nothing that is here."""
+    """Whether an entry of `allowed_tools` is one of OpenAI's own tools; it is ignored then."""
     kind: Any = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(kind, str) and kind not in (*_CALLED, "namespace")
 
 
 def _named(tool: Any, box: Toolbox) -> list[Tool]:
-    """What a choice names, in a chat's way: one tool, those of a namespace, none."""
+    """Return the functions of the chat that a choice names: one tool, all tools of a namespace, or
+    none."""
     given: Tool = tool if isinstance(tool, dict) else {}
     kind, name, namespace = given.get("type"), given.get("name"), given.get("namespace")
     tools = box.known.items()
@@ -166,12 +169,13 @@ def _add_namespace(box: Toolbox, tool: Tool, where: str) -> None:
 
 
 def _function(tool: Tool) -> Tool:
-    """A null is what an SDK writes for "none"; templates would print it."""
+    """Return a tool without its `type` and without nulls. SDKs write null for an absent field, and
+    chat templates would print it."""
     return {key: value for key, value in tool.items() if key != "type" and value is not None}
 
 
 def _as_told(tool: Tool) -> Tool:
-    """In a reply a function has these fields, be they null."""
+    """Return a tool as replies have it: a function always has `parameters` and `strict`."""
     return {"parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool
 
 

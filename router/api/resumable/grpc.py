@@ -1,8 +1,9 @@
-"""Resumable requests over gRPC: what router/api/grpc/inference.py reads of one, instead of running
-it itself.
+"""Resumable requests over gRPC: router/api/grpc/inference.py reads their deltas from here, instead
+of running them itself.
 
-The message itself, without the positions, is what the record keeps. The service says how a
-completion is made of it; like over HTTP that is done anew for each reader. Knows no protobuf.
+The record of a request keeps the call's message, without the positions that the client has seen.
+For each reader a new completion is made of that message, as over HTTP; the gRPC service passes in
+how. This file does not use protobuf.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Make = Callable[[bytes, str], Awaitable[Completion]]
 
 @dataclass(frozen=True, slots=True)
 class GrpcAsked:
-    """A call. `after`: events that its client has seen, per sample; `body`: the message without."""
+    """A call of Generate. `after`: how many events the client has seen, per sample. `body`: the
+    serialized message without these numbers."""
 
     name: str
     owner: str
@@ -44,7 +46,7 @@ class GrpcAsked:
 
 
 class NoCaller:
-    """Stands for the context of a call that is made again of its record."""
+    """Takes the place of the gRPC context if a completion is made from a record, not by a call."""
 
     def time_remaining(self) -> None:
         return None
@@ -54,7 +56,8 @@ class NoCaller:
 
 
 class ResumableCalls:
-    """`make(body, name)` makes the completion of a message. All state is in the router's Runs."""
+    """Begins and reads resumable requests. `make(body, name)` makes the completion of a serialized
+    message. All state is in the router's Runs."""
 
     def __init__(self, services: RouterServices, make: Make) -> None:
         self._services = services
@@ -65,10 +68,11 @@ class ResumableCalls:
     async def open(
         self, asked: GrpcAsked, completion: Completion | None
     ) -> tuple[Completion, AsyncGenerator[tuple[Delta, bool], None]]:
-        """What to tell a reader: a completion, and its deltas from the first on, each with whether
-        it is new to the reader. `completion`: of the call, checked; None if it only asks again.
+        """Find the request of a call, or begin it. Return a completion and all its deltas; each
+        delta comes with a bool: whether it is new to the reader.
 
-        Raises what a first call raises, KeyReused, RequestNotFound, Unavailable.
+        `completion`: the checked completion of the call, or None if the call can only read again.
+        Raises InvalidRequest, Overloaded, KeyReused, RequestNotFound, Unavailable.
         """
         runs = self._services.runs
         if runs is None:

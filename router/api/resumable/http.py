@@ -1,10 +1,11 @@
-"""Resumable requests over HTTP: the generating routes once more, and the one that asks again.
+"""Resumable requests over HTTP: wraps the generating routes, and adds a route to read one again.
 
-A plain request never comes here: `hooked` looks for the names in its head. For a resumable one the
-route makes the call (its checks, its prompt, its frames), but runs nothing: resumable/runs.py does,
-and the client reads what is logged. NamedRequest again, by the same request (`last-event-id`,
-`idempotency-key`, or just its x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes
-the same call of the body that the record keeps, on any router.
+A plain request does not come here: `hooked` looks for the headers of resumable requests. For a
+resumable request the route makes the exchange (checks, prompt, frames), but does not run it:
+router/resumable/runs.py runs the request, and the client reads its log. A client reads again with
+the same request (`last-event-id`, `idempotency-key`, or only the same x-request-id), or with `GET
+/v1/requests/{id}/stream`. Then the route, on any router, makes the same exchange from the body in
+the request's record.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from router.services import RouterServices
 from router.store.base import ALIAS
 from router.tenants.keys import keys_of
 
-# Path -> the field of its body that makes it large.
+# Path of a resumable route -> the field of its body that errors name if the body is too large.
 RESUMABLE: Final = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
@@ -61,7 +62,8 @@ NOT_RESUMABLE: Final = ("/inference/v1/generate",)
 
 
 class ResumableApi:
-    """Wraps the routes of an app. Registers with the router's Runs how calls are made again."""
+    """Wraps the resumable routes of an app. Tells the router's Runs how to make the completion of a
+    record."""
 
     def __init__(self, services: RouterServices, routes: Sequence[Route]) -> None:
         self._services = services
@@ -74,7 +76,7 @@ class ResumableApi:
                 services.runs.builders[path] = self._completion
 
     def routes(self) -> list[Route]:
-        """All routes of the app, the resumable ones wrapped, and one more."""
+        """Return all routes of the app, the resumable ones wrapped, and the route of `stream`."""
         wrapped = [self._wrapped(route) for route in self._routes]
         return [*wrapped, Route("/v1/requests/{name}/stream", self.stream, methods=["GET"])]
 
@@ -93,10 +95,12 @@ class ResumableApi:
 
         return Route(route.path, hooked(plain, resumed, SAID_IN), methods=["POST"])
 
-    # ---- asked for the first time, or again ----
+    # ---- begin a request, or read it again ----
 
     async def _create(self, path: str, request: HttpRequest, terms: ResumeTerms) -> ResumedReply:
-        """Raises InvalidRequest, KeyReused, RequestNotFound, Unavailable."""
+        """Begin the request, or find it if it was begun before; return the answer to its reader.
+
+        Raises InvalidRequest, KeyReused, RequestNotFound, Unavailable."""
         body = await read_body(request)
         note_body_id(request, object_of(body).get("request_id"))
         asked = asked_of(request, path, body, terms.key, terms.grace_s)
@@ -112,7 +116,9 @@ class ResumableApi:
         return await self._reply(found, terms.after, POSITION_HEADER)
 
     async def find(self, asked: NamedRequest) -> Found | None:
-        """The request, if it was asked for before. Raises KeyReused, Unavailable."""
+        """Return the request of that key or name if it was begun before, else None.
+
+        Raises KeyReused if it had another body; Unavailable."""
         found = None if asked.key is None else await self.runs.find(asked.owner, asked.key)
         found = found or await self.runs.find(asked.owner, asked.name)
         if found is None:
@@ -124,7 +130,8 @@ class ResumableApi:
     async def prepare(
         self, request: HttpRequest, asked: NamedRequest
     ) -> tuple[Canonical, Exchange]:
-        """Check a new request and make it canonical; nothing of it runs."""
+        """Check a new request. Return its Canonical, which the record keeps, and its exchange. Does
+        not run the request."""
         before = pin_of(request.scope)
         created = int(time.time()) if before is None else before.created
         pinned = Pin(asked.name, created, asked.owner)
@@ -141,14 +148,15 @@ class ResumableApi:
         return canonical, exchange
 
     def fields(self, canonical: Canonical, asked: NamedRequest) -> dict[str, str]:
-        """Of its record. Raises InvalidRequest if it is too large."""
+        """Return the fields of a request's record. Raises InvalidRequest if they are too large."""
         fields = canonical.fields(self.runs.clock, RESUMABLE[canonical.api])
         if asked.key is not None:
             fields[ALIAS] = record_id(asked.owner, asked.key)
         return fields
 
     async def stream(self, request: HttpRequest) -> ResumedReply:
-        """`GET /v1/requests/{id}/stream`: go on after `starting_after`, or the event last seen."""
+        """Answer `GET /v1/requests/{id}/stream`: the events after the position in `starting_after`
+        or `last-event-id`."""
         asked, owner = str(request.path_params["name"]), owner_of(request.scope)
         field, after = POSITION_QUERY, request.query_params.get(POSITION_QUERY)
         if after is None:
@@ -165,13 +173,13 @@ class ResumableApi:
         return self.reading(exchange, found, seen)
 
     def reading(self, exchange: Exchange, found: Found, seen: Position = START) -> ResumedReply:
-        """The answer to somebody who reads it."""
+        """Return the answer to a reader who has seen the events up to `seen`."""
         return ResumedReply(exchange, found.canonical.name, _Reader(self.runs, found, seen))
 
-    # ---- calls ----
+    # ---- exchanges of records ----
 
     async def told_of(self, canonical: Canonical) -> Exchange:
-        """How a kept request is told; nothing of it runs."""
+        """Return the exchange that answers readers of a kept request. Does not run the request."""
         if canonical.api not in self._handlers:
             message = "this request was begun by gRPC: go on with it there"
             raise UnsupportedFeature(message, field="request_id")
@@ -180,17 +188,17 @@ class ResumableApi:
         exchange = await self._call(canonical.api, scope, canonical.body, pinned)
         [completion] = exchange.completions
         completion.request = canonical.request
-        # A receipt tells what happened on the way, and another replay would know something else.
+        # No receipt: a replay does not know the times of the real run.
         completion.trace.terms = replace(completion.trace.terms, receipt=False)
         return exchange
 
     async def _completion(self, canonical: Canonical) -> Completion:
-        """The completion of an adopted request, to be run."""
+        """Return the completion of an adopted request, ready to run."""
         [completion] = (await self.told_of(canonical)).completions
         return completion.twin()
 
     async def _call(self, path: str, scope: Scope, body: bytes, pinned: Pin) -> Exchange:
-        """What the route makes of a body; nothing of it runs."""
+        """Call the route's handler with `body`; return the exchange, which is not run."""
         own: Scope = dict(scope)
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
         own["headers"] = [*headers, (b"content-type", b"application/json")]
@@ -204,7 +212,7 @@ class ResumableApi:
 
     @property
     def runs(self) -> Runs:
-        """Raises Unavailable where there are none."""
+        """The router's Runs. Raises Unavailable if it has none."""
         runs = self._services.runs
         if runs is None:
             raise Unavailable("this server takes no resumable requests")
@@ -213,8 +221,8 @@ class ResumableApi:
 
 @dataclass(frozen=True, slots=True)
 class NamedRequest:
-    """A request that somebody wants kept, under a name of its owner's. `key`: its name by its
-    idempotency key, if that is another one."""
+    """A resumable request as its client sends it. `name`: unique among the owner's requests. `key`:
+    a second name, made of the idempotency key; None if there is no such key or it is `name`."""
 
     path: str
     owner: str
@@ -226,7 +234,7 @@ class NamedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What one reader reads, and what it has seen of it."""
+    """The request that a reader reads, and the position up to which it has seen the events."""
 
     runs: Runs
     found: Found
@@ -234,7 +242,7 @@ class _Reader:
 
 
 class ResumedReply:
-    """ASGI answer to one reader of a resumable request."""
+    """The ASGI answer to one reader of a resumable request."""
 
     def __init__(self, exchange: Exchange, name: str, reader: _Reader) -> None:
         self._exchange = exchange
@@ -263,7 +271,7 @@ class ResumedReply:
 
 
 def check_same(found: Found, asked: NamedRequest) -> None:
-    """Raise KeyReused if another body was sent under that name."""
+    """Raise KeyReused if the request `found` was begun with another body than that of `asked`."""
     by_key = asked.key is not None or asked.name.startswith(KEY_PREFIX)
     if not compare_digest(found.body_digest, body_digest(asked.path, asked.body)):
         raise KeyReused(
@@ -275,14 +283,16 @@ def check_same(found: Found, asked: NamedRequest) -> None:
 def asked_of(
     request: HttpRequest, path: str, body: bytes, key: str | None, grace_s: float
 ) -> NamedRequest:
-    """Named by the id that the client gave, else by its idempotency key, else by a drawn one."""
+    """Return a request under its name: the id that the client gave, else the idempotency key, else
+    a random id."""
     name = given_id(request.scope) or key or known_id(request.scope)
     other = None if key == name else key
     return NamedRequest(path, owner_of(request.scope), name, body, grace_s, other)
 
 
 def owner_of(scope: Scope) -> str:
-    """Digest of the key that a request was let in with, or first was; everybody's without keys."""
+    """Return the digest of a request's API key; without keys all clients have the same digest. For
+    a request that is made again, it is the digest of the original key."""
     pinned = pin_of(scope)
     if pinned is not None:
         return pinned.owner

@@ -1,10 +1,10 @@
-"""The stream of a resumable request: server-sent events with ids, from wherever its reader was.
+"""The stream of a resumable request: server-sent events with ids, after the reader's position.
 
-An event's id is what has been seen with it (router/resumable/terms.py: Position): per choice the
-number of tokens, `12` or `12,9`; within the events of one token `12.1`; after the last choice's end
-`12,9;1`. Every reader's frames are made from the first token on, and those it has seen are left
-out. A reader that is cut off gets no end at all: the connection breaks, and it may ask again, here
-or elsewhere.
+An event's id is the position after it (router/resumable/terms.py, Position): the number of tokens
+per choice, as `12` or `12,9`; `12.1` between two events of one token; `12,9;1` for an event after
+the end of all choices. For every reader all frames are made from the first token on, and the frames
+it has seen are left out. If a stream must be cut, it gets no final event: the connection breaks,
+and the reader may read on, from this router or another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.resumable.terms import Position
 
 
 class NumberedReply:
-    """ASGI answer: the events of an exchange with one completion, after `seen`."""
+    """The ASGI answer with an exchange's events after `seen`. The exchange has one completion."""
 
     def __init__(self, exchange: Exchange, runner: CallRunner, seen: Position) -> None:
         self._exchange = exchange
@@ -47,7 +47,7 @@ class NumberedReply:
             found = as_baton_error(error)
             log_failure(found, error)
             if writer.started:
-                with suppress(Cancelled):  # gone by now: the failure is in the log
+                with suppress(Cancelled):  # the client is gone by now; the failure is in the log
                     await writer.write(self._numbers.tail(self._exchange.broken(found)), more=False)
             else:
                 await error_response(found)(scope, receive, send)
@@ -58,7 +58,7 @@ class NumberedReply:
         [completion] = self._exchange.completions
         frames = self._exchange.frames(0)
         openings = [each.opening() for each in frames]
-        # A dialect's one answer tells of all choices, and it has one.
+        # One writer per choice. A dialect has one choice and one writer.
         async with aclosing(completion.deltas(self._runner)) as deltas:
             async for delta in deltas:
                 data = openings[delta.sample] + frames[delta.sample].delta(delta)
@@ -70,14 +70,15 @@ class NumberedReply:
 
 
 class Numbers:
-    """Puts ids on events, and leaves out what was `seen`."""
+    """Adds ids to events, and leaves out the events up to the position `seen`."""
 
     def __init__(self, num_choices: int, seen: Position) -> None:
         self._seen = seen
         self._steps = [0] * num_choices
 
     def step(self, choice: int, data: bytes) -> bytes:
-        """The events of a choice's next token, those that are new."""
+        """Return those events of a choice's next step that are new, with ids. `data`: all events of
+        that step."""
         step = self._steps[choice] + 1
         steps, known = self._seen.of(choice)
         if step <= steps:
@@ -91,11 +92,12 @@ class Numbers:
                 self._steps[choice] = step
             if index > known or step > steps + 1:
                 out += self._id(b"" if last else b".%d" % index, choice) + event
-        self._steps[choice] = step  # also without an event: it is seen with the next one
+        self._steps[choice] = step  # a step without events is counted with the next event's id
         return out
 
     def tail(self, data: bytes) -> bytes:
-        """What comes after all choices; the very last event always comes."""
+        """Return the new events after the end of all choices, with ids. The last event is always
+        sent, even if the reader has seen it."""
         events = list(_events(data))
         out = b""
         for index, event in enumerate(events, 1):
@@ -112,7 +114,7 @@ class Numbers:
 
 
 def _events(data: bytes) -> Iterator[bytes]:
-    """Single events: JSON holds no line break, so an empty line is an event's end."""
+    """Split `data` into events. JSON has no raw line breaks, so an empty line ends an event."""
     for event in data.split(b"\n\n"):
         if event:
             yield event + b"\n\n"

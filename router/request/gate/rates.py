@@ -39,7 +39,7 @@ class TokenBucket:
         return 0.0
 
     def give_back(self, tokens: float, now: float) -> None:
-        """Return tokens that were estimated too high; negative `tokens`: charge what was missing."""
+        """Correct an estimate: put `tokens` back, or take more if `tokens` is negative."""
         self._refill(now)
         self._level = min(self._capacity, self._level + tokens)
 

@@ -70,7 +70,7 @@ class Sink:
         around: tuple[str, ...] = (),
     ) -> None:
         """`marker`: the text with which calls begin. `around`: tags around content, which are left
-        out together with the white space after them."""
+        out together with the white space beside them."""
         self.num_calls = 0
         self.may_call = may_call
         self.thinking = False

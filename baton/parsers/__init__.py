@@ -1,1 +1,1 @@
-"""What a model's text means: reasoning, tool calls, content. State machines without I/O."""
+"""Divides a model's text into reasoning, tool calls and content. State machines without I/O."""

@@ -1,7 +1,7 @@
-"""The formats of tool calls, each by the marks that models set. How they are read and how a forced
-call is written both follow from these descriptions.
+"""The formats of tool calls, each described by the marks that models write.
 
-Sources: the chat templates and model cards of the models named; for the names, vLLM's
+Both the reading of calls and the grammar of a forced call follow from these descriptions. Sources:
+the chat templates and model cards of the named models. Names are those of vLLM's
 --tool-call-parser.
 """
 
@@ -186,7 +186,7 @@ IQUEST_Q1: Final = framed(
 
 
 def hy_v3(suffix: str = "") -> ToolFormat:
-    """Hunyuan 3's tags; its tokenizers add a suffix to each."""
+    """Return the format of Hunyuan 3, whose tokenizers add `suffix` to each tag."""
     marks = ParameterMarks(
         f"<arg_key{suffix}>", f"</arg_key{suffix}>\n", f"</arg_value{suffix}>\n",
         f"<arg_value{suffix}>",
@@ -200,7 +200,7 @@ def hy_v3(suffix: str = "") -> ToolFormat:
 
 
 def _dsml(name: str, calls: str) -> ToolFormat:
-    """DeepSeek V3.2 and later: each parameter says whether it is text."""
+    """Return the format of DeepSeek V3.2 and later: each parameter says whether it is text."""
     mark = "｜DSML｜"  # noqa: RUF001
     marks = ParameterMarks(
         f'<{mark}parameter name="', '" string="true">', f"</{mark}parameter>\n",
@@ -270,7 +270,7 @@ GEMMA4: Final = framed(
     Literals("call:", "{", "}", ":", ",", ('<|"|>',)),
 )
 
-# By the names that may be given; several families write alike.
+# The formats by the names that an operator may give; several model families share a format.
 TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
     **{
         form.name: form

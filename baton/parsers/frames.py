@@ -1,10 +1,10 @@
-"""Frames: what stands around calls, for all formats that are marks, one call, marks.
+"""Frames: the marks around tool calls, for all formats in which each call stands between marks.
 
     opening  call BODY call_end  separator  call BODY call_end  closing
 
 Marks are given as the model's chat template writes them. White space at their ends is layout: a
-forced call has it so, a reader takes it as it comes. Whatever a model leaves out of what closes
-and separates is not missed: it is the marks that begin calls, and the calls themselves, that count.
+forced call contains it, a reader accepts any. A model may leave out separators and closing marks.
+The reader needs only the marks that begin calls, and the calls themselves.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from baton.parsers.reader import Steps, TextReader
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """`array`: the calls are a list in brackets. `bare`: characters with which calls may begin an
-    answer without any mark. `lone`: what a call itself begins with, if that may stand alone.
-    `also`: further marks that may begin calls, each with what closes them."""
+    """The marks around the calls of a format; see the module's docstring for the first five.
+
+    `array`: the calls are a list in brackets. `bare`: characters with which an answer may begin a
+    call without any mark. `lone`: how a call's body begins, if it may stand without other marks.
+    `also`: further marks that may begin calls, each with its closing mark.
+    """
 
     call: str = ""
     call_end: str = ""
@@ -44,13 +47,13 @@ class CallFrame:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All of them, without layout."""
+        """All marks, without white space at their ends."""
         closing = [end for _, end in self.also]
         return (*self.starts, *_stripped(self.call_end, self.closing, *closing))
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """Those that begin calls, the one that is written first."""
+        """The marks that begin calls. The first is the one that models usually write."""
         return _stripped(self.opening, self.call, self.lone, *(mark for mark, _ in self.also))
 
 
@@ -59,7 +62,7 @@ def _stripped(*marks: str) -> tuple[str, ...]:
 
 
 def framed(name: str, frame: CallFrame, body: Body, short_ids: bool = False) -> ToolFormat:
-    """A format of its parts."""
+    """Return the format `name` whose calls are `body` within `frame`."""
 
     def grammar(reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[None]:
         return _FrameReader(frame, body, reader, sink, schemas).read()
@@ -69,7 +72,7 @@ def framed(name: str, frame: CallFrame, body: Body, short_ids: bool = False) -> 
 
 
 class _FrameReader:
-    """One answer's reading. `_open`: the marks that still have to come, and are no content."""
+    """Reads one answer. `_open`: closing marks that may still come, which are no content."""
 
     def __init__(
         self, frame: CallFrame, body: Body, reader: TextReader, sink: Sink, schemas: Schemas
@@ -109,7 +112,10 @@ class _FrameReader:
             yield from self._calls()
 
     def _calls(self) -> Steps[None]:
-        """Calls one after another, as long as they are any. The mark stands before the first."""
+        """Read one call after another, until something else comes.
+
+        The reader's mark must stand before the first call: text that is no call becomes content.
+        """
         reader, sink = self._reader, self._sink
         yield from reader.space()
         in_array = yield from reader.literal("[")
@@ -132,7 +138,10 @@ class _FrameReader:
                 return
 
     def _goes_on(self, in_array: bool) -> Steps[bool]:
-        """Whether another call begins; then the mark stands before it."""
+        """Read what stands between two calls; return whether another call begins.
+
+        If so, the reader's mark stands before that call.
+        """
         reader = self._reader
         listed = in_array and (yield from reader.literal("]"))
         if listed:
@@ -152,8 +161,10 @@ class _FrameReader:
         return found
 
     def _ends(self) -> Steps[str]:
-        """Read the marks that close a call, and all calls; the last of them. What follows it is
-        marked."""
+        """Read the marks that close a call or all calls; return the last one, "" if none comes.
+
+        The text after it is kept by the reader's mark.
+        """
         last = ""
         for mark in self._open:
             if (yield from self._reader.literal(mark)):
@@ -167,12 +178,12 @@ class _FrameReader:
         self._open = (self._closing,) if mark != self._closing and self._closing else ()
 
 
-_NOT_A_CALL: Final = r"([^{}\s](.|\n)*)?"  # text that no reader takes for calls without a mark
+_NOT_A_CALL: Final = r"([^{}\s](.|\n)*)?"  # text that cannot be read as a call without marks
 
 
 @dataclass(frozen=True, slots=True)
 class CallWriter:
-    """Implements grammar.Writer."""
+    """Implements grammar.Writer for calls of `body` within `frame`."""
 
     frame: CallFrame
     body: Body

@@ -1,14 +1,14 @@
-"""What a format of tool calls is: how calls are read, and how one that must be made is written.
+"""ToolFormat: how the tool calls of a format are read, and how a forced call is written.
 
-A format is a function that reads the answer (after any reasoning) to its end and tells the sink.
-Rules that all formats share:
-- A call is announced once its name is known and its arguments have begun. Before that it may turn
-  out not to be one: then its text, markers too, is content.
-- After that its arguments are passed on as they come, valid JSON or not, as OpenAI warns its own
-  clients; an answer cut short leaves them cut short, and so does one that leaves a format whose
-  arguments become JSON here.
+The grammar of a format is a generator that reads an answer (after any reasoning) to its end and
+passes the parts to a sink. Rules that all formats share:
+- A call is announced to the sink once its name is known and its arguments have begun. If the text
+  turns out before that not to be a call, it is content, markers included.
+- After that the arguments are passed on as they come, even if they are not valid JSON (OpenAI warns
+  its clients of that, too). If the answer is cut short, the arguments are cut short. The same holds
+  if arguments that are converted to JSON here do not follow their format.
 
-Most formats are a Frame (baton/parsers/frames.py) around one of a few bodies; all of them are
+Most formats are a CallFrame (baton/parsers/frames.py) around one of a few bodies; all of them are
 listed in baton/parsers/formats.py.
 """
 
@@ -23,38 +23,41 @@ from baton.guided.spec import lenient
 from baton.parsers.parts import Sink
 from baton.parsers.reader import Steps, TextReader
 
-# Tool name -> its parameters' JSON schema; only formats that spell values without types need it.
+# Tool name -> JSON schema of its parameters. Needed by formats whose values show no types.
 Schemas = Mapping[str, Mapping[str, Any]]
 Grammar = Callable[[TextReader, Sink, Schemas], Steps[None]]
 Form = dict[str, Any]  # a format of structural tags (baton/guided/structural_tags.py)
-# A function without any takes none, says OpenAI.
+# The schema of a function that declares no parameters: it takes none, as with OpenAI.
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that may be called, and what its arguments must be like."""
+    """A function that may be called, and the JSON schema of its arguments."""
 
     name: str
     schema: Mapping[str, Any]
 
 
 class Writer(Protocol):
-    """The calls of a format as structural tags, for `tools`; `several`: more than one call."""
+    """Writes the calls of a format as structural tags. `several`: more than one call is allowed."""
 
     def forced(self, tools: Sequence[Tool], several: bool) -> Form:
-        """At least one call, and no text."""
+        """Return the form of an answer with at least one call of `tools` and no text."""
         ...
 
     def offered(self, tools: Sequence[Tool], several: bool) -> Form:
-        """Text or calls, as the model likes; a call is always a valid one."""
+        """Return the form of an answer with text or calls, as the model likes; calls are valid."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format by name. `markers`: texts that must reach the grammar also where special tokens are
-    in them; `starts`: those that begin calls, () for a format whose calls begin an answer."""
+    """A format of tool calls.
+
+    `markers`: texts that must reach the grammar even if they are, or contain, special tokens.
+    `starts`: the marks that begin calls; () if calls begin an answer without a mark.
+    """
 
     name: str
     grammar: Grammar
@@ -65,12 +68,14 @@ class ToolFormat:
 
 
 def forced(form: ToolFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Form:
-    """Calls of `tools`, at least one, and no text: tool_choice required, or a function."""
+    """Return the form of an answer with at least one call and no text, as tool_choice `required` or
+    a named function demands."""
     return form.writer.forced([_tool(tool) for tool in tools], several)
 
 
 def offered(form: ToolFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Form:
-    """Text or calls, each a valid one: tools that are strict, where the model may choose."""
+    """Return the form of an answer with text or valid calls: for strict tools, if the model may
+    choose."""
     return form.writer.offered([_tool(tool) for tool in tools], several)
 
 
@@ -86,13 +91,14 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
 class CallEnd(enum.Enum):
     NONE = enum.auto()  # not a call: nothing was announced
     COMPLETE = enum.auto()
-    BROKEN = enum.auto()  # announced, then not JSON: what follows is passed on as it is
-    CUT = enum.auto()  # announced, and its JSON made up to here: what follows is left out
+    BROKEN = enum.auto()  # announced, then not JSON: the text that follows is passed on unchanged
+    CUT = enum.auto()  # announced, converted to JSON up to here: the text that follows is left out
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """One call as a model writes it: the text up to its arguments, these, and the text after."""
+    """One call as a model writes it: the text before the arguments, the form of the arguments, and
+    the text after them."""
 
     begin: str
     arguments: Form
@@ -100,21 +106,22 @@ class WrittenCall:
 
 
 class Body(Protocol):
-    """What stands between the marks of a call. `markers`: texts in it that may be, or hold, special
-    tokens."""
+    """The text between the marks of a call: name and arguments. `markers`: texts in it that may be,
+    or contain, special tokens."""
 
     @property
     def markers(self) -> tuple[str, ...]: ...
 
     def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
-        """Read one call. The caller's mark stays for NONE, and is gone once it is announced."""
+        """Read one call. If it returns NONE, the reader's mark still stands where the caller set
+        it; an announced call has removed it."""
         ...
 
     def written(self, tool: Tool) -> WrittenCall: ...
 
 
 def announce(reader: TextReader, sink: Sink, name: str) -> None:
-    """It is a call: nobody will go back before it."""
+    """Announce a call to the sink, and remove the reader's mark: its text is no content."""
     reader.unmark()
     sink.call(name)
 

@@ -1,13 +1,15 @@
-"""Harmony, gpt-oss's format: an answer is messages, each for a channel, a call for a recipient.
+"""Harmony, gpt-oss's format: an answer is a list of messages. Each has a channel; a call has a
+recipient.
 
     <|channel|>analysis<|message|>what it thinks<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-analysis -> reasoning; a function as recipient, in any channel -> a call; else commentary and final
--> content. The recipient may stand before the channel. What another recipient is told (tools that
-the model knows by itself) is reasoning. One state machine reads all of it, so it is the format of
-reasoning and of calls at once. Source: github.com/openai/harmony, docs/format.md.
+A message to a function is a call, in any channel. A message to another recipient (a tool that the
+model knows by itself) is reasoning. Of the others, `analysis` is reasoning, `commentary` and
+`final` are content. The recipient may stand before the channel. One state machine reads the whole
+answer, so this is a format of reasoning and of calls at once. Source: github.com/openai/harmony,
+docs/format.md.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def read(reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[None]:
             if not (yield from reader.until((MESSAGE,), header.append)):
                 return
             mark = yield from _message(reader, sink, schemas, "".join(header), said)
-        else:  # a message that goes on, or text of a model that has lost its way
+        else:  # the rest of a message, or text without a header
             mark = yield from reader.until(_ENDS, sink.content)
         if not mark:
             return
@@ -67,8 +69,11 @@ def read(reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[None]:
 def _message(
     reader: TextReader, sink: Sink, schemas: Schemas, header: str, said: set[Emit]
 ) -> Steps[str]:
-    """One message's text; the mark that ends it, "" at the end of the answer. A line break stands
-    between two that go the same way; `said`: those gone."""
+    """Read a message's text; return the mark that ends it, "" at the end of the answer.
+
+    `said`: the kinds (reasoning, content) of the messages before. A message of the same kind as an
+    earlier one begins with a line break.
+    """
     found = _RECIPIENT.search(header)
     recipient = found[1] if found else ""
     name = recipient.removeprefix(FUNCTIONS)
@@ -88,7 +93,7 @@ def _message(
 
 # ---- answers that must have a form ----
 
-# The model thinks first, if it likes, and may say what it is about to do.
+# The model may think first, and may then say what it is about to do.
 _THOUGHT: Final = tag(ANALYSIS, {"type": "any_text"}, f"{END}{START}assistant")
 _PREAMBLE: Final = tag(
     f"{CHANNEL}commentary{MESSAGE}", {"type": "any_text"}, f"{END}{START}assistant"
@@ -96,12 +101,12 @@ _PREAMBLE: Final = tag(
 
 
 def final(form: Form) -> Form:
-    """A thought, and a final message of this form."""
+    """Return the form of an answer with an optional thought and a final message of `form`."""
     return sequence(_optional(_THOUGHT), text_form(f"{CHANNEL}final{MESSAGE}"), form)
 
 
 class HarmonyWriter:
-    """Implements grammar.Writer. A turn ends with its first call."""
+    """Implements grammar.Writer. There is one call at most, because it ends the turn."""
 
     def forced(self, tools: Sequence[Tool], several: bool) -> Form:
         """See Writer.forced."""

@@ -26,13 +26,16 @@ from baton.parsers.grammar import (
 from baton.parsers.parts import Sink
 from baton.parsers.reader import Steps, TextReader
 
-_BESIDE: Final = ("id", "type", "index", "tool_call_id")  # what may stand with name and arguments
+_BESIDE: Final = ("id", "type", "index", "tool_call_id")  # members that are read and left out
 
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """Name and arguments in any order; `arguments` and `parameters` are read as the same. Arguments
-    may be an object, or a string that holds one."""
+    """A JSON object with name and arguments, in any order.
+
+    The key of the arguments may be `arguments` or `parameters`. They may be an object, or a string
+    that contains one. The fields are the keys that a forced call uses.
+    """
 
     arguments: str = "arguments"
     name: str = "name"
@@ -64,7 +67,7 @@ class JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class KeyedObject:
-    """An object with one member: the name and its arguments."""
+    """A JSON object with one member: the key is the name, the value the arguments."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -96,10 +99,12 @@ class KeyedObject:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A name and, after `mark`, its arguments.
+    """A name and, after `mark`, the arguments.
 
-    `before` the name stands always the same text; `id_before`, `id_after`: an id of the call's and
-    the mark between it and the name (or the other way round), as the expression `id_pattern`.
+    `before`: a constant text before the name. A call may have an id: `id_before` is the mark
+    between an id and the name after it, `id_after` the mark between the name and an id after it.
+    `id_pattern`: the regular expression of the ids in forced calls. `end`: the mark after the
+    arguments.
     """
 
     mark: str
@@ -123,7 +128,7 @@ class Named:
             name = yield from reader.word()
         if self.id_after and (yield from reader.literal(self.id_after)):
             yield from reader.word()
-        yield from reader.marks(self.mark)  # a model may leave it out
+        yield from reader.marks(self.mark)  # a model may leave the mark out
         yield from reader.space()
         if not name or (yield from reader.peek()) != "{":
             return CallEnd.NONE
@@ -148,7 +153,8 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """Both are read, an object or a name before its arguments; calls are written as `first`."""
+    """Two bodies, both of which are read: a JsonObject and another one. Forced calls are written as
+    `first`."""
 
     first: Body
     other: Body
@@ -170,7 +176,7 @@ class Either:
 
 
 class _ObjectReader:
-    """One object on its way to a call."""
+    """Reads one JsonObject. `announced`: the call has been announced to the sink."""
 
     def __init__(self, form: JsonObject, reader: TextReader, sink: Sink) -> None:
         self.announced = False
@@ -181,7 +187,7 @@ class _ObjectReader:
         self._early: list[str] | None = None  # arguments that came before the name
 
     def read(self) -> Steps[bool]:
-        """The whole object; False where it is not JSON, or no call."""
+        """Read the whole object; return False if it is not JSON, or not a call."""
         reader = self._reader
         if not (yield from reader.literal("{")):
             return False
@@ -231,8 +237,8 @@ class _ObjectReader:
 
 
 def _unpacked(text: str) -> str:
-    """The object that a JSON string holds as its text, as some models write arguments; any other
-    as it is."""
+    """Return the text of a JSON string if it contains a JSON object, as some models write
+    arguments; return any other text unchanged."""
     try:
         held = orjson.loads(text)
         return held if isinstance(orjson.loads(held), dict) else text

@@ -1,9 +1,10 @@
-"""Calls whose arguments are pairs of name and value, in Python's spelling or Gemma's; made JSON.
+"""Calls whose arguments are pairs of name and value, in the syntax of Python or Gemma.
 
     get_weather(city='Oslo', days=[1, 2], metric=True)                 Python
     call:get_weather{city:<|"|>Oslo<|"|>,days:[1,2],metric:true}       Gemma 4
 
-One reader for both (baton/parsers/values.py); what stands alone and is no value is a string.
+The arguments are converted to JSON. One reader reads the values of both (baton/parsers/values.py).
+A word without quotes that is no other value is a string.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from baton.parsers.parts import Sink
 from baton.parsers.reader import Steps, TextReader, quoted
 from baton.parsers.values import PLAIN_KEY, Values
 
-WRITTEN_DEPTH: Final = 4  # of those that are written in the format's own spelling, not in JSON's
+WRITTEN_DEPTH: Final = 4  # values nested deeper than this are JSON in forced calls
 MAX_ALTERNATIVES: Final = 8
 NOTES: Final = frozenset({"type", "items", "properties", "required", "title", "description"})
 
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """`begin` NAME `opening` KEY `equals` VALUE `comma` ... `closing`. `quotes`: marks of strings
-    without escapes, the first of which models write; without any they write JSON's."""
+    """`begin` NAME `opening` KEY `equals` VALUE `comma` ... `closing`.
+
+    `quotes`: marks around strings without escapes; forced calls use the first. Without any, strings
+    have the quotes of JSON.
+    """
 
     begin: str = ""
     opening: str = "("
@@ -80,7 +84,7 @@ class Literals:
             yield from reader.literal(",")
 
     def _key(self, reader: TextReader) -> Steps[str]:
-        """A parameter's name with what follows it; "" if there is none."""
+        """Read a parameter's name and `equals`; return the name, "" if there is none."""
         found: list[str] = []
         for quote in self.quotes:
             if (yield from reader.literal(quote)):
@@ -104,7 +108,7 @@ class Literals:
         return WrittenCall(begin, pairs, self.closing)
 
     def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Form | None:
-        """The properties of an object, those first that it requires; None if it has none."""
+        """Return the form of an object's properties, required ones first; None without any."""
         properties = cast("Mapping[str, Any]", schema.get("properties") or {})
         required = [name for name in schema.get("required") or () if name in properties]
         free = [name for name in properties if name not in required]
@@ -122,7 +126,7 @@ class Literals:
             return sequence(pair[first], *(further[name] for name in others), *rest(free))
         if not free:
             return None
-        if depth or len(free) > MAX_ALTERNATIVES:  # in any order: alternatives tell all of them
+        if depth or len(free) > MAX_ALTERNATIVES:  # any order: alternatives would be too many
             tags = [tag(f"{name}{self.equals}", pair[name]["elements"][1], "") for name in free]
             return {"type": "tags_with_separator", "tags": tags, "separator": self.comma}
         starts = [sequence(pair[name], *rest(free[at + 1 :])) for at, name in enumerate(free)]

@@ -1,6 +1,7 @@
-"""MessageParser: the text of one answer -> its parts, piece by piece. Sans I/O.
+"""MessageParser: divides the text of one answer into parts, piece by piece. Without I/O.
 
-push(piece)* -> finish(). The parts of all pieces, joined, are the same however the text was cut.
+push(piece)* -> finish(). The parts of all pieces, joined, do not depend on how the text was cut
+into pieces.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from baton.parsers.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """What to look for in an answer. `opened`: it starts within reasoning.
+    """What to look for in an answer. `opened`: the answer starts within reasoning.
 
-    `show_reasoning` and `one_call` leave out what a client does not want: reasoning, and all calls
-    but the first. `room`: what the answer's grammar leaves to content.
+    `reasoning` None: no reasoning is looked for. `tools` None: no calls are. `show_reasoning`
+    False: reasoning is left out. `one_call`: all calls but the first are left out. `room`: whether
+    the form that the answer must have allows content.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -32,13 +34,13 @@ class MessageRules:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that must not be skipped as special."""
+        """Texts that the tokenizer must show even if they are special tokens."""
         thought = self.reasoning.markers if self.reasoning is not None else ()
         return thought + (self.tools.markers if self.tools is not None else ())
 
 
 class MessageParser:
-    """One answer's state machine."""
+    """The state machine of one answer."""
 
     def __init__(self, rules: MessageRules) -> None:
         self._reader = TextReader()
@@ -52,7 +54,7 @@ class MessageParser:
 
     @property
     def thinking(self) -> bool:
-        """The text so far ends within reasoning."""
+        """Whether the text so far ends within reasoning."""
         return self._sink.thinking
 
     @property
@@ -60,14 +62,14 @@ class MessageParser:
         return self._sink.num_calls
 
     def push(self, piece: str) -> tuple[Part, ...]:
-        """More text; the parts that became certain."""
+        """Take more text; return the parts that have become certain."""
         if piece:
             self._reader.feed(piece)
             self._step()
         return self._take()
 
     def finish(self) -> tuple[Part, ...]:
-        """The rest, now that no more comes."""
+        """End the text; return the parts that were held back."""
         self._reader.end()
         self._step()
         assert not self._running, "a grammar ends with its text"
@@ -87,7 +89,7 @@ class MessageParser:
                 return True
 
     def _step(self) -> None:
-        """Let the grammar go on until it needs more text."""
+        """Run the grammar until it needs more text or has ended."""
         if self._running:
             self._running = next(self._grammar, True) is None
 

@@ -1,11 +1,11 @@
-"""Calls whose arguments are elements within elements, each tag after a mark of the format's own.
+"""Calls whose arguments are nested elements, each tag after a mark of the format.
 
     MARK<invoke name="f">MARK<city>OsloMARK</city>
     MARK<days>MARK<item>1MARK</item>MARK<item>2MARK</item>MARK</days>MARK</invoke>
 
-The arguments' JSON is made here: elements called `item` are a list's, others an object's, unless
-the schema says which; what holds no element is a value as between tags (baton/parsers/tagged.py).
-Source: MiniMax M3's chat template.
+The arguments are converted to JSON. The schema says whether an element is a list or an object; if
+it does not, elements called `item` make a list and others make an object. The text of an element
+without elements is a value as in baton/parsers/tagged.py. Source: MiniMax M3's chat template.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from baton.parsers.parts import Sink
 from baton.parsers.reader import Emit, Steps, TextReader, quoted
 from baton.parsers.tagged import as_json
 
-MAX_DEPTH: Final = 64  # of what is read
+MAX_DEPTH: Final = 64  # of elements that are read
 ITEM: Final = "item"
 
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """`begin` NAME `name_end` ELEMENTS `end`."""
+    """A call: `begin` NAME `name_end` ELEMENTS `end`. `mark` stands before each tag."""
 
     mark: str
     begin: str
@@ -104,7 +104,7 @@ class Nested:
 
 
 class _Elements:
-    """Reads elements and emits them as JSON. `root`: where a schema's references lead."""
+    """Reads elements and emits them as JSON. `root`: the schema that resolves references."""
 
     def __init__(self, reader: TextReader, emit: Emit, mark: str, root: Mapping[str, Any]) -> None:
         self._reader = reader
@@ -113,7 +113,7 @@ class _Elements:
         self._begin, self._end = f"{mark}<", f"{mark}</"
 
     def members(self, schema: Mapping[str, Any], is_list: bool, depth: int) -> Steps[bool]:
-        """All elements up to a closing tag, which stays; False if there is none."""
+        """Read all elements up to a closing tag, which is not read; return False without one."""
         reader, emit = self._reader, self._emit
         emit("[" if is_list else "{")
         first = True
@@ -166,7 +166,7 @@ class _Elements:
         return bool(found)
 
     def _part(self, schema: Mapping[str, Any], key: str, is_list: bool) -> object:
-        """The schema of one element, {} where nothing is said."""
+        """Return the schema of one element, {} if there is none."""
         for _ in range(8):
             if "$ref" not in schema:
                 break

@@ -1,4 +1,4 @@
-"""What an answer consists of, in the order in which it arrives; and the sink that grammars fill."""
+"""The parts of an answer (reasoning, content, calls), and the sink that collects them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from baton.parsers.reader import begun
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thought aloud."""
+    """More text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of the answer itself."""
+    """More text of the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The next tool call begins; its arguments follow."""
+    """The beginning of tool call number `index`; its arguments follow."""
 
     index: int
     name: str
@@ -32,7 +32,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of call `index`'s arguments, as the model wrote them."""
+    """More text of the arguments of call `index`, as JSON."""
 
     index: int
     text: str
@@ -42,21 +42,24 @@ Part = Reasoning | Content | CallStart | CallArguments
 
 
 class Room(enum.Enum):
-    """What an answer's grammar leaves to content. What it has no room for, and is not read as a
-    call, is the markup of a call that was cut short: it is left out."""
+    """Whether the form that an answer must have allows content.
+
+    If it does not, text that is not read as a call is the markup of a call that was cut short. Such
+    text is left out.
+    """
 
     ANY = enum.auto()  # text and calls as the model likes
     INSTEAD = enum.auto()  # either content or calls
-    JSON_INSTEAD = enum.auto()  # and content is JSON, which begins otherwise than a marker
+    JSON_INSTEAD = enum.auto()  # either JSON content or calls; JSON does not begin like a marker
     NONE = enum.auto()  # calls only
 
 
 class Sink:
     """Collects the parts of one answer. `thinking` is true between the tags of reasoning.
 
-    Where there may be calls, white space before one or after the last is layout and left out, so it
-    is held back until it is clear what follows. All else that a grammar writes is kept. What comes
-    after a call within reasoning is reasoning until that is closed: see interrupted().
+    If there may be calls, white space before a call and after the last call is layout and left out.
+    So white space is held back until it is clear what follows. All other text is kept. Text after a
+    call within reasoning is reasoning until the reasoning is closed: see interrupted().
     """
 
     def __init__(
@@ -66,8 +69,8 @@ class Sink:
         marker: str = "",
         around: tuple[str, ...] = (),
     ) -> None:
-        """`marker`: what calls begin with. `around`: tags around content that are none of it, nor
-        is the white space beside them."""
+        """`marker`: the text with which calls begin. `around`: tags around content, which are left
+        out together with the white space beside them."""
         self.num_calls = 0
         self.may_call = may_call
         self.thinking = False
@@ -78,11 +81,11 @@ class Sink:
         self._space = ""
         self._after_call = False
         self._after_tag = False
-        self._close: tuple[str, ...] = ()  # one of these tags still has to come
-        self._held = ""  # what a tag may have begun with
+        self._close: tuple[str, ...] = ()  # the tags of which one closes an interrupted reasoning
+        self._held = ""  # text that may be the beginning of a tag
 
     def take(self) -> tuple[Part, ...]:
-        """The parts since the last time, neighbours of one kind joined."""
+        """Return and forget the parts since the last call; neighbours of one kind are joined."""
         parts, self._parts = self._parts, []
         return tuple(parts)
 
@@ -94,8 +97,10 @@ class Sink:
             self._parts.append(Reasoning(text))
 
     def interrupted(self, close: tuple[str, ...]) -> None:
-        """What follows may be a call although the reasoning is not closed: what is content by
-        itself is reasoning up to one of `close`, which is left out."""
+        """Note that a call may follow although the reasoning is not closed.
+
+        Until one of the tags `close`, which is left out, content then counts as reasoning.
+        """
         self.thinking = False
         self._close = close
 
@@ -119,13 +124,13 @@ class Sink:
         self._space = ""
         self._after_call = True
         if not self._close and self._room is not Room.ANY:
-            self._room = Room.NONE  # a call within reasoning is not the grammar's
+            self._room = Room.NONE  # not after a call within reasoning: the form comes later
         self.thinking = False
         self._parts.append(CallStart(self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the call begun last."""
+        """Add text to the arguments of the call that began last."""
         if not text:
             return
         index = self.num_calls - 1
@@ -136,7 +141,7 @@ class Sink:
             self._parts.append(CallArguments(index, text))
 
     def end(self) -> None:
-        """No more comes: white space is content, unless a call stands before it."""
+        """End the answer. White space that was held back is content, unless it follows a call."""
         self._flush()
         if self._close:
             self._closed()
@@ -145,7 +150,7 @@ class Sink:
         self._space = ""
 
     def _think(self, text: str) -> None:
-        """More of the reasoning after a call in it."""
+        """Add reasoning after a call within the reasoning."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
@@ -155,8 +160,11 @@ class Sink:
             self.reasoning(shown)
 
     def _parted(self, text: str, tags: tuple[str, ...]) -> tuple[str, str, str]:
-        """Text (with what was held back) before the first of `tags`, the tag, the text after it;
-        without one, its beginning is held back."""
+        """Divide the text (with what was held back) at the first of `tags`.
+
+        Returns the text before the tag, the tag, and the text after it. Without a tag, the last two
+        are "", and an end of the text that may begin a tag is held back.
+        """
         text, self._held = self._held + text, ""
         found = [(at, tag) for tag in tags if (at := text.find(tag)) >= 0]
         if found:
@@ -167,7 +175,7 @@ class Sink:
         return text[:num_shown], "", ""
 
     def _say(self, text: str) -> None:
-        """Content."""
+        """Add content; hold white space at its end back if it may be layout."""
         if self._after_tag:
             text = text.lstrip()
             self._after_tag = not text
@@ -179,7 +187,7 @@ class Sink:
             self._append(shown)
 
     def _flush(self) -> None:
-        """What was held back has not become a tag."""
+        """Add the text that was held back: it has not become a tag."""
         held, self._held = self._held, ""
         if held and self._close:
             self._think(held)
@@ -187,7 +195,7 @@ class Sink:
             self._say(held)
 
     def _closed(self) -> None:
-        """The interrupted reasoning is over."""
+        """End the interrupted reasoning."""
         if not self._after_call and self._space:
             self.reasoning(self._space)
         self._close, self._space, self.thinking = (), "", False
@@ -204,8 +212,10 @@ class Sink:
             self._parts.append(Content(text))
 
     def _begins_call(self, text: str) -> bool:
-        """Whether the first content is a call's: its marker, or as much of it as came. A lone
-        bracket may be either, and is content."""
+        """Whether the first content begins like the marker of a call.
+
+        A lone "[" may begin a call or JSON; it counts as content.
+        """
         if not self._marker:
             return False
         return text.startswith(self._marker) or (text != "[" and self._marker.startswith(text))

@@ -1,9 +1,9 @@
-"""Reader: text that arrives in pieces, read by a grammar as if it were all there. Sans I/O.
+"""TextReader: lets a grammar read text that arrives in pieces as if all of it were there.
 
-A grammar is a generator that calls these methods with `yield from`; where a decision needs more
-text it is suspended until some arrives. It sees characters only through decisions that depend on
-the text alone, so how the text was cut into pieces never changes what a grammar does. Text that is
-passed on (`emit`) goes as early as it is certain, whatever the size of the pieces.
+A grammar is a generator that calls these methods with `yield from`. When a decision needs more
+text, the grammar is suspended until some arrives. All decisions depend on the text alone, so the
+way in which the text was cut into pieces never changes the result. Text is passed on (`emit`) as
+soon as it is certain, whatever the size of the pieces. Without I/O.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _WORD: Final = re.compile(r"[\w.\-]*")
 _SCALAR: Final = re.compile(r"[\w.+\-]*")
 _PLAIN_CHARS: Final = re.compile(r'[^"\\]*')  # within a JSON string
 _PLAIN_JSON: Final = re.compile(r'[^"{}\[\]]*')  # outside of one
-_STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # the same two of JSON by the letter
+_STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # the two patterns for strict JSON
 _STRICT_JSON: Final = re.compile(r"[\s\w.+\-,:]*")
 _CLOSES: Final = {"{": "}", "[": "]"}
 MAX_WORD: Final = 256
-WINDOW: Final = 8192  # characters that are searched at once, more than any mark has
+WINDOW: Final = 8192  # characters that are searched at once; longer than any mark
 
 
 class TextReader:
-    """The text so far and the place in it. feed(piece)* -> end()."""
+    """The text so far and the reading position. feed(piece)* -> end()."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -40,57 +40,57 @@ class TextReader:
         self._ended = False
         self._mark: int | None = None
 
-    # ---- for whoever drives the grammar ----
+    # ---- for the caller that drives the grammar ----
 
     def feed(self, piece: str) -> None:
-        """More text. What has been read and is not marked is forgotten."""
+        """Append text. Text that was read and is not marked is forgotten."""
         keep = self._at if self._mark is None else self._mark
         self._text = self._text[keep:] + piece
         self._at -= keep
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """No more text will come."""
+        """Note that no more text will come."""
         self._ended = True
 
     @property
     def at_end(self) -> bool:
-        """All of the text so far has been read."""
+        """Whether all of the text so far has been read."""
         return self._at == len(self._text)
 
     # ---- going back ----
 
     def mark(self, back: int = 0) -> None:
-        """Keep what is read from here on, and the `back` characters just read."""
+        """Set the mark `back` characters before the reading position; text after it is kept."""
         self._mark = self._at - back
 
     def marked(self) -> str:
-        """The text read since the mark, which is gone then."""
+        """Remove the mark, and return the text that was read since it."""
         assert self._mark is not None, "mark() comes first"
         text, self._mark = self._text[self._mark : self._at], None
         return text
 
     def unmark(self) -> None:
-        """Nobody will go back there: what has been read may be forgotten."""
+        """Remove the mark: text that has been read may be forgotten."""
         self._mark = None
 
     def rewind(self) -> None:
-        """Back to the mark, which is gone then."""
+        """Move the reading position back to the mark, and remove the mark."""
         assert self._mark is not None, "mark() comes first"
         self._at, self._mark = self._mark, None
 
     def unread(self, text: str) -> None:
-        """Back to before `text`, all of which was just read. There is no mark meanwhile."""
+        """Move back to before `text`, all of which was just read. No mark may be set."""
         assert self._mark is None, "a mark would be lost"
         if self._text.endswith(text, 0, self._at):
             self._at -= len(text)
-        else:  # a part of it has been forgotten
+        else:  # a part of the text has been forgotten
             self._text, self._at = text + self._text[self._at :], 0
 
     # ---- reading ----
 
     def peek(self) -> Steps[str]:
-        """The next character, unread; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self._at == len(self._text):
             if self._ended:
                 return ""
@@ -102,7 +102,8 @@ class TextReader:
         return (yield from self.matching(_SPACE))
 
     def word(self) -> Steps[str]:
-        """Read a name: letters, digits and `_.-`; "" if there is none or it has no end."""
+        """Read a name of letters, digits and `_.-`; return "" if there is none or it is longer than
+        MAX_WORD."""
         found: list[str] = []
         yield from self.run(_WORD, found.append, MAX_WORD)
         word = "".join(found)
@@ -121,7 +122,10 @@ class TextReader:
         return "".join(found)
 
     def marks(self, text: str) -> Steps[bool]:
-        """Read `text` line by line; white space around its lines is as it comes."""
+        """Read `text` line by line, with any white space before its lines.
+
+        Returns False if one of its lines does not come.
+        """
         for line in lines_of(text):
             yield from self.space()
             if not (yield from self.literal(line)):
@@ -143,7 +147,7 @@ class TextReader:
         return False
 
     def literal(self, text: str) -> Steps[bool]:
-        """Read `text` if it comes next, else nothing."""
+        """Read `text` if it comes next and return True; else read nothing and return False."""
         while len(self._text) - self._at < len(text):
             if self._ended or not text.startswith(self._text[self._at :]):
                 return False
@@ -154,10 +158,10 @@ class TextReader:
         return True
 
     def until(self, markers: tuple[str, ...], emit: Emit, tail: bool = True) -> Steps[str]:
-        """Read up to the marker that ends first and past it; returns it, "" at the end.
+        """Read up to and past the marker that ends first; return that marker, "" at the end.
 
-        The text before it is emitted, all but a tail that may become a marker as it arrives; at the
-        end that is emitted, too, unless `tail` is false.
+        The text before the marker is emitted as it arrives, except a tail that may become a marker.
+        At the end of the text this tail is emitted, too, unless `tail` is false.
         """
         while True:
             text, end = self._text, self._at + WINDOW
@@ -182,7 +186,7 @@ class TextReader:
             yield
 
     def json_string(self) -> Steps[str | None]:
-        """Read a JSON string; its value, None if there is none (what was read stays read)."""
+        """Read a JSON string and return its value; None if it is none (its text stays read)."""
         raw: list[str] = []
         if (yield from self.peek()) != '"' or not (yield from self._string(raw.append)):
             return None
@@ -192,10 +196,10 @@ class TextReader:
             return None
 
     def json_value(self, emit: Emit, strict: bool = False) -> Steps[bool]:
-        """Read one JSON value and emit it verbatim; False if it is none or has no end.
+        """Read one JSON value and emit it verbatim; return False if it is none or has no end.
 
-        Brackets and strings must match; what stands between them is not looked at. `strict`: it
-        has characters of JSON's own only, so text that is no JSON is known as such soon.
+        Brackets and strings must match; the text between them is not checked. `strict`: only the
+        characters of JSON are accepted, so that other text is soon rejected.
         """
         chars, plain = (_STRICT_CHARS, _STRICT_JSON) if strict else (_PLAIN_CHARS, _PLAIN_JSON)
         char = yield from self.peek()
@@ -223,8 +227,10 @@ class TextReader:
     # ---- parts ----
 
     def _string(self, emit: Emit, chars: re.Pattern[str] = _PLAIN_CHARS) -> Steps[bool]:
-        """A JSON string from its opening quote on, verbatim; False if it has no end, or holds what
-        is not in `chars` and does not end it."""
+        """Read a JSON string from its opening quote on, and emit it verbatim.
+
+        Returns False if it has no end or contains a character that is not in `chars`.
+        """
         self._pass(self._at + 1, emit)
         while True:
             yield from self.run(chars, emit)
@@ -236,10 +242,11 @@ class TextReader:
                 return True
             if not (yield from self.peek()):
                 return False
-            self._pass(self._at + 1, emit)  # whatever is escaped
+            self._pass(self._at + 1, emit)  # the escaped character
 
     def run(self, pattern: re.Pattern[str], emit: Emit, limit: int | None = None) -> Steps[int]:
-        """Emit all that matches `pattern`, a repeated class; returns how much that was."""
+        """Read and emit all that matches `pattern`, a repeated class of characters; return its
+        length. With `limit`, stop once more characters than that have matched."""
         total = 0
         while True:
             match = pattern.match(self._text, self._at)
@@ -257,17 +264,17 @@ class TextReader:
 
 
 def lines_of(text: str) -> tuple[str, ...]:
-    """The lines of a mark, without the white space around them: that is layout."""
+    """Return the lines of a mark without the white space around them, which is layout."""
     return tuple(line.strip() for line in text.split("\n") if line.strip())
 
 
 def quoted(text: str) -> str:
-    """A text as a JSON string."""
+    """Return a text as a JSON string."""
     return orjson.dumps(text).decode()
 
 
 def begun(text: str, markers: tuple[str, ...]) -> int:
-    """Length of the longest tail of `text` that one of `markers` starts with."""
+    """Return the length of the longest tail of `text` with which one of `markers` starts."""
     longest = 0
     for marker in markers:
         at = text.find(marker[0], max(0, len(text) - len(marker) + 1))

@@ -1,9 +1,10 @@
 """Reasoning between tags at the start of an answer; how it may begin without its opening tag.
 
-Templates differ: the model writes `<think>` itself, or its prompt ends with it, or its prompt ends
-with `</think>` (thinking switched off). What the prompt ends with decides, if it does; else what
-the format says. Without a closing tag everything is reasoning: the answer was cut short. A call
-may be made within reasoning; what is said after it is reasoning as before, up to the same tag.
+Chat templates differ: the model writes `<think>` itself, or its prompt ends with `<think>`, or its
+prompt ends with `</think>` (thinking switched off). A tag at the prompt's end decides whether the
+answer begins within reasoning; without one the format decides. Without a closing tag the whole
+answer is reasoning: it was cut short. A call may be made within reasoning; the text after it is
+reasoning up to the closing tag.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ def _if_on(kwargs: Kwargs) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """A format by name; the first tag of each kind is the usual one.
+    """A format of reasoning. The first tag of `open` and of `close` is the usual one.
 
-    `begins(chat_template_kwargs)`: an answer without an opening tag is reasoning. `calls`: models
-    at times call a tool in mid-thought. `around`: tags that some models set around what they say
-    then, and that are no content. `whole`: what reads such an answer to its end, where reasoning
-    and calls are one format; `answer(form)`: what it must then look like to have content of a form.
+    `begins(chat_template_kwargs)`: whether an answer without an opening tag is reasoning. `around`:
+    tags that some models write around the content after the reasoning; they are left out. `calls`:
+    models may call a tool within the reasoning. `whole`: the grammar that reads whole answers, if
+    reasoning and calls are one format. `answer(form)`: the form of a whole answer whose content
+    must have `form`, for a format with `whole`.
     """
 
     name: str
@@ -59,18 +61,18 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What must reach this format also where it is special tokens."""
+        """Texts that the tokenizer must show even if they are special tokens."""
         if self.whole is not None:
             return harmony.MARKERS
         return self.open + self.close + self.around
 
     @property
     def can_end(self) -> bool:
-        """Whether its closing tag, written for the model, ends a thought."""
+        """Whether a thought can be ended by writing the closing tag on the model's behalf."""
         return self.whole is None
 
     def opened(self, prompt: str, kwargs: Kwargs) -> bool:
-        """Whether an answer to `prompt` starts within reasoning, if it does not say so itself."""
+        """Whether an answer to `prompt` without an opening tag starts within reasoning."""
         if self.whole is not None:
             return False
         end = prompt.rstrip()
@@ -79,7 +81,7 @@ class ReasoningFormat:
         return not end.endswith(self.close) and self.begins(kwargs)
 
     def opened_by(self, message: str) -> bool:
-        """The same for a message of the assistant's that is to be continued."""
+        """Whether an answer that continues the assistant's `message` starts within reasoning."""
         if self.whole is not None:
             return False
         return max(map(message.rfind, self.open)) > max(map(message.rfind, self.close))
@@ -88,8 +90,10 @@ class ReasoningFormat:
 def read(
     reader: TextReader, sink: Sink, form: ReasoningFormat, opened: bool, calls: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read the reasoning with its tags, if the answer starts with some. `calls`: marks at which it
-    may be interrupted by a call."""
+    """Read the reasoning with its tags, if the answer starts with any.
+
+    `calls`: the marks of calls that may interrupt the reasoning.
+    """
     space = yield from reader.space()
     tagged = False
     for mark in form.open:
@@ -124,7 +128,7 @@ HY_V3: Final = ReasoningFormat("hy_v3")
 def _tagged(
     name: str, open_: tuple[str, ...], close: tuple[str, ...], around: tuple[str, ...] = ()
 ) -> ReasoningFormat:
-    """Tags that the model always writes itself, or finds at its prompt's end."""
+    """Return a format whose opening tag the model always writes, or finds at its prompt's end."""
     return ReasoningFormat(name, open=open_, close=close, around=around, calls=True)
 
 
@@ -133,7 +137,7 @@ def _think(name: str, around: tuple[str, ...] = ()) -> ReasoningFormat:
 
 
 THINK_TAGS: Final = _think("think_tags")
-# By the names that may be given: vLLM's, and those of models that it has no name for.
+# The formats by the names that an operator may give: vLLM's names, and some further ones.
 REASONING_FORMATS: Final[dict[str, ReasoningFormat]] = {
     form.name: form
     for form in (

@@ -1,7 +1,7 @@
-"""Which formats a router reads: by the names that may be given, or by the model's chat template.
+"""Chooses the formats of a model's answers: by the operator's option, or by the chat template.
 
-`auto` looks for the marks that a format's models are told about, or see in their own history: the
-first row whose marks are all in the template's text names the format. Pure.
+With `auto` the chat template's text decides: the first row below whose marks all occur in the text
+names the format. Pure, except for a line in the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
 REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
 _Row = tuple[str, tuple[str, ...]]
 _HARMONY: Final = (harmony.CHANNEL, harmony.MESSAGE)
-# Marks that several families share come after those that only one has.
+# Marks that several model families share come after those that only one family has.
 TOOL_MARKS: Final[tuple[_Row, ...]] = (
     ("", ("<rfl:parameter",)),  # messages as harmony has them, arguments otherwise: not read
     ("openai", _HARMONY),
@@ -92,8 +92,8 @@ REASONING_MARKS: Final[tuple[_Row, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The options: parsers by name, AUTO or None; `calls`: those that the model makes by itself are
-    looked for."""
+    """The operator's options: names of parsers, AUTO, or None for no parser. `calls`: look also for
+    calls that the model makes by itself (not forced by tool_choice)."""
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
@@ -102,8 +102,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """How the answers of one model are read. `looked_for`: so are calls that it makes by itself;
-    `tools` is there anyway, for calls that must be made."""
+    """The formats of one model's answers.
+
+    `tools`: the format of calls; always there, because forced calls need it. `looked_for`: calls
+    that the model makes by itself are read, too. `reasoning` None: no reasoning is looked for.
+    """
 
     tools: ToolFormat = formats.HERMES
     reasoning: ReasoningFormat | None = None
@@ -111,8 +114,10 @@ class Formats:
 
 
 def formats_of(choice: Choice, template: str | None, specials: Collection[str]) -> Formats:
-    """The formats by their options. `template`: the chat template's text; `specials`: the special
-    tokens' texts. Says in the log what `auto` has found."""
+    """Return the formats that the options choose. Logs what `auto` has found.
+
+    `template`: the chat template's text. `specials`: the texts of the special tokens.
+    """
     text, parser = template or "", choice.tool_parser
     if parser == AUTO:
         parser = _found("tool-call", TOOL_MARKS, text)
@@ -131,7 +136,7 @@ def formats_of(choice: Choice, template: str | None, specials: Collection[str]) 
 
 
 def _found(kind: str, rows: tuple[_Row, ...], template: str) -> str | None:
-    """The first row that fits; None, said in the log, if none does."""
+    """Return the name in the first row that fits the template; None if no row does. Logs both."""
     name = next((name for name, marks in rows if all(mark in template for mark in marks)), "")
     if name:
         log.info("%s parser: %s, by the chat template", kind, name)
@@ -141,7 +146,7 @@ def _found(kind: str, rows: tuple[_Row, ...], template: str) -> str | None:
 
 
 def _spelled(name: str, template: str, specials: Collection[str]) -> ToolFormat:
-    """A format as this model writes it: some families have changed their marks."""
+    """Return the variant of a format that this model writes: some families changed their marks."""
     if name == "mistral" and "[ARGS]" in specials:
         return formats.MISTRAL_V11
     if name == "phi4_mini_json" and "functools" not in template and "<|tool_call|>" in specials:
@@ -152,6 +157,6 @@ def _spelled(name: str, template: str, specials: Collection[str]) -> ToolFormat:
 
 
 def _suffix(tag: str, specials: Collection[str]) -> str:
-    """What a tokenizer adds to its tags' names, "" if nothing."""
+    """Return the suffix that a tokenizer adds to the tag's name, "" if it adds none."""
     found = (re.fullmatch(rf"<{tag}(:[^>]+)>", special) for special in specials)
     return next((match[1] for match in found if match), "")

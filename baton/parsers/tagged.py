@@ -1,4 +1,4 @@
-"""Calls whose parameters stand between tags of their own, each value as plain text.
+"""Calls in which each parameter's value stands as text between tags.
 
     <function=get_weather>
     <parameter=city>
@@ -6,11 +6,11 @@
     </parameter>
     </function>
 
-The arguments' JSON is made here. A value of type `string`, or of a schema that names no type, is
-text and streams as it arrives. Any other is JSON if it reads as such, unless its schema allows a
-string and not what was read: a `12345` of Optional[str] is "12345". A string in quotes is read as
-JSON there, because that is how a forced call writes it (baton/guided/xml_parameters.py). Text
-between parameters means nothing and is left out.
+The arguments are converted to JSON. A value of type `string`, or of a schema that names no type, is
+text and streams as it arrives. Any other value is JSON if it can be read as JSON, unless the schema
+allows a string and not the type that was read: `12345` for Optional[str] is "12345". For such a
+schema a string in quotes is read as JSON, because a forced call writes it so
+(baton/guided/xml_parameters.py). Text between parameters is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _STRINGS: Final = ("str", "text", "enum")  # what clients write for `string`
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """`begin` NAME `name_end` PARAMETERS `end`. `quote`: marks that may stand around a value."""
+    """A call: `begin` NAME `name_end` PARAMETERS `end`.
+
+    `marks`: the tags of a parameter. `quote`: marks that may stand around a text value.
+    """
 
     begin: str
     name_end: str
@@ -62,7 +65,7 @@ class Tagged:
         if not name or not (yield from reader.marks(self.name_end)):
             return CallEnd.NONE
         yield from reader.space()
-        # Where nothing ends a name, only what follows shows that it was one.
+        # If no mark ends the name, only a parameter or the call's end shows that it was a name.
         shown = lines_of(self.name_end) != ()
         if not shown and not (yield from reader.any_comes((self.marks.key, self.end.strip()))):
             return CallEnd.NONE
@@ -72,7 +75,10 @@ class Tagged:
     def arguments(
         self, reader: TextReader, sink: Sink, schema: Mapping[str, Any]
     ) -> Steps[CallEnd]:
-        """All parameters up to `end`; what is cut short leaves the JSON cut short."""
+        """Read all parameters up to `end`, and emit them as JSON.
+
+        If they are cut short, so is the JSON.
+        """
         end, opening = self.end.strip(), "{"
         while mark := (yield from reader.until((self.marks.key, end), len)):
             if mark == end:
@@ -101,7 +107,10 @@ class Tagged:
         return WrittenCall(begin, sequence(*found), self.end)
 
     def _key(self, reader: TextReader, found: list[str]) -> Steps[bool | None]:
-        """A parameter's name with what ends it: whether that says JSON, None if nothing does."""
+        """Read a parameter's name into `found`, and the mark after it.
+
+        Returns whether that mark says that the value is JSON; None if no mark ends the name.
+        """
         end, json_end = self.marks.key_end.strip(), self.marks.json_key_end
         mark = yield from reader.until((end, json_end, '">') if json_end else (end,), found.append)
         if mark and not (yield from reader.marks(self.marks.value)):
@@ -109,7 +118,9 @@ class Tagged:
         return mark != end if mark else None
 
     def _value(self, reader: TextReader, sink: Sink, kinds: Kinds | None) -> Steps[bool]:
-        """One value with its end; False if it has none. `kinds`: what it may be, None = text.
+        """Read one value and its end tag, and emit it as JSON; return False without an end tag.
+
+        `kinds`: the JSON types that the value may have; None: it is text.
 
         A line break at either end is layout where models write each value on lines of its own.
         """
@@ -142,9 +153,10 @@ class Tagged:
         return True
 
     def _json(self, reader: TextReader) -> Steps[str | None]:
-        """A value in brackets or quotes, and the tag after it: its strings may hold that tag, too.
+        """Read a JSON value in brackets or quotes, and the end tag after it; return the value.
 
-        None if it is not one; then nothing is read.
+        Its strings may contain the end tag. Returns None, and reads nothing, if there is no such
+        value.
         """
         read = [(yield from reader.space())]
         if (yield from reader.peek()) in ("{", "[", '"') and (
@@ -158,7 +170,7 @@ class Tagged:
 
 
 def _kinds(key: str, schema: Mapping[str, Any], close: str) -> Kinds | None:
-    """What a parameter may be, None for text: also where the schema says nothing of it."""
+    """Return the JSON types that a parameter may have; None if it is text, or has no schema."""
     properties: object = schema.get("properties")
     spec: object = cast("Any", properties).get(key) if isinstance(properties, Mapping) else None
     if is_text(spec, close) or cast("Mapping[str, Any]", spec).get("type") in _STRINGS:
@@ -167,8 +179,11 @@ def _kinds(key: str, schema: Mapping[str, Any], close: str) -> Kinds | None:
 
 
 def as_json(text: str, kinds: Kinds) -> str:
-    """The value's own JSON if it is some, and allowed; else the text as a JSON string. What must
-    not be a string may be spelled as Python does, too: some templates show lists to models so."""
+    """Return `text` itself if it is JSON of an allowed type, else as a JSON string.
+
+    A value that must not be a string may also have Python's syntax, because some chat templates
+    show lists in that syntax to models.
+    """
     stripped = text.strip()
     stripped = _WORDS.get(stripped.lower(), stripped)
     try:

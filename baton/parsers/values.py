@@ -1,7 +1,7 @@
-"""Values in Python's spelling, or one like it, read as they arrive and emitted as JSON.
+"""Values: reads values in Python's syntax, or a similar one, as they arrive; emits them as JSON.
 
-Strings in quotes with escapes, or between marks of a format's own without any; lists, tuples and
-dictionaries; numbers, and the words of Python and JSON.
+It reads strings in quotes with escapes, strings between marks of the format without escapes, lists,
+tuples, dictionaries, numbers, and the words of Python and JSON (True, true, None, null, ...).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST: Final = 1e300
 
 
 def literal_json(text: str) -> str | None:
-    """The JSON of a list or dictionary in Python's spelling; None if it is none."""
+    """Return the JSON of a list or dictionary in Python's syntax; None if `text` is neither."""
     if text[:1] not in _CLOSES:
         return None
     found: list[str] = []
@@ -55,7 +55,7 @@ class Values:
         self._bare = bare
 
     def value(self, depth: int = 0) -> Steps[bool]:
-        """One value; False if it is none, or has no end."""
+        """Read one value and emit it as JSON; return False if it is no value, or has no end."""
         reader, emit = self._reader, self._emit
         for quote in self._quotes:
             if (yield from reader.literal(quote)):
@@ -71,7 +71,7 @@ class Values:
             return depth < MAX_DEPTH and (yield from self._list(char, depth))
         text = (yield from reader.matching(_BARE)).strip()
         if not (yield from reader.peek()):
-            return False  # there may have been more of it
+            return False  # the text ends here, so the value may have been cut short
         value = _as_json(text)
         if value is not None or (text and self._bare):
             emit(value or quoted(text))
@@ -102,7 +102,7 @@ class Values:
                 return False
 
     def _member(self) -> Steps[bool]:
-        """A key of a dictionary and its colon."""
+        """Read a key of a dictionary and the colon after it; return False if either is missing."""
         reader = self._reader
         if (yield from reader.peek()) in _QUOTED or (yield from reader.any_comes(self._quotes)):
             if not (yield from self.value()):
@@ -119,7 +119,8 @@ class Values:
         return found
 
     def _string(self, quote: str) -> Steps[bool]:
-        """A string in quotes, with the escapes of Python and JSON."""
+        """Read a string in quotes with the escapes of Python and JSON; return False if it has no
+        end or a wrong escape."""
         reader = self._reader
         yield from reader.char()
         self._emit('"')
@@ -151,7 +152,7 @@ class Values:
 
 
 def _as_json(text: str) -> str | None:
-    """What stands alone as JSON: a number, or a word that means a value; None for any other."""
+    """Return the JSON of a number, or of a word like True or null; None for any other text."""
     text = _WORDS.get(text, text)
     if _JSON_WORD.fullmatch(text):
         return text

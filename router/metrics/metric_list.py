@@ -33,7 +33,7 @@ PREEMPTION_BUCKETS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 
 def also(spec: MetricSpec, *aliases: str) -> MetricSpec:
-    """The metric under other names, too."""
+    """Return the metric with further names under which it is exported, too."""
     return replace(spec, aliases=aliases)
 
 

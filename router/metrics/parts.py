@@ -1,8 +1,7 @@
-"""Prometheus metrics of a router's parts: its gate, and what goes wrong around it.
+"""Prometheus metrics of a router's parts: the gate, the store, the nodes' health, the retries.
 
-The parts count in plain numbers, which are read at scrape time: the queue, refusals, service levels
-and tokens by tenant of the gate; the counters of store/ledger.py, store/catch_up.py,
-nodes/health.py and retry_budget.py; the nodes' records. Only the gate's waits are a histogram.
+The parts count in plain numbers, which are read at scrape time. Only the gate's waits are a
+histogram, which is updated at each wait.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from router.tallies import Histogram
 
 @dataclass(frozen=True, slots=True)
 class WatchedParts:
-    """Where the numbers are."""
+    """The parts whose counters are exported."""
 
     store: StoreGuard
     registry: NodeRegistry
@@ -31,7 +30,7 @@ class WatchedParts:
 
 
 def watch_failures(registry: CollectorRegistry, watched: WatchedParts) -> None:
-    """Export them in `registry`. Once per router."""
+    """Export the counters of store, nodes and retries in `registry`. Call it once per router."""
     ROUTER.watch(registry, lambda: _of_failures(watched))
 
 
@@ -59,13 +58,13 @@ def _of_failures(watched: WatchedParts) -> dict[str, Values]:
 
 
 def _num_precisions(registry: NodeRegistry, role: Role) -> int:
-    """How many precisions the nodes of a role have said that they compute in."""
+    """Return in how many different precisions the nodes of a role compute, as they report."""
     mine = [each for each in registry.records() if each.role is role and each.precision]
     return len({(each.precision, each.deterministic) for each in mine})
 
 
 def watch_gate(registry: CollectorRegistry, gate: Gate) -> None:
-    """Export `gate` in `registry`. Once per gate."""
+    """Export the numbers of `gate` in `registry`. Call it once per gate."""
     waits = Histogram(ROUTER["baton_admission_wait_seconds"], registry)
     gate.stats.waits.append(waits.labels().observe)
     ROUTER.watch(registry, lambda: _of_gate(gate))

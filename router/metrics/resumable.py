@@ -1,7 +1,7 @@
-"""Prometheus metrics of resumable requests: begun, adopted, given up; who reads them, from where.
+"""Prometheus metrics of resumable requests and their readers.
 
-Plain counters, written by runs.py and adoption.py and read at scrape time. Readers are not
-requests: latencies and tokens of a request are counted once, by its run (router/metrics/router.py).
+Plain counters, written by router/resumable/runs.py and read at scrape time. A request may have
+several readers; its latencies and tokens are counted once, by its run (router/metrics/router.py).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from router.metrics.metric_list import ROUTER
 
 
 class Reading(enum.StrEnum):
-    """From where somebody reads; a label in the metrics."""
+    """From which event on a reader reads; a label in the metrics."""
 
-    FIRST = "first"  # whoever began the request
-    REPLAY = "replay"  # asked again, from its first event
-    RESUMED = "resumed"  # asked again, after the event seen last
+    FIRST = "first"  # the reader began the request
+    REPLAY = "replay"  # the reader asked again, from the first event
+    RESUMED = "resumed"  # the reader asked again, after the event that it saw last
 
 
 @dataclass(slots=True)
 class RunStats:
-    """Counters for metrics and tests. `readers`: now; `readings`: in all."""
+    """Counters of resumable requests. `readers`: now; `readings`: all readers since the start."""
 
     begun: int = 0
     adopted: int = 0
-    adopted_tokens: int = 0  # found in the logs of those
-    not_adopted: int = 0  # claimed, and given up again: this router cannot serve them
-    abandoned: int = 0  # nobody read them within their grace
-    lost: int = 0  # another router has taken them
+    adopted_tokens: int = 0  # tokens in the logs of adopted requests
+    not_adopted: int = 0  # requests claimed and given up again: this router cannot serve them
+    abandoned: int = 0  # requests cancelled because nobody read them within their grace
+    lost: int = 0  # requests that another router has taken
     readers: int = 0
     readings: dict[Reading, int] = field(default_factory=lambda: dict.fromkeys(Reading, 0))
 
 
 class Watched(Protocol):
-    """router/resumable/runs.py's Runs."""
+    """What is read of Runs (router/resumable/runs.py)."""
 
     @property
     def stats(self) -> RunStats: ...
@@ -48,7 +48,7 @@ class Watched(Protocol):
 
 
 def watch_runs(registry: CollectorRegistry, runs: Watched) -> None:
-    """Export them in `registry`. Once per router."""
+    """Export the counters of `runs` in `registry`. Call it once per router."""
     ROUTER.watch(registry, lambda: _values(runs))
 
 

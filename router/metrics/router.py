@@ -24,7 +24,7 @@ from router.tallies import Counter, Histogram
 
 
 class _OfModel:
-    """What every request of one model touches: labels are looked up once."""
+    """The instruments of one model, whose labels are looked up once."""
 
     def __init__(self, by: _Instruments, vllm: VllmMetrics, model: str) -> None:
         self.vllm = VllmOfModel(vllm, model)
@@ -43,7 +43,7 @@ class _OfModel:
 
 @dataclass(frozen=True, slots=True)
 class _Instruments:
-    """Every instrument that a request touches."""
+    """All instruments that requests write."""
 
     first_token: Histogram
     inter_token: Histogram
@@ -79,24 +79,24 @@ class RouterMetrics:
         ROUTER.watch(self.registry, lambda: node_info(self._nodes(), self._adapters()))
 
     def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
-        """Where the load of the nodes is read from at each scrape."""
+        """Read the load of the nodes from `nodes` at each scrape."""
         self._nodes = nodes
 
     def watch_migrations(self, migrations: Callable[[], MigrationStats]) -> None:
-        """Where the counters of migrations are read from at each scrape."""
+        """Read the counters of migrations from `migrations` at each scrape."""
         self._migrations = migrations
 
     def watch_adapters(self, adapters: Callable[[], set[str]]) -> None:
-        """Where the adapters of requests under way are read from at each scrape."""
+        """Read the adapters of requests under way from `adapters` at each scrape."""
         self._adapters = adapters
 
     @property
     def live(self) -> int:
-        """Requests under way here."""
+        """How many requests are under way on this router."""
         return self._live
 
     def begin(self, model: str, arrival: float) -> RequestMeter:
-        """A request came in at `arrival` (the router's clock). Its meter must be ended."""
+        """Return the meter of a request that came in at `arrival` (router's clock); `end` it."""
         self._live += 1
         return RequestMeter(self, model, arrival)
 
@@ -110,7 +110,7 @@ class RouterMetrics:
         return found
 
     def pooled(self, model: str, tokens: int, outcome: str) -> None:
-        """An embedding or scoring call is over; `outcome`: "ok" or the error's code."""
+        """Count an embedding or scoring call that is over; `outcome`: "ok" or an error code."""
         self.instruments.pooling.labels(model, outcome).inc()
         self.instruments.prompt_tokens.labels(model).inc(tokens)
 
@@ -119,7 +119,7 @@ class RouterMetrics:
 
 
 def watch_pieces(registry: CollectorRegistry, stats: PieceStats) -> None:
-    """Export what the tokenizer had kept. Once per tokenizer."""
+    """Export the tokenizer's cache look-ups and hits. Call it once per tokenizer."""
     ROUTER.watch(
         registry,
         lambda: {
@@ -130,7 +130,7 @@ def watch_pieces(registry: CollectorRegistry, stats: PieceStats) -> None:
 
 
 class RequestMeter:
-    """Times of one request, by the router's clock."""
+    """Measures one request: its times by the router's clock, and its tokens."""
 
     def __init__(self, metrics: RouterMetrics, model: str, arrival: float) -> None:
         self._metrics = metrics
@@ -141,10 +141,10 @@ class RequestMeter:
         self._tokens = 0
         self._by = metrics.of_model(model)
         self._ended = False
-        self.params: SamplingParams | None = None  # as asked for, if its front door tells
+        self.params: SamplingParams | None = None  # set by a caller that knows them
 
     def tokens(self, now: float, count: int, sample: int = 0) -> None:
-        """`count` new tokens of a sample are shown at `now`."""
+        """Count `count` new tokens of a sample, shown at `now`."""
         if self._first is None:
             self._first = now
             self._by.first_token.observe(now - self._arrival)
@@ -154,7 +154,10 @@ class RequestMeter:
         self._tokens += count
 
     def end(self, now: float, trace: RequestTrace, prompt_tokens: int, outcome: str) -> None:
-        """The request is over; `outcome`: finish reason or error code. Later calls do nothing."""
+        """Write the metrics of a request that is over; `outcome`: finish reason or error code.
+
+        Further calls do nothing.
+        """
         if self._ended:
             return
         self._ended = True
@@ -183,7 +186,7 @@ class RequestMeter:
         )  # fmt: skip
         by.success.labels(model, outcome).inc()
         mine.e2e.observe(now - self._arrival)
-        samples = len(self._last)  # they run side by side: a mean of them
+        samples = len(self._last)  # samples run concurrently: take the mean of them
         if self._first is not None and self._tokens > samples:
             mean = (now - self._first) * samples / (self._tokens - samples)
             mine.per_token.observe(mean)
@@ -216,7 +219,7 @@ def _instruments(registry: CollectorRegistry) -> _Instruments:
 
 
 def _of_nodes(nodes: Sequence[NodeRecord], live: int) -> dict[str, Values]:
-    """Load of the nodes at scrape time, one series per node."""
+    """Return the load metrics of the nodes, one series per node."""
     named = {(each.model, each.node_id, each.role.value): each.load for each in nodes}
     found: dict[str, Values] = {"baton_live_requests": live}
     for name, value_of in _OF_LOAD.items():
@@ -233,7 +236,7 @@ def _of_nodes(nodes: Sequence[NodeRecord], live: int) -> dict[str, Values]:
 
 
 def _of_migrations(stats: MigrationStats) -> dict[str, Values]:
-    """Running requests that changed their decode node."""
+    """Return the metrics of migrations."""
     return {
         "baton_migrations": {
             ("done",): stats.done, ("given_back",): stats.given_back, ("failed",): stats.failed,
@@ -258,8 +261,8 @@ _OF_LOAD: Final[Mapping[str, Callable[[NodeLoad], float]]] = {
     "baton_mbu": lambda load: load.mbu,
     "baton_mfu": lambda load: load.mfu,
     "baton_draining": lambda load: float(load.draining),
-    # Counters as of the node's last heartbeat, since its start. Under the names of the nodes' own
-    # /metrics, but where this router counts the same thing over its requests.
+    # Counters since the node's start, as of its last heartbeat. They have the names of the nodes'
+    # own /metrics, unless this router counts the same thing over its own requests.
     "baton_kv_transfer_bytes": lambda load: load.kv_received_bytes,
     "baton_kv_transfer_sent_bytes": lambda load: load.kv_sent_bytes,
     "baton_kv_transfer_fetches": lambda load: load.kv_fetches,

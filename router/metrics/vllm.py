@@ -1,7 +1,7 @@
-"""vLLM's metrics that Baton has no own name for, so that vLLM's Grafana boards show data.
+"""Metrics of vLLM for which Baton has no name of its own, so that vLLM's Grafana boards show data.
 
-Those with an own name are aliases in router/metrics/metric_list.py. Times are the router's: prefill
-is from the first submission to a node to token 1, decode from there to the last token.
+Metrics that Baton also has are aliases in router/metrics/metric_list.py. Times are the router's:
+prefill lasts from the first submission to a node to token 1, decode from token 1 to the last token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finished:
 
 
 class VllmOfModel:
-    """The same of one model: labels are looked up once."""
+    """The histograms of VllmMetrics for one model, whose labels are looked up once."""
 
     def __init__(self, by: VllmMetrics, model: str) -> None:
         self._prompt = by.prompt.labels(model)
@@ -53,7 +53,7 @@ class VllmOfModel:
         self._inference = by.inference.labels(model)
 
     def ended(self, done: Finished) -> None:
-        """Count one request."""
+        """Add a request that ended well to the histograms."""
         self._prompt.observe(done.prompt_tokens)
         self._output.observe(done.output_tokens)
         self._preemptions.observe(done.preemptions)
@@ -89,7 +89,8 @@ class VllmMetrics:
 
 
 def watch(services: RouterServices) -> None:
-    """Show the nodes under the name that clients use, as vLLM's boards select by it."""
+    """Export the nodes' metrics under the model name that clients use, by which vLLM's boards
+    select."""
 
     def nodes() -> list[NodeRecord]:
         names = services.config.served_model_name
@@ -105,8 +106,11 @@ def watch(services: RouterServices) -> None:
 
 
 def node_info(nodes: Sequence[NodeRecord], running_adapters: set[str]) -> dict[str, Values]:
-    """Of each node, at scrape time: vLLM's cache_config_info, gpu_cache_usage_perc (the older name
-    of kv_cache_usage_perc), and lora_requests_info where there are adapters."""
+    """Return vLLM's metrics that describe nodes.
+
+    These are cache_config_info, gpu_cache_usage_perc (the older name of kv_cache_usage_perc), and
+    lora_requests_info if some node has adapters.
+    """
     usage: dict[tuple[str, ...], float] = {}
     config: dict[tuple[str, ...], float] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The attempts at one node: the requests that this router has there, and the events that they get.
+"""Attachments: the requests that this router has on one node, and which events they get.
 
 Not here: the session itself (session.py). No I/O; event loop only.
 """
@@ -29,9 +29,10 @@ FEW: Final = 4
 class SessionLost:
     """The stream to `node_id` broke: the node aborts all requests that this router gave it.
 
-    `drained`: it ended in good order. The node had nothing left, and no export that was not
-    fetched. `silent`: its machine answers no pings, so nobody else hears of it either. `stalled`:
-    it is there, but its engine hangs. `suspect`: it may have died of this request.
+    `drained`: the node ended the stream in good order, without requests, and without exports that
+    had yet to be fetched. `silent`: its machine answers no pings, so other nodes do not hear of its
+    death either. `stalled`: the node answers, but its engine hangs. `suspect`: the node may have
+    died of the request that gets this event.
     """
 
     node_id: str
@@ -48,11 +49,11 @@ NodeEvent = RequestEvent | SessionLost
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One request at one node, under one epoch: the node's events of it go to `deliver`.
+    """One request at one node, under one epoch. The node's events of the request go to `deliver`.
 
-    `tokens`: prompt tokens that the node has to compute. `begun`: a token has come from there.
-    `pooled`: its inputs are pooled, in forwards between the steps of others. `session` and
-    `boot_id`: which incarnation of which node it is at; NodeSession.attach sets them.
+    `tokens`: prompt tokens that the node has to compute. `begun`: a token has come from the node.
+    `pooled`: the inputs are pooled, in a forward between two engine steps. `session` and `boot_id`:
+    the session with the node and the node's incarnation; NodeSession.attach sets both.
     """
 
     request_id: str
@@ -66,17 +67,17 @@ class Attempt:
 
     @property
     def connected(self) -> bool:
-        """Does the session with this incarnation of the node still stand?"""
+        """Whether the session with this incarnation of the node still stands."""
         return self.session is not None and self.session.boot_id == self.boot_id
 
     def send(self, message: RouterMessage) -> None:
-        """Queue a message to the node; dropped if it is not connected."""
+        """Queue a message to the node; do nothing if the node is not connected."""
         if self.session is not None and self.session.boot_id == self.boot_id:
             self.session.send(message)
 
     def leave(self, *, abort: bool) -> None:
-        """Take no more events of the node. `abort`: its work has not ended yet, stop it."""
-        self.deliver = _nobody  # whom it delivered to knows this attempt: no cycle is left behind
+        """Deliver no more events. `abort`: also tell the node to stop the request."""
+        self.deliver = _nobody  # breaks the reference cycle between receiver and attempt
         if self.session is not None and self.session.boot_id == self.boot_id:
             self.session.detach(self.request_id)
             if abort:
@@ -84,13 +85,16 @@ class Attempt:
 
 
 def _nobody(event: NodeEvent) -> None:
-    """Gets what comes for an attempt that was left."""
+    """Ignore an event for an attempt that was left."""
 
 
 class Attachments:
-    """`by_id`: the attempts by request, to be read only. `tokens`: prompt tokens that they still
-    have to compute. `unreported_tokens`: of these, sent since the node last reported its load.
-    `pooling`: requests whose inputs are pooled."""
+    """The attempts at one node.
+
+    `by_id`: the attempts by request id; read only. `tokens`: prompt tokens that the node has yet to
+    compute for them. `unreported_tokens`: those of `tokens` that were sent since the node last
+    reported its load. `pooling`: how many of the requests have pooled inputs.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[str, Attempt] = {}
@@ -100,7 +104,7 @@ class Attachments:
         self.pooling = 0
 
     def add(self, attempt: Attempt) -> None:
-        """In place of another attempt at the same request, if there is one."""
+        """Add an attempt. It replaces another attempt of the same request, if there is one."""
         if attempt.request_id in self.by_id:
             self.remove(attempt.request_id)
         self.by_id[attempt.request_id] = attempt
@@ -110,7 +114,10 @@ class Attachments:
         self.pooling += attempt.pooled
 
     def remove(self, request_id: str) -> bool:
-        """Twice is safe. True: its prompt tokens were counted, and are not any more."""
+        """Remove a request's attempt; do nothing if there is none.
+
+        Returns True if that changed the counted prompt tokens.
+        """
         attempt = self.by_id.pop(request_id, None)
         unreported = self._unreported.pop(request_id, 0)
         self.unreported_tokens -= unreported
@@ -121,19 +128,19 @@ class Attachments:
         return unreported > 0 or attempt.tokens > 0
 
     def clear(self) -> list[Attempt]:
-        """Remove and return all of them."""
+        """Remove and return all attempts."""
         removed, self.by_id = list(self.by_id.values()), {}
         self.tokens = self.pooling = 0
         self.load_reported()
         return removed
 
     def load_reported(self) -> None:
-        """The load that the node reports contains all requests sent so far."""
+        """Note that the node has reported its load, which contains all requests sent so far."""
         self._unreported.clear()
         self.unreported_tokens = 0
 
     def receiver(self, event: RequestEvent) -> Attempt | None:
-        """The request that `event` is for; None if it is gone or in another epoch."""
+        """Return the attempt that `event` is for; None if it is gone or has another epoch."""
         attempt = self.by_id.get(event.request_id)
         if attempt is None:
             return None
@@ -142,7 +149,10 @@ class Attachments:
         return attempt if unread or attempt.epoch == event.epoch else None
 
     def begin(self, attempt: Attempt) -> bool:
-        """Its token 1 has come, so its prompt is computed. True if that changes `tokens`."""
+        """Note that the attempt's first token has come, so its prompt is computed.
+
+        Returns True if that changes `tokens`.
+        """
         attempt.begun = True
         if not attempt.tokens:
             return False
@@ -152,12 +162,12 @@ class Attachments:
 
 
 def suspects(attached: Collection[Attempt], num_running: int) -> set[str]:
-    """Ids of the requests that a node may have died of: these must end, the others go on.
+    """Return the ids of the requests that a node may have died of.
 
-    A request that kills nodes does so where it begins. So a death counts against the requests that
-    the node had just begun, if they are few, and against all requests that it ran, if those were
-    few. A request in mid-stream among many others is innocent: nodes also die by themselves.
-    `num_running`: as the node reported last, with the requests of other routers.
+    A request that kills nodes usually does so when it begins. If the node had at most FEW requests,
+    all of them are suspects. Otherwise the requests without a token yet are, if they are at most
+    FEW. Others are innocent: nodes also die by themselves. `num_running`: requests of all routers
+    that the node has reported last.
     """
     beginning = {each.request_id for each in attached if not each.begun}
     if max(len(attached), num_running) <= FEW:
@@ -166,5 +176,6 @@ def suspects(attached: Collection[Attempt], num_running: int) -> set[str]:
 
 
 def in_order(step: NodeStep) -> tuple[RequestEvent, ...]:
-    """The events of a step. A request's handle comes before its tokens, its failure after them."""
+    """Return the events of a step in the order of delivery: of each request first its handle, then
+    its tokens, then its failure."""
     return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)

@@ -28,7 +28,7 @@ CouldServe = Callable[[NodeSnapshot], bool]
 
 class NodeDirectory(Protocol):
     async def records(self) -> list[NodeRecord]:
-        """All nodes whose record has not expired. Raises StoreUnavailable."""
+        """Return the records that have not expired. Raises StoreUnavailable."""
         ...
 
 
@@ -51,7 +51,7 @@ class RedisDirectory:
             try:
                 found.append(wire.record_from_bytes(value))
             except InvalidRequest as error:
-                if key not in self._unreadable:  # once, not each heartbeat
+                if key not in self._unreadable:  # logged once, not at each heartbeat
                     logger.error("the record %s cannot be read: %s", key, error.message)
                 self._unreadable.add(key)
         return found
@@ -64,12 +64,12 @@ class RedisDirectory:
 
 
 class ExpectedNodes:
-    """Nodes that may serve soon though they do not now, so that requests wait for them.
+    """Nodes that do not serve now but may serve soon, so that requests wait for them.
 
-    A node is expected while it is connected or its record lives, and for `wait_s` after that: it is
-    started again, or it drains and another takes its place, or this router itself was paused and
-    has not connected again. With `wait_s` 0 no node is expected. Event loop only. Not here: which
-    requests wait, and where (router/request/dispatch.py, router/request/gate/gate.py).
+    A node is expected while it is connected or its record lives, and for `wait_s` after that. In
+    this time it may be restarted, or replaced by another node; or this router itself was paused and
+    has yet to connect again. With `wait_s` 0 no node is expected. Event loop only. Which requests
+    wait is decided in router/request/dispatch.py and router/request/gate/gate.py.
     """
 
     def __init__(self, clock: Clock, wait_s: float) -> None:
@@ -78,19 +78,20 @@ class ExpectedNodes:
         self._until: dict[str, tuple[float, NodeSnapshot]] = {}  # by boot id
 
     def here(self, records: Iterable[NodeRecord]) -> None:
-        """These nodes are here now: they are expected for `wait_s` from now on."""
+        """Note that these nodes are here now: they are expected for `wait_s` from now on."""
         until = self._clock.monotonic() + self._wait_s
         for record in records:
             self._until[record.boot_id] = until, NodeSnapshot.of(record)
 
     def refused(self, record: NodeRecord) -> None:
-        """This router does not use it: nobody waits for it."""
+        """Stop expecting a node, because this router refuses to use it."""
         self._until.pop(record.boot_id, None)
 
     def left_s(self, could_serve: CouldServe) -> float:
-        """For how long a node that could serve is still expected; 0 if there is none.
+        """Return for how many seconds a node that could serve is still expected; 0 if none is.
 
-        `could_serve` is asked of each as if it were connected and idle.
+        `could_serve` gets the snapshot of each expected node, as if the node were connected and
+        idle.
         """
         now = self._clock.monotonic()
         self._until = {boot: kept for boot, kept in self._until.items() if kept[0] > now}

@@ -4,13 +4,13 @@
                  gets no new requests for `first_s`, twice as long after each relapse
     failing      the same for a node that answered `failures` requests in a row with an internal
                  error
-    panic        when fewer than `panic_share` of a role's nodes are healthy, quarantine is
-                 disregarded: the judgement is more likely wrong than most of the nodes, and the
-                 few that are left must not get everybody's load
+    panic        when fewer than `panic_share` of a role's nodes are healthy, quarantine of that
+                 role is disregarded: most likely the judgement is wrong, and the few nodes that
+                 are left must not get all of the load
 
 Requests that run on a node in quarantine stay there. A node whose engine makes no progress gets no
-new requests either, with or without panic: that is no judgement but a fact. Watchdog finds nodes
-that do not report it. Nodes are known by address and by name, because a restart may change either.
+new requests, with or without panic. The node reports that itself; Watchdog finds nodes that cannot.
+Nodes are known by address and by name, because a restart may change either.
 Not here: what becomes of requests whose node is lost (router/request/dispatch.py).
 """
 
@@ -29,7 +29,10 @@ from baton.protocol.handles import Role
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Counts, seconds, and a share of nodes."""
+    """When nodes get into quarantine and for how long; the module's docstring explains each.
+
+    `longest_s`: the longest quarantine.
+    """
 
     deaths: int = 3
     window_s: float = 60.0
@@ -47,12 +50,12 @@ class HealthStats:
     stalls: int = 0  # sessions ended because their node made no progress
     quarantines: int = 0
     panics: int = 0  # times that a role's nodes fell below the share
-    stale_events: int = 0  # of requests or epochs that are not on that session any more
+    stale_events: int = 0  # events whose request or epoch is not on that session any more
 
 
 @dataclass(slots=True)
 class _Case:
-    """What is known of one node."""
+    """What is known of one node. `until`: when its last quarantine ends or has ended."""
 
     deaths: deque[float] = field(default_factory=deque[float])
     failures: int = 0  # in a row
@@ -62,7 +65,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One node that a registry knows. `fit`: connected, and its engine gets on."""
+    """One node that the registry knows. `fit`: it is connected and its engine makes progress."""
 
     keys: tuple[str, ...]
     role: Role
@@ -81,7 +84,7 @@ class NodeHealth:
     # ---- evidence ----
 
     def died(self, keys: Iterable[str], *, stalled: bool = False) -> None:
-        """A node's session broke, and not because it had drained."""
+        """Note that a node's session broke, other than by draining. May begin a quarantine."""
         now, settings = self._clock.monotonic(), self._settings
         self.stats.deaths += 1
         self.stats.stalls += stalled
@@ -97,8 +100,11 @@ class NodeHealth:
         self._quarantine(due, now)
 
     def heard(self, keys: Sequence[str], step: NodeStep) -> None:
-        """A node's step reports on its requests. Faults of peers, full pools and bad requests do
-        not count against it."""
+        """Count the internal errors in a node's step; may begin a quarantine.
+
+        Other errors do not count against the node: they are faults of other nodes, full pools or
+        bad requests. A step with tokens and without such errors sets its count back to 0.
+        """
         faults = sum(failed.code == InternalError.code for failed in step.failed)
         if not faults:
             if step.tokens and self._cases:
@@ -116,14 +122,14 @@ class NodeHealth:
         self._quarantine(due, self._clock.monotonic())
 
     def _quarantine(self, cases: Sequence[_Case], now: float) -> None:
-        """Counts as one quarantine, however many names the node has."""
+        """Put the cases of one node into quarantine; its several names count as one quarantine."""
         settings = self._settings
         self.stats.quarantines += bool(cases)
         if now >= self._last_until:
-            self._panicking = frozenset()  # that was over
+            self._panicking = frozenset()  # the last panic ended with the last quarantine
         for case in cases:
             if now - case.until > settings.window_s:
-                case.relapses = 0  # it has behaved since
+                case.relapses = 0  # the node has behaved since its last quarantine
             seconds = min(settings.longest_s, settings.first_s * 2**case.relapses)
             case.relapses += 1
             case.until = now + seconds
@@ -133,7 +139,7 @@ class NodeHealth:
 
     @property
     def holds_any(self) -> bool:
-        """Is some node in quarantine?"""
+        """Whether any node is in quarantine."""
         return self._clock.monotonic() < self._last_until
 
     def in_quarantine(self, keys: Iterable[str]) -> bool:
@@ -143,7 +149,10 @@ class NodeHealth:
         )
 
     def panicking(self, known: Callable[[], Sequence[Known]]) -> frozenset[Role]:
-        """Roles whose quarantines are disregarded now. `known` is asked only if there are any."""
+        """Return the roles whose quarantines are disregarded now.
+
+        `known` is called only if a node is in quarantine.
+        """
         if not self.holds_any:
             self._panicking = frozenset()
             return self._panicking
@@ -163,12 +172,12 @@ class Watchdog:
     """Ends the session of a node that is silent though it has requests of this router.
 
     A node sends a message with every step, and at least once a heartbeat, however long its step
-    takes. A hanging engine is reported by its node (baton/node/progress.py). So silence means that
-    the node's event loop hangs, although gRPC's own threads still answer pings. A node without
-    requests of ours may be silent.
+    takes. If its engine hangs, the node reports that (baton/node/progress.py). So silence means
+    that the node's event loop hangs, although gRPC's own threads still answer pings. A node without
+    requests of this router may be silent.
 
-    `busy`: has the node requests of ours? The life: heard() for each message, and when the node
-    gets requests after a pause; `bite` as a task of each session.
+    `busy`: returns whether the node has requests of this router. Call heard() for each message, and
+    when the node gets its first request after a pause. Run `bite` as a task of each session.
     """
 
     def __init__(self, clock: Clock, stall_s: float, busy: Callable[[], bool]) -> None:
@@ -181,7 +190,7 @@ class Watchdog:
         self._since = self._clock.monotonic()
 
     async def bite(self) -> None:
-        """Returns once the node has been silent for too long."""
+        """Wait until the node has been silent for `stall_s` while it was busy, then return."""
         while True:
             left = self._stall_s
             if self._busy():

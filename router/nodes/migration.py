@@ -1,8 +1,9 @@
-"""Migration: running requests change their decode node with their KV, because it drains or is full.
+"""Migration: running requests move to another decode node with their KV, when theirs drains or is
+full.
 
-Here: which requests move, how many at once, and what became of it. The journey of one that moves is
-router/request/dispatch.py's. A round is made whenever a node begins to drain or comes or goes, and
-each heartbeat. The life: Migrator(parts) -> run() as a task, until cancelled.
+Here: which requests move, how many at once, and the counts of moves. How one request moves is in
+router/request/dispatch.py. The migrator makes a round at each heartbeat, and whenever a node begins
+to drain, comes or goes. The life: Migrator(parts) -> run() as a task, until cancelled.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from router.nodes.policy import NodeSnapshot
 logger = logging.getLogger(__name__)
 MAX_MOVING: Final = 8  # requests that leave one node at once: their KV shares its links
 FULL: Final = 0.05  # share of free blocks below which a node with swapped requests is full
-ROOM: Final = 0.25  # share of free blocks that a node keeps which takes one over
+ROOM: Final = 0.25  # share of its blocks that a node keeps free when it takes a request over
 REST_S: Final = 10.0  # a request that was moved to make room stays for so long
-# How a move ends; "over": the request ended before.
+# How a move ends. "given back": without KV, so the prompt is computed again. "over": the request
+# ended before the move did.
 Outcome = Literal["done", "given back", "failed", "over"]
 
 
@@ -34,23 +36,23 @@ class MigrationStats:
     done: int = 0
     given_back: int = 0  # there was no KV worth moving
     failed: int = 0  # the node or the KV was lost on the way: prefilled again
-    tokens: int = 0  # whose KV moved
-    seconds: float = 0.0  # from the question to the new node's first event, of those done
+    tokens: int = 0  # tokens whose KV moved
+    seconds: float = 0.0  # from asking the node to the new node's first event, sum of those done
 
 
 @dataclass(slots=True)
 class MigrationMove:
-    """One request on its way from the node `source` (boot id)."""
+    """One request's move away from the node `source` (boot id). `done`: whether it succeeded."""
 
     source: str
     asked_at: float
-    tokens: int = 0  # exported; 0 until the node has let go
+    tokens: int = 0  # exported tokens; 0 until the node has let go of the request
     done: asyncio.Future[bool] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def end(self, outcome: Outcome, stats: MigrationStats, now: float) -> None:
-        """Notify whoever waits for it, and count it."""
+        """End the move: count it, and wake whoever waits for `done`."""
         if outcome == "done":
             stats.done += 1
             stats.tokens += self.tokens
@@ -65,7 +67,11 @@ class MigrationMove:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request under way on a decode node, for `relief`. `moved_at`: monotonic seconds."""
+    """A request that a decode node has now, and that may move.
+
+    `decoding`: the node has sent tokens of it. `moved_at`: when it last moved, in monotonic
+    seconds; None if it never did.
+    """
 
     request_id: str
     boot_id: str
@@ -75,7 +81,7 @@ class Candidate:
 
 
 class Movable(Protocol):
-    """What a migrator needs of router.request.dispatch.Dispatcher."""
+    """What a migrator needs of router.request.dispatcher.Dispatcher."""
 
     def candidates(self) -> Sequence[Candidate]: ...
 
@@ -84,7 +90,8 @@ class Movable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MigratorParts:
-    """`snapshots` and `changed` are the registry's; `rebalance`: also relieve full nodes."""
+    """What a migrator works with. `snapshots` and `changed`: the registry's. `rebalance`: move
+    requests also away from full nodes, not only from draining ones."""
 
     requests: Movable
     snapshots: Callable[[], Sequence[NodeSnapshot]]
@@ -100,7 +107,7 @@ class Migrator:
         self._moving: dict[str, tuple[str, asyncio.Task[bool]]] = {}  # request -> (boot, task)
 
     async def run(self) -> None:
-        """Rounds until cancelled."""
+        """Make rounds until cancelled."""
         try:
             while True:
                 changed = self._parts.changed()
@@ -113,7 +120,7 @@ class Migrator:
                 task.cancel()
 
     def round(self) -> None:
-        """Begin the moves that are due, and do not wait for them."""
+        """Begin the moves that are due, without waiting for their ends."""
         nodes = [node for node in self._parts.snapshots() if node.role is Role.DECODE]
         candidates = self._parts.requests.candidates()
         draining = {node.boot_id for node in nodes if node.load.draining}
@@ -139,7 +146,7 @@ class Migrator:
         task.add_done_callback(lambda _: self._ended(request_id))
 
     def _ended(self, request_id: str) -> None:
-        """A move is over, so the next request may leave a draining node at once."""
+        """Note the end of a request's move; after a success begin the next moves at once."""
         _, task = self._moving.pop(request_id)
         if task.cancelled():
             return
@@ -150,7 +157,7 @@ class Migrator:
 
 
 def has_partner(boot_id: str, nodes: Sequence[NodeSnapshot]) -> bool:
-    """Whether another decode node may take over what runs on `boot_id`."""
+    """Whether another decode node may take over the requests that run on `boot_id`."""
     source = next((node for node in nodes if node.boot_id == boot_id), None)
     return source is not None and any(_may_take(node, source) for node in nodes)
 
@@ -158,11 +165,11 @@ def has_partner(boot_id: str, nodes: Sequence[NodeSnapshot]) -> bool:
 def relief(
     nodes: Sequence[NodeSnapshot], candidates: Sequence[Candidate], now: float
 ) -> list[Candidate]:
-    """At most one request per full node that another node has plenty of room for.
+    """Choose the requests that leave full nodes now: at most one of each full node.
 
-    A node is full if it has swapped requests out and next to no free blocks. The largest request
-    that fits moves: it makes the most room. A request that has moved lately stays, so that none
-    goes to and fro.
+    A node is full if it has swapped requests out and has at most the share FULL of its blocks free.
+    Of the requests that fit on another node the largest moves, because it makes the most room. A
+    request that has moved within REST_S stays, so that none moves to and fro.
     """
     chosen: list[Candidate] = []
     for source in filter(_needs_relief, nodes):
@@ -197,6 +204,6 @@ def _may_take(node: NodeSnapshot, source: NodeSnapshot) -> bool:
 
 
 def _room(node: NodeSnapshot) -> int:
-    """Tokens that `node` can take and keep ROOM of its blocks free."""
+    """Return how many tokens `node` can take and still keep the share ROOM of its blocks free."""
     load = node.load
     return int(load.free_blocks - ROOM * load.total_blocks) * node.block_size

@@ -1,5 +1,7 @@
-"""Orders: what an operator orders one node to do, and its answers. An order is for the node itself,
-not for one of its requests. Event loop only."""
+"""Orders: an operator's orders to one node, and the node's answers.
+
+An order is for the node itself, not for one of its requests. Event loop only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from baton.protocol.messages import ControlNode
 
 
 class Orders:
-    """`send`: puts a message on the session."""
+    """The orders of one session that wait for an answer. `send`: sends a message to the node."""
 
     def __init__(self, send: Callable[[ControlNode], None]) -> None:
         self._send = send
@@ -21,8 +23,10 @@ class Orders:
         self._last = 0
 
     async def give(self, order: ControlNode, timeout_s: float) -> None:
-        """Until it is carried out. Raises what the node says, NodeLost if it went meanwhile or did
-        not answer."""
+        """Send an order and wait until the node has carried it out.
+
+        Raises the node's error, or NodeLost if the node is lost or does not answer in time.
+        """
         self._last += 1
         number = self._last
         done = self._open[number] = asyncio.get_running_loop().create_future()
@@ -46,7 +50,7 @@ class Orders:
                 done.set_result(None)
 
     def lost(self, error: BatonError) -> None:
-        """The session is over."""
+        """Fail all open orders with `error`, because the session is over."""
         for done in self._open.values():
             if not done.done():
                 done.set_exception(error)

@@ -1,19 +1,17 @@
-"""Where a prompt is computed: on the prefill node, or on the decode node that goes on with it.
+"""Placement: whether the prefill node P or the decode node D computes a request's prompt.
 
-Pure arithmetic over two snapshots, in seconds. Each way costs the request its time to token 1, and
-somebody else a delay:
+Pure arithmetic over two snapshots. It compares the cost of both ways in seconds:
 
-    remote   P's queue, then the prompt's uncached tokens, at P's measured rate
-             + the tail of the hand-over: bytes that D lacks, at the measured seconds per byte
-    local    D's queue, then the tokens that D has not cached, at D's rate
-             + interference: every stream that D decodes stands still while they are computed
+    remote   P's queue, then the prompt tokens that P has not cached, at P's measured rate
+             + the tail of the hand-over: the bytes that D lacks, at the measured seconds per byte
+    local    D's queue, then the prompt tokens that D has not cached, at D's rate
+             + interference: each request that D decodes stands still while they are computed
 
-The prompt stays on D only if that is clearly cheaper (MARGIN). So a burst spreads over both nodes
-while D has little to decode; while it streams, a prompt moves there only when P's queue is longer
-than all those streams' standing still together (who still waits or fetches does not stream). No
-length and no queue is a threshold: both are weighed in seconds as measured. Nothing here trusts a
-load report alone: tokens that this router has sent since are counted at once. What is not measured
-yet argues for remote.
+D computes the prompt only if that is clearly cheaper (MARGIN). So a burst spreads over both nodes
+while D decodes little. While D decodes many requests, it gets a prompt only when P's queue takes
+longer than the standstill of all these requests together. There is no threshold for the prompt's
+length or for a queue; both count by their measured seconds. Tokens that this router has sent since
+a node's last load report are counted as well. If P has measured nothing yet, P computes the prompt.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from typing import Final, Literal, Protocol
 from baton.protocol.handles import NodeLoad
 
 Placement = Literal["auto", "remote", "threshold"]
-MARGIN: Final = 1.1  # local must be cheaper by so much: estimates are rough, separation is the rule
-POOLED_AHEAD: Final = 256  # tokens of one forward of inputs that are pooled, about
+MARGIN: Final = 1.1  # local must be cheaper by this factor, because the estimates are rough
+POOLED_AHEAD: Final = 256  # about the tokens of one forward of pooled inputs
 
 
 class PlacedNode(Protocol):
-    """What is asked of router.nodes.policy.NodeSnapshot."""
+    """The part of router.nodes.policy.NodeSnapshot that is used here."""
 
     @property
     def load(self) -> NodeLoad: ...
@@ -49,7 +47,7 @@ class PlacedNode(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that either way costs the request and its neighbours."""
+    """Seconds that each way costs: time to token 1, and the delay of other requests."""
 
     remote_s: float
     local_s: float
@@ -69,7 +67,7 @@ class Prompt:
 
 
 def placement_costs(prompt: Prompt, prefill: PlacedNode, decode: PlacedNode) -> Costs | None:
-    """None as long as the prefill node has measured nothing: then there is nothing to weigh."""
+    """Return the costs of both ways; None while the prefill node has not measured its rate."""
     prefill_rate = prefill.load.prefill_tokens_per_s
     if prefill_rate <= 0:
         return None
@@ -83,25 +81,33 @@ def placement_costs(prompt: Prompt, prefill: PlacedNode, decode: PlacedNode) -> 
 
 
 def queued_tokens(node: PlacedNode) -> int:
-    """Prompt tokens in front of a new one: what was reported plus what was sent since, and at least
-    what this router knows to be uncomputed."""
+    """Return how many prompt tokens wait on `node` before a new prompt.
+
+    These are the reported ones plus those sent since, or the ones that this router knows to be
+    uncomputed, whichever is more.
+    """
     return max(node.load.waiting_tokens + node.unreported_tokens, node.assigned_tokens)
 
 
 def tokens_ahead(node: PlacedNode) -> int:
-    """The same, and the forward of inputs that are pooled there: it stands between two steps, but
-    takes no room in the queue."""
+    """Return `queued_tokens`, plus POOLED_AHEAD if inputs are pooled on `node`.
+
+    A forward of pooled inputs delays a prompt, but takes no room in the queue.
+    """
     return queued_tokens(node) + (POOLED_AHEAD if node.pooling else 0)
 
 
 def requests_on(node: PlacedNode) -> int:
-    """Requests that share `node`, or soon will."""
+    """Return how many requests share `node`, or soon will."""
     load = node.load
     return max(load.running + load.waiting + load.swapped + load.fetching, node.assigned)
 
 
 def handover_s_per_token(load: NodeLoad) -> float:
-    """Measured on the exporter: tail of its hand-overs over the bytes that it sent."""
+    """Return the seconds that the tail of a hand-over takes per token; 0 if not measured.
+
+    The exporter measures the tail of its hand-overs and the bytes that it has sent.
+    """
     if load.kv_sent_bytes <= 0:
         return 0.0
     return load.kv_token_bytes * load.kv_tail_seconds / load.kv_sent_bytes

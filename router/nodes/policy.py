@@ -1,8 +1,8 @@
 """Which nodes serve a request: filter -> score -> pick. Pure functions over snapshots.
 
-Costs are in tokens to compute before token 1 (prefill) and in running requests (decode), so an idle
-node always beats a busy one unless it would have to compute more than the busy one's queue:
-affinity to the node that holds the prefix, and load overriding it, are the same subtraction.
+The cost of a prefill node is counted in tokens to compute before token 1, that of a decode node in
+running requests. A cached prefix lowers the cost, a queue raises it. So a node with the prefix wins
+until its queue costs more than the prefix saves.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ SESSION_WORTH: Final = 4.0  # a session stays with its decode node up to so many
 SESSION_SHARE: Final = 0.5  # ... or this share of those that run there, whichever is more
 MAX_LOST: Final = 1  # hand-overs of one request whose KV is lost, before it needs none
 FEW_WAITING: Final = 2
-SHARE_WAITING: Final = 0.125  # of those that run
+SHARE_WAITING: Final = 0.125  # of the running requests: more waiting ones make a node full
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """A node as this router sees it now. `prefix`: block hashes that it holds (read only).
+    """A node as this router sees it now. `prefix`: hashes of the blocks that it holds (read only).
 
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
-    given it; known at once, while `load` is one step old. `unreported_tokens`: those of them that
-    it was sent after its last report. `pooling`: groups of inputs that it pools for this router.
+    given the node; they are known at once, while `load` is one step old. `unreported_tokens`: those
+    of `assigned_tokens` that were sent after the node's last load report. `pooling`: groups of
+    inputs that the node pools for this router.
     """
 
     node_id: str
@@ -78,16 +79,17 @@ class NodeSnapshot:
 
 @dataclass(slots=True)
 class Ask:
-    """What a request needs of its nodes, and what it has been through with them. Its owner writes
-    it, the policy reads it.
+    """What a request needs of its nodes, and which nodes have failed it. Its journey writes it, the
+    policy reads it.
 
-    `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
-    failed it). `refusal`: the answer if nobody else will serve. `deaths`: boots that may have died
-    of it and have not come back, and whether they hung; `num_deaths` counts all; `guilty`: they are
-    too many, by the last verdict. `num_lost`: hand-overs whose KV was lost on the way.
-    `model_digest`: the model that it began with, None at first. `session_boot`: the decode node
-    that served its session, "" for none. `width`: sequences that decode at once. `local`: its KV
-    cannot travel, so the decode node computes the prompt.
+    `excluded`: boots that refused the request, so they must not serve it. `avoided`: boots that
+    failed the request, so they serve it only if no other can. `refusal`: the error if no node is
+    left. `deaths`: boots that may have died of the request and have not come back, with whether
+    they hung. `num_deaths`: how often a boot was blamed in all. `guilty`: by the last verdict too
+    many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model_digest`:
+    the model that the request began with, None at first. `session_boot`: the decode node that
+    served its session last, "" for none. `width`: sequences that decode at once. `local`: the KV
+    must not travel, so the decode node computes the prompt.
     """
 
     known_ids: tuple[int, ...]
@@ -107,23 +109,25 @@ class Ask:
     local: bool = False
 
     def refused(self, boot_id: str, error: BatonError) -> None:
-        """That node will not serve it."""
+        """Exclude a node that refused the request; `error` becomes the `refusal`."""
         self.excluded |= {boot_id}
         self.refusal = error
 
     def avoid(self, boot_id: str) -> None:
-        """That node failed it, or is to be left alone."""
+        """Avoid a node that failed the request, or that should get no further requests."""
         self.avoided |= {boot_id}
 
     def lost_kv(self, boot_id: str) -> None:
-        """KV was lost on the way from that node: another exporter avoids both, node and way. Who
-        loses it there again has the prompt computed where it decodes."""
+        """Note that the KV was lost on its way from a node, and avoid that node as exporter.
+
+        After more than MAX_LOST losses the decode node computes the prompt itself (`local`).
+        """
         self.avoid(boot_id)
         self.num_lost += 1
         self.local |= self.num_lost > MAX_LOST
 
     def blame(self, boot_id: str, *, hung: bool = False) -> None:
-        """That node may have died of it, or hangs because of it."""
+        """Note that a node may have died, or hung, because of the request."""
         self.num_deaths += 1
         self.deaths[boot_id] = hung or self.deaths.get(boot_id, False)
 
@@ -132,11 +136,11 @@ class Ask:
 class PolicySettings:
     """`prefix_weight` 0: prefixes are ignored (least loaded).
 
-    `placement` of the prefill: "remote" on a prefill node, if there is one; "threshold" on the
-    decode node for prompts with at most `local_prefill_tokens` uncached tokens; "auto" where it
-    costs less (router/nodes/placement.py). `two_choices`: among nodes with equal prefixes only two
-    drawn ones are compared, which is better where many routers share nodes that seldom report, and
-    worse elsewhere (docs/admission.md has the figures).
+    `placement`: who computes the prompt. "remote": a prefill node, if there is one. "threshold":
+    the decode node for prompts with at most `local_prefill_tokens` uncached tokens, else a prefill
+    node. "auto": the cheaper of the two (router/nodes/placement.py). `two_choices`: among nodes
+    with equal prefixes only two random ones are compared. That is better where many routers share
+    nodes that seldom report, and worse elsewhere (docs/admission.md has the figures).
     """
 
     prefix_weight: float = 1.0
@@ -147,7 +151,10 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`prefill` None: the decode node computes the prompt. Cached counts are tokens."""
+    """The nodes chosen for a request. `prefill` None: the decode node computes the prompt.
+
+    `prefill_cached`, `decode_cached`: prompt tokens whose KV the node holds.
+    """
 
     decode: NodeSnapshot
     prefill: NodeSnapshot | None = None
@@ -158,7 +165,7 @@ class Route:
 def choose_route(
     ask: Ask, nodes: Sequence[NodeSnapshot], settings: PolicySettings, tie: float
 ) -> Route:
-    """Pick nodes for a request; `tie` in [0, 1) decides between equals.
+    """Pick the nodes for a request. `tie` in [0, 1) decides between nodes of equal cost.
 
     Raises Unavailable or `ask.refusal` when no decode node can serve, ContextLengthExceeded when
     the prompt fits into no node's pool.
@@ -196,7 +203,7 @@ def _prefills_locally(
 def choose_decode(
     ask: Ask, nodes: Sequence[NodeSnapshot], fingerprint: str, settings: PolicySettings, tie: float
 ) -> NodeSnapshot:
-    """A decode node for KV that exists already, in the layout `fingerprint`.
+    """Pick a decode node that fetches an export whose KV has the layout `fingerprint`.
 
     Raises as `choose_route`.
     """
@@ -218,10 +225,11 @@ def pick_prefill(
     tie: float,
     cached: dict[str, int],
 ) -> NodeSnapshot | None:
-    """The cheapest prefill node of those that keep the request's time to token 1, of all if none
-    does. None: no decode node could fetch from any, or the request's KV must not travel.
+    """Return the cheapest prefill node of those that keep the request's time to token 1; if none
+    keeps it, the cheapest of all.
 
-    Raises ContextLengthExceeded.
+    None if the request's KV must not travel, or if there is no prefill node with the KV layout of a
+    decode node. Raises ContextLengthExceeded.
     """
     layouts = {node.fingerprint for node in nodes if node.role is Role.DECODE}
     prefillers = [n for n in nodes if n.role is Role.PREFILL and n.fingerprint in layouts]
@@ -247,7 +255,8 @@ def pick_decode(
     tie: float,
     cached: dict[str, int],
 ) -> NodeSnapshot:
-    """The cheapest of those that keep the request's time per token, of all if none does.
+    """Return the cheapest decode node of those that keep the request's time per token; if none
+    keeps it, the cheapest of all.
 
     Raises ContextLengthExceeded.
     """
@@ -264,7 +273,10 @@ def pick_decode(
 
 
 def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
-    """May it serve the request at all? A decode node must also hold its sequences at once."""
+    """Whether `node` may serve the request at all.
+
+    A decode node must also be able to run all of the request's sequences at once.
+    """
     narrow = node.role is Role.DECODE and 0 < node.max_num_seqs < ask.width
     return (
         node.takes_requests
@@ -276,14 +288,17 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
 
 
 def is_full(node: NodeSnapshot) -> bool:
-    """Does it have a queue of its own? A few waiting requests are none: they came in during the
-    step under way."""
+    """Whether `node` has swapped requests out, or more waiting requests than come in during one
+    step."""
     load = node.load
     return load.swapped > 0 or load.waiting > max(FEW_WAITING, SHARE_WAITING * load.running)
 
 
 def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
-    """Prompt tokens that `node` computes before this request's token 1."""
+    """Return how many prompt tokens `node` computes before this request's token 1.
+
+    A node that must free blocks first costs more.
+    """
     uncached = len(ask.known_ids) - settings.prefix_weight * cached
     short = _blocks_short(node, ask, cached)
     return (
@@ -292,8 +307,11 @@ def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySett
 
 
 def decode_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
-    """Requests that share `node`'s steps, less what its prefix saves and what its session is worth,
-    more if it lacks room."""
+    """Return the number of requests that share the steps of `node`, corrected for this request.
+
+    It is lower if the node holds the request's prefix or served its session last, and higher if the
+    node must free blocks first.
+    """
     requests = requests_on(node)
     hit = cached / max(1, len(ask.known_ids))
     short = _blocks_short(node, ask, cached)
@@ -302,17 +320,21 @@ def decode_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySetti
 
 
 def session_worth(node: NodeSnapshot, ask: Ask) -> float:
-    """Running requests that staying with its node is worth to a session; 0 on an overloaded one."""
+    """Return how many more running requests `node` may have and still keep its session.
+
+    0 if the node did not serve the session last, or is full.
+    """
     if node.boot_id != ask.session_boot or is_full(node):
         return 0.0
     return max(SESSION_WORTH, SESSION_SHARE * requests_on(node))
 
 
 def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
-    """Boot id -> leading tokens of the request whose KV the node holds.
+    """Return, by boot id, how many leading tokens of the request the node holds KV of.
 
-    Each node's own model, KV precision and block size make its hashes; they are computed once per
-    such group, and only as far as some node still matches.
+    Nodes without a match are absent. Block hashes depend on model, KV precision and block size, so
+    they are computed once for each group of nodes that agree in these, and only as far as some node
+    of the group still matches.
     """
     groups: dict[tuple[bytes, int], list[NodeSnapshot]] = {}
     for node in nodes:
@@ -345,7 +367,7 @@ def _streams_in_time(node: NodeSnapshot, ask: Ask) -> bool:
 def _drawn(
     nodes: Sequence[NodeSnapshot], ask: Ask, cached: dict[str, int], tie: float
 ) -> Sequence[NodeSnapshot]:
-    """Two of them, chosen by `tie`, if the nodes differ only in load."""
+    """Return two of the nodes, chosen by `tie`, if the nodes differ only in load; else all."""
     count = len(nodes)
     if count <= 2:
         return nodes
@@ -358,7 +380,10 @@ def _drawn(
 
 
 def _blocks_short(node: NodeSnapshot, ask: Ask, cached: int) -> int:
-    """Blocks that must become free before the request fits; 0 where the pool is not known."""
+    """Return how many blocks must become free before the request fits on `node`.
+
+    0 if the node has not reported its pool.
+    """
     if node.load.total_blocks == 0:
         return 0
     needed = -(-(len(ask.known_ids) + 1) // node.block_size)
@@ -366,7 +391,7 @@ def _blocks_short(node: NodeSnapshot, ask: Ask, cached: int) -> int:
 
 
 def _fitting(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
-    """Those whose whole pool could hold the request; avoided ones only if there are no others.
+    """Return the nodes whose whole pool could hold the request; avoided nodes only if all are.
 
     Raises ContextLengthExceeded.
     """
@@ -388,7 +413,11 @@ def _fitting(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
 def _cheapest(
     nodes: Sequence[NodeSnapshot], cost: Callable[[NodeSnapshot], float], tie: float
 ) -> NodeSnapshot:
-    """One of the cheapest, by `tie`: routers with the same view do not all choose the same node."""
+    """Return one of the cheapest nodes, by `tie`.
+
+    Costs within SIMILAR of the lowest count as equal, so routers with the same view do not all
+    choose the same node.
+    """
     if len(nodes) == 1:
         return nodes[0]
     costs = [(cost(node), node) for node in nodes]

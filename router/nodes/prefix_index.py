@@ -1,8 +1,8 @@
 """PrefixIndex: which block hashes one node holds, as its block events report.
 
-It is a hint for the policy, never a promise. Events are numbered per session, from the session's
-snapshot on. A gap means that some events were lost: then all hashes are dropped, and the index is
-filled again by the events that follow.
+The policy uses the index as a hint: the node may have evicted a block meanwhile. Events are
+numbered per session, from the session's snapshot on. A gap means that some events were lost. Then
+all hashes are dropped, and the events that follow fill the index again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from baton.protocol.events import BlockEvent, BlockEventKind
 
 
 class PrefixIndex:
-    """`hashes` is the live set: read it, do not keep it over an await."""
+    """The block hashes of one node. `hashes` is the live set: do not keep it over an await."""
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
@@ -21,12 +21,12 @@ class PrefixIndex:
         self.gaps = 0
 
     def clear(self) -> None:
-        """A session began or ended."""
+        """Drop all hashes, because a session began or ended."""
         self.hashes.clear()
         self._next_seq = None
 
     def apply(self, first_seq: int, events: Sequence[BlockEvent]) -> None:
-        """Take `events`, the first of which has number `first_seq`."""
+        """Apply block events, the first of which has the number `first_seq`."""
         if not events:
             return
         if self._next_seq is not None and first_seq != self._next_seq:

@@ -1,8 +1,8 @@
-"""NodeRegistry: the nodes that this router knows, a session each, snapshots for the policy.
+"""NodeRegistry: the nodes that this router knows, their sessions, and snapshots for the policy.
 
-Nodes come from the directory (Redis records, each heartbeat) or from the command line; either way a
-node counts only after its own Hello. While the directory is away known nodes stay. Life: start() ->
-run() as a task -> stop().
+Addresses of nodes come from the directory (Redis records, read at each heartbeat) or from the
+command line. A node is used only after its Hello. While the directory is away, the known nodes
+stay. The life: start() -> run() as a task -> stop().
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOP_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the nodes serve. `max_model_len` is the smallest of theirs."""
+    """The model that the nodes serve. `max_model_len` is the smallest one of all nodes."""
 
     name: str
     digest: str
@@ -42,9 +42,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class RegistryParts:
-    """What a registry is made of. `addresses`: HOST:PORT -> the role that the command line says.
+    """What a registry is made of. `addresses`: HOST:PORT -> the role given on the command line.
 
-    `store_away`: nodes cannot renew their records now, so a missing one says nothing.
+    `store_away`: returns whether the store is away. Then nodes cannot renew their records, so a
+    missing record does not mean that the node is gone.
     """
 
     router_id: str
@@ -54,15 +55,16 @@ class RegistryParts:
     log: StepLog
     addresses: Mapping[str, Role] = field(default_factory=dict[str, Role])
     directory: NodeDirectory | None = None
-    tls: TlsFiles | None = None  # towards nodes
+    tls: TlsFiles | None = None  # for the sessions with nodes; None: without TLS
     store_away: Callable[[], bool] = lambda: False
-    node_wait_s: float = 0.0  # that requests wait for a node which was here
-    exact: bool = False  # whoever goes on with a request must compute the same tokens
+    node_wait_s: float = 0.0  # for how long requests wait for a node that was here
+    exact: bool = False  # all nodes of a role must compute in the same precision
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One known address, for `baton status` and ServerInfo."""
+    """One known address, for `baton status` and ServerInfo. `refused`: why this router does not use
+    the node, "" if it does."""
 
     address: str
     connected: bool
@@ -73,7 +75,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The sessions that stand, and their nodes' records."""
+    """The sessions that are up, with their nodes' records, and the same sessions by boot id."""
 
     connected: Sequence[tuple[NodeSession, NodeRecord]]
     by_boot: Mapping[str, NodeSession]
@@ -86,9 +88,9 @@ class NodeRegistry:
         self._sessions: dict[str, NodeSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._model: ServedModel | None = None
-        self._links: _Links | None = None  # None: they may have changed
+        self._links: _Links | None = None  # None: a session came up or went down since
         self._directory_away = False
-        self._doubtful_until = 0.0  # before then records may be missing that nodes could not renew
+        self._doubtful_until = 0.0  # until then records of living nodes may be missing
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._expected = ExpectedNodes(parts.clock, parts.node_wait_s)
@@ -121,7 +123,7 @@ class NodeRegistry:
             await self.refresh()
 
     async def stop(self) -> None:
-        """Close all sessions; the nodes abort what was under way. Twice is safe."""
+        """Close all sessions; the nodes abort this router's requests. May be called twice."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -153,7 +155,7 @@ class NodeRegistry:
             self._close_all_but({record.address for record in records})
 
     def _found(self, record: NodeRecord) -> None:
-        """The directory has this record."""
+        """Open or wake the session of a node that the directory names, and expect the node."""
         session = self._sessions.get(record.address)
         if session is None:
             self._open(record.address)
@@ -163,7 +165,8 @@ class NodeRegistry:
             self._expected.here([record])
 
     def _close_all_but(self, found: set[str]) -> None:
-        """Close the sessions that are down, to addresses which nobody names any more."""
+        """Close the sessions that are down and whose addresses neither `found` nor the command line
+        names."""
         named = found | set(self._parts.addresses)
         for address, session in list(self._sessions.items()):
             if address not in named and not session.connected:
@@ -172,7 +175,7 @@ class NodeRegistry:
     # ---- what is known ----
 
     def snapshots(self) -> list[NodeSnapshot]:
-        """The connected nodes, as of now."""
+        """Return snapshots of the connected nodes."""
         health, connected = self.health, self._known().connected
         if not health.holds_any:
             return [session.snapshot(record) for session, record in connected]
@@ -186,27 +189,28 @@ class NodeRegistry:
         return found
 
     def session(self, boot_id: str) -> NodeSession | None:
-        """The session with one incarnation of a node, None once it is lost."""
+        """Return the session with one incarnation of a node; None if it is not connected."""
         return self._known().by_boot.get(boot_id)
 
     def records(self) -> list[NodeRecord]:
-        """The connected nodes' records with their current load."""
+        """Return the records of the connected nodes, with their current load."""
         return [replace(record, load=session.load) for session, record in self._known().connected]
 
     def statuses(self) -> list[NodeStatus]:
-        """Every known address, connected or not."""
+        """Return the status of every known address, connected or not."""
         return [
             NodeStatus(s.address, s.connected, s.record, s.refused, s.assigned)
             for s in self._sessions.values()
         ]
 
     def model(self) -> ServedModel | None:
-        """The served model; the last known one while no node is up, None before the first."""
+        """Return the served model; the last known one while no node is up, None before the first
+        node."""
         self._known()
         return self._model
 
     def can_serve(self) -> bool:
-        """Is there a decode node that takes requests? (Without prefill nodes it prefills, too.)"""
+        """Whether some decode node takes requests. (Without prefill nodes it also prefills.)"""
         return any(
             record.role is Role.DECODE and session.takes_requests
             for session, record in self._known().connected
@@ -219,26 +223,27 @@ class NodeRegistry:
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set when a session next comes up or goes down, or a node begins to drain; a new event
-        stands here from then on."""
+        """An event that is set when a session next comes up or goes down, or a node begins to
+        drain. Each change replaces it by a new event."""
         return self._changed
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until `condition` holds; it is looked at whenever a session comes up or goes down, or a
-        node begins to drain."""
+        """Wait until `condition()` is true. It is evaluated now, and whenever a session comes up or
+        goes down or a node begins to drain."""
         while not condition():
             await self._changed.wait()
 
     def expected_s(self, could_serve: CouldServe) -> float:
-        """For how long a node that could serve is worth waiting for; 0: there is none."""
+        """Return for how many seconds a node that could serve is still expected; 0 if none is."""
         self._expected.here(record for _, record in self._known().connected)
         return self._expected.left_s(could_serve)
 
     async def may_come(self, could_serve: CouldServe) -> bool:
-        """Wait for news of the nodes; False, at once: none that could serve is expected.
+        """Wait for a change of the nodes and return True; return False at once if no node that
+        could serve is expected.
 
-        Some changes send no notice, like the end of a quarantine, so it waits for a heartbeat at
-        most.
+        The wait lasts a heartbeat at most, because some changes send no notice, like the end of a
+        quarantine.
         """
         left_s = self.expected_s(could_serve)
         if left_s <= 0:
@@ -249,11 +254,15 @@ class NodeRegistry:
         return True
 
     def watch_reports(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` whenever a node has reported and its requests have been notified."""
+        """Call `watcher` from now on after each node's step, once its requests have their events,
+        and after each change of the nodes."""
         self._watchers.append(watcher)
 
     def admit(self, address: str, record: NodeRecord) -> None:
-        """Raise ConfigError, naming the field, for a node that must not serve with the others."""
+        """Check a node's record against the other nodes.
+
+        Raises ConfigError that names the field, if the node must not serve together with them.
+        """
         try:
             self._check(address, record)
         except ConfigError:
@@ -275,7 +284,7 @@ class NodeRegistry:
             )
         for session, other in self._known().connected:
             if session.address == address:
-                continue  # it was started again
+                continue  # the same node, restarted
             if other.node_id == record.node_id and other.boot_id != record.boot_id:
                 raise ConfigError(
                     f"the node id {record.node_id} is another node's, at {session.address}",
@@ -298,9 +307,12 @@ class NodeRegistry:
     # ---- inside ----
 
     def _compare_precision(self, record: NodeRecord, other: NodeRecord) -> None:
-        """Compare two nodes that may go on with each other's requests. Raises ConfigError if their
-        precision differs though the same tokens are promised. Nodes of an older version do not
-        report a precision."""
+        """Compare the precision of two nodes that may go on with each other's requests.
+
+        Raises ConfigError if the precisions differ and the same tokens were promised; else a
+        difference is only logged. Nodes of an older version report no precision and are not
+        compared.
+        """
         reported = record.precision and other.precision
         if not reported or _computes(record) == _computes(other):
             return
@@ -311,7 +323,7 @@ class NodeRegistry:
         logger.warning("%s: a failover between them may change tokens", text)
 
     def _known(self) -> _Links:
-        """The sessions that stand. Made anew only after a session came up or went down."""
+        """Return the sessions that are up; computed only after one came up or went down."""
         if self._links is None:
             connected = [
                 (session, session.record)
@@ -324,7 +336,7 @@ class NodeRegistry:
         return self._links
 
     def _seen(self) -> list[Known]:
-        """The nodes that have said hello once, for the share of them that is healthy."""
+        """Return all nodes that have ever sent a Hello, for the share of healthy ones."""
         return [
             Known(session.keys, session.record.role, session.connected and not session.stalled)
             for session in self._sessions.values()
@@ -357,7 +369,7 @@ def _computes(record: NodeRecord) -> str:
 
 
 def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:
-    """What the nodes serve; None without nodes."""
+    """Return the model that the nodes serve; None without nodes."""
     if not records:
         return None
     first = records[0]

@@ -2,7 +2,8 @@
 
 The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
 stream breaks -> every attached request gets SessionLost -> back-off -> again, until run() is
-cancelled. A broken session is not resynchronised. Protobuf stops here (baton/protocol/wire.py).
+cancelled. The next session of the node knows nothing of the broken one. Above this module there is
+no protobuf (baton/protocol/wire.py).
 
 Steps are routed in one pass. The tokens of all waiting steps are appended to the log in one call.
 Then each event goes to the request that it names, if that request is attached in the same epoch.
@@ -45,14 +46,14 @@ from router.nodes.prefix_index import PrefixIndex
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
-UNTAKEN_STEPS: Final = 16  # read and not routed; beyond, the node waits
-PART_EVENTS: Final = 256  # routed in one turn of the loop: some 5 ms with what its clients do
+UNTAKEN_STEPS: Final = 16  # steps that are read and not routed; beyond that the node must wait
+PART_EVENTS: Final = 256  # events routed in one turn of the loop: some 5 ms with their clients
 PING: Final = "ping timeout"  # gRPC's words for a peer that does not answer
-BATCH_BYTES: Final = 1 << 20  # one message's, and one message may exceed it
+BATCH_BYTES: Final = 1 << 20  # no message is added to a batch of this size
 
 
 class StepLog(Protocol):
-    """What a session needs of router/store/guard.py."""
+    """What a session needs of StoreGuard (router/store/guard.py)."""
 
     async def append(self, events: Sequence[TokenEvent]) -> None: ...
 
@@ -68,7 +69,7 @@ class SessionContext:
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
     changed: Callable[[], None]  # a session came up or went down, or a node began to drain
-    lost: Callable[[NodeRecord], None] = lambda _: None  # its session went down
+    lost: Callable[[NodeRecord], None] = lambda _: None  # the node's session went down
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
     health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
@@ -80,15 +81,15 @@ class NodeSession:
         self._context = context
         self._record: NodeRecord | None = None
         self._load = NodeLoad()
-        self.boot_id: str | None = None  # of the incarnation that the stream stands with
-        self.keys: tuple[str, ...] = (address,)  # as router/nodes/health.py knows it
+        self.boot_id: str | None = None  # the node's incarnation; None while not connected
+        self.keys: tuple[str, ...] = (address,)  # the node's names in router/nodes/health.py
         self.refused = ""  # why this router does not use the node
         self._attached = Attachments()
         self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._drained = False  # the node has sent its last step
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
-        self._doubted = False  # it hung, and has reported no progress since
+        self._doubted = False  # the node hung, and has reported no load since
         stall_s = context.timing.stall_s
         self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached.by_id))
         self.prefix = PrefixIndex()
@@ -98,12 +99,12 @@ class NodeSession:
 
     @property
     def connected(self) -> bool:
-        """Hello was exchanged and the stream stands."""
+        """Whether Hellos were exchanged and the stream has not broken since."""
         return self.boot_id is not None
 
     @property
     def record(self) -> NodeRecord | None:
-        """The node's record as it was sent last; None until its first Hello."""
+        """The node's record as the node sent it last; None until its first Hello."""
         return self._record
 
     @property
@@ -112,13 +113,13 @@ class NodeSession:
 
     @property
     def stalled(self) -> bool:
-        """Its engine makes no progress: the node has reported that, or it was silent for too long
-        and has reported nothing since."""
+        """Whether the node's engine makes no progress: the node has reported that, or it was silent
+        for too long and has reported no load since."""
         return self._doubted or self._load.stalled
 
     @property
     def takes_requests(self) -> bool:
-        """Hello was exchanged, it neither drains nor sleeps, and its engine gets on."""
+        """Whether the node is connected, neither drains nor sleeps, and its engine progresses."""
         load = self._load
         return self.boot_id is not None and not (load.draining or load.asleep or self.stalled)
 
@@ -133,16 +134,16 @@ class NodeSession:
 
     @property
     def unreported_tokens(self) -> int:
-        """Of these, sent since the node last reported its load: not yet part of that load."""
+        """Those of `assigned_tokens` that were sent since the node last reported its load."""
         return self._attached.unreported_tokens
 
     @property
     def suspects(self) -> set[str]:
-        """Requests that the node may have died of, if it has died."""
+        """Ids of the requests that the node may have died of, if it has died."""
         return suspects(self._attached.by_id.values(), self._load.running + self._load.waiting)
 
     def snapshot(self, record: NodeRecord) -> NodeSnapshot:
-        """All of this for the policy, made anew only when something has changed."""
+        """Return the node's snapshot for the policy; computed only after a change."""
         if self._snapshot is None:
             attached = self._attached
             self._snapshot = NodeSnapshot(  # not `replace`, which is three times as slow
@@ -168,33 +169,36 @@ class NodeSession:
     # ---- requests ----
 
     def attach(self, attempt: Attempt) -> None:
-        """Route the events of a request to `attempt`, which is here from now on. Raises NodeLost
-        when the session is down."""
+        """Route the events of a request to `attempt` from now on.
+
+        Raises NodeLost when the session is down.
+        """
         if self.boot_id is None:
             raise NodeLost(f"node {self.address} is not connected")
         attempt.session, attempt.boot_id = self, self.boot_id
         self._snapshot = None
         if not self._attached.by_id:
-            self._watchdog.heard()  # it may have been silent until now
+            self._watchdog.heard()  # a node without requests may have been silent until now
         self._attached.add(attempt)
 
     def detach(self, request_id: str) -> None:
-        """Route nothing more to the request. Twice is safe."""
+        """Route no more events to the request. A second call does nothing."""
         self._snapshot = None
-        # The load never contains a request that the node refused, and an idle node reports no load.
-        # So its room is reported here; last, because the receiver reads the state of this session.
+        # A load report never contains a request that the node refused, and an idle node reports no
+        # load. So the room that became free is reported here. This comes last, because `reported`
+        # reads the state of this session.
         if self._attached.remove(request_id):
             self._context.reported()
 
     def send(self, message: messages.RouterMessage) -> None:
-        """Queue a message; dropped when the session is down (its requests know of that)."""
+        """Queue a message to the node; drop it if the session is down."""
         if self.boot_id is not None:
             self._outbox.put_nowait(message)
 
     # ---- the stream ----
 
     def wake(self) -> None:
-        """There is reason to believe that the node is back: connect now."""
+        """Try to connect now, without back-off: the node is probably back."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -259,7 +263,10 @@ class NodeSession:
         return grpc.aio.insecure_channel(self.address, options=options)
 
     async def _hello(self, call: Any) -> None:
-        """Exchange hellos, check the node; then the session is up. Mutates record and load."""
+        """Exchange Hellos and check the node's record; then the session is up.
+
+        Raises ConfigError, InvalidRequest or NodeLost if it cannot be.
+        """
         hello = messages.SessionHello(self._context.router_id)
         async with asyncio.timeout(self._context.timing.connect_s):
             await call.write(wire.router_message_to_wire(hello, self._context.clock))
@@ -284,8 +291,10 @@ class NodeSession:
         self._context.changed()
 
     async def _converse(self, call: Any) -> None:
-        """Read and write until the stream ends or the node has drained. First all that was read is
-        routed, then the error that ended the stream is raised."""
+        """Read and write until the stream ends or the node has drained.
+
+        If an error ended the stream, all steps read before are routed first; then it is raised.
+        """
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
         tasks = [
             asyncio.create_task(self._write(call)),
@@ -305,9 +314,10 @@ class NodeSession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
-        """End the session of a node that hangs: this router's requests go on elsewhere."""
+        """End the session when the node is silent for too long, so that its requests go on on
+        other nodes."""
         await self._watchdog.bite()
-        if steps.empty():  # else it is this router that is behind
+        if steps.empty():  # else the node is not silent: this router is behind
             steps.put_nowait(self._hangs(f"silent for {self._context.timing.stall_s:g} s"))
 
     def _hangs(self, how: str) -> NodeLost:
@@ -315,8 +325,10 @@ class NodeSession:
         return NodeLost(f"the node makes no progress: {how}")
 
     async def _take_all(self, batch: Sequence[NodeStep | BaseException | None]) -> bool:
-        """Route the steps that were read, in order. True after the node's last one. Raises the
-        error that ended the reading."""
+        """Route the steps that were read, in order. Return True after the last step of the stream.
+
+        Raises the error that ended the reading, and NodeLost if the node reports that it hangs.
+        """
         steps = [item for item in batch if isinstance(item, NodeStep)]
         self._watchdog.heard()
         for step in steps:
@@ -335,8 +347,10 @@ class NodeSession:
         return last is None
 
     async def _show(self, events: Sequence[RequestEvent]) -> None:
-        """Log the tokens, then route the events, in order. Many events go in parts: while one part
-        goes to its clients, the store writes the next."""
+        """Append the tokens to the log, then route the events, in order.
+
+        Many events go in parts: while one part goes to its requests, the store writes the next.
+        """
         if len(events) <= PART_EVENTS:
             await self._log(events)
             self._route(events)
@@ -362,9 +376,10 @@ class NodeSession:
             FAILPOINTS.hit("logged_not_sent")
 
     async def _write(self, call: Any) -> None:
-        """Outbox to wire, in order: all that waits as one message, because each costs ~0.1 ms.
+        """Send the messages of the outbox, in order.
 
-        A write fails with its stream, which the reader notices.
+        All messages that wait go as one batch, because each write costs about 0.1 ms. When a write
+        fails, the stream has broken, and the reader ends the session.
         """
         clock = self._context.clock
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -380,7 +395,7 @@ class NodeSession:
                 await call.write(node_pb2.RouterMessage(batch=many) if many else batch[0])
 
     def _note(self, step: NodeStep) -> None:
-        """Take what a step reports of the node itself."""
+        """Take what a step reports of the node itself: load, adapters, orders, block events."""
         if step.load is not None:
             before, self._load = self.takes_requests, step.load
             self._doubted = False
@@ -412,6 +427,7 @@ class NodeSession:
             attempt.deliver(event)
 
     def _lose(self, reason: str) -> None:
+        """Mark the session as down, detach all requests, and deliver SessionLost to each."""
         was_connected, self.boot_id = self.boot_id is not None, None
         self.prefix.clear()
         blamed = set[str]() if self._drained else self.suspects
@@ -440,7 +456,7 @@ class NodeSession:
 
 
 async def _read_steps(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
-    """Steps as they come, then None at the stream's end, or the exception that broke it."""
+    """Put the node's steps into `steps`; at the end None, or the error that broke the stream."""
     try:
         while (message := await call.read()) is not grpc.aio.EOF:
             step = wire.node_message_from_wire(message)

@@ -1,7 +1,7 @@
-"""Service levels: what a client may ask for, what a node would give, what a request got.
+"""Service levels: the times that a client may ask for, and those that a node is expected to keep.
 
-Pure arithmetic over a node's snapshot, in seconds. A node that has measured nothing yet promises
-nothing, and is not held to anything either.
+Pure arithmetic over a node's snapshot, in seconds. A node that has measured nothing yet has no
+expected times, and counts as fast enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from router.nodes.placement import PlacedNode, queued_tokens
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Longest time to the first token, longest mean time per further token; None = any."""
+    """The longest time to the first token, and the longest mean time per further token.
+
+    None: no limit.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -23,13 +26,19 @@ ANY: Slo = Slo()
 
 
 def expected_ttft_s(node: PlacedNode, uncached: int) -> float | None:
-    """Until token 1 of a prompt with so many tokens to compute; None: not measured."""
+    """Return the expected time to token 1 of a prompt with `uncached` tokens to compute.
+
+    None if the node has not measured its rate.
+    """
     rate = node.load.prefill_tokens_per_s
     return (queued_tokens(node) + uncached) / rate if rate > 0 else None
 
 
 def expected_tpot_s(node: PlacedNode) -> float | None:
-    """Its steps as measured; None for an idle one: what they were then says nothing."""
+    """Return the expected time per token: the node's measured time per engine step.
+
+    None if the node has measured none, or is idle: its last steps say nothing about the next ones.
+    """
     load = node.load
     return load.step_seconds if load.running and load.step_seconds > 0 else None
 

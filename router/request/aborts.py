@@ -1,10 +1,10 @@
 """Ending requests by name wherever they are: on this router, and on all that share its Redis.
 
 Connections are spread over `--workers` and over routers, so whoever asks for an end seldom reaches
-the one that has the request. The question is published; each router that listens ends what it
-knows and tells which those were on a list of the question's own; the asker waits for as many
-answers as there were listeners, for ANSWER_S at most. Without Redis, or while it is away, this
-router's own requests are all that is ended.
+the one that has the request. The asking router publishes the question. Each router that listens
+ends the requests that it knows and pushes their ids to a Redis list made for this question. The
+asking router waits for as many answers as there were listeners, for ANSWER_S at most. Without
+Redis, or while Redis is away, only this router's own requests are ended.
 
 The life: made -> run() until cancelled; `everywhere` at any time.
 """
@@ -29,15 +29,15 @@ from router.request.trace import RequestTrace
 
 log = logging.getLogger(__name__)
 ANSWER_S: Final = 1.0
-WAIT_S: Final = 0.2  # of one look for answers: below any socket's own time limit
+WAIT_S: Final = 0.2  # longest wait of one BLPOP for answers: below any socket's own time limit
 LISTEN_S: Final = 30.0
 RETRY_S: Final = 1.0
-KEPT_MS: Final = 10_000  # answers that came too late for their question
+KEPT_MS: Final = 10_000  # answers that came too late for their question are kept in Redis so long
 _FAILED: Final = (RedisError, OSError, TimeoutError)
 
 
 class Requests(Protocol):
-    """What this needs of router/request/dispatcher.py."""
+    """What Aborts needs of the dispatcher (router/request/dispatcher.py)."""
 
     def live(self) -> list[tuple[Request, RequestTrace]]: ...
     def waiting(self) -> list[tuple[Request, RequestTrace]]: ...
@@ -46,7 +46,10 @@ class Requests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What to end: requests of these names, or all; `domain` None: whoever's they are."""
+    """Which requests to end: those that `names` name, or all if `everything` is set.
+
+    `domain`: only requests of tenants in this domain; None: of all tenants.
+    """
 
     names: Sequence[str]
     by_operator: bool
@@ -55,7 +58,7 @@ class _Question:
 
 
 class Aborts:
-    """`redis` None: this router is the only one."""
+    """Ends requests here and on the other routers. `redis` None: there are no other routers."""
 
     def __init__(self, requests: Requests, redis: Redis | None = None) -> None:
         self.listening = asyncio.Event()
@@ -66,9 +69,11 @@ class Aborts:
     async def everywhere(
         self, asked: Sequence[str], by_operator: bool = False, domain: str | None = None
     ) -> list[str]:
-        """End the requests that `asked` name; their ids. An operator may name them by reply or by
-        `x-request-id`, too, and lets their clients have what there is. `domain`: of these tenants'
-        alone."""
+        """End the requests that `asked` names; return the ids of those that were ended.
+
+        An operator may also name requests by reply id or by `x-request-id`; the clients of what an
+        operator ends get the output so far. `domain`: end only requests of tenants in this domain.
+        """
         question = _Question(tuple(asked), by_operator, domain)
         found = self.here(question)
         if self._redis is not None and len(found) < len(asked):
@@ -79,7 +84,7 @@ class Aborts:
         return found
 
     async def everything(self) -> list[str]:
-        """End all requests, their clients get what there is; their ids."""
+        """End all requests and return their ids. Their clients get the output so far."""
         question = _Question((), by_operator=True, domain=None, everything=True)
         found = self.here(question)
         if self._redis is not None:
@@ -105,7 +110,7 @@ class Aborts:
         return [id_ for id_ in meant if self._requests.abort(id_, by_operator=operator)]
 
     async def run(self) -> None:
-        """Answer the others, until cancelled."""
+        """Answer the questions of other routers, until cancelled. Return at once without Redis."""
         if self._redis is None:
             return
         told = False

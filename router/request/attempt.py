@@ -1,9 +1,9 @@
-"""NodeAttempts: the nodes that work on one request, and the KV export between them. Mechanics only.
+"""NodeAttempts: the nodes that work on one request, and the KV export between them.
 
-It holds at most one Attempt for the prefill and one for the decode, collects their events in one
-inbox, and renews the lease of the export until the decode node does that. After a migration the
-prefill attempt is the decode node that exported the KV. Not here: when to do which
-(router/request/dispatch.py).
+NodeAttempts holds at most one Attempt for the prefill and one for the decode, collects their events
+in one inbox, and renews the lease of the export until the decode node renews it. After a migration,
+`prefill` is the attempt at the decode node that exported the KV. The decisions when to submit, drop
+or finish an attempt are not made here but in router/request/dispatch.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from router.nodes.registry import NodeRegistry
 
 
 class HopFailed(Exception):
-    """A node could not do its part; another may. `export_lost`: the KV that was being handed over
-    is of no use any more."""
+    """A node could not do its part of a request; another node may be able to.
+
+    `export_lost`: the KV export cannot be fetched any more, so the prompt is computed again.
+    """
 
     def __init__(self, error: BatonError, *, export_lost: bool = False) -> None:
         super().__init__(str(error))
@@ -38,29 +40,33 @@ class HopFailed(Exception):
 
 
 class NodeAttempts:
-    """`inbox`: the nodes' events, for the journey.
+    """The attempts of one request and its KV export.
 
-    `decoding`: the decode node has sent an event, so it needs the export no more.
-    `exporter_suspect`: the exporter was lost, and this request may be the cause.
+    `inbox`: the nodes' events, for the journey. `handle`: the KV export, None before there is one.
+    `prefilled`: the prompt is computed. `decoding`: the decode node has sent an event, so it needs
+    the export no more. `exporter_suspect`: the exporter was lost, and this request may be the
+    cause.
     """
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
         self.inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
-        self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
+        # None: there is no lease to renew, or the decode node renews it.
+        self._renewal: asyncio.TimerHandle | None = None
         self.prefill: Attempt | None = None
         self.decode: Attempt | None = None
         self.handle: KVHandle | None = None
         self.prefilled = False
         self.decoding = False
-        self._timed_out = False  # a fetch of the export did
+        self._timed_out = False  # a fetch of this export has timed out before
         self.exporter_suspect = False
-        # Shows a decode node's event that only continues its sample; None while others are due.
+        # Shows a decode node's event without the journey's task, if the event only continues its
+        # sample. None: all events go to the inbox.
         self.shows: Callable[[TokenEvent], bool] | None = None
 
     @property
     def has_export(self) -> bool:
-        """Is there KV that another decode node may fetch?"""
+        """Whether there is an export that another decode node may fetch."""
         return (
             self.handle is not None
             and self.prefill is not None
@@ -70,24 +76,32 @@ class NodeAttempts:
 
     @property
     def exporter_is_suspect(self) -> bool:
-        """If the exporter has died, may this request be the cause? The decode node may know of
-        the death before this router does."""
+        """Whether this request may be the cause of the exporter's death, if the exporter has died.
+
+        The decode node may report the death before this router notices it. While the session with
+        the exporter stands, the answer is what it would be if the exporter died now.
+        """
         attempt = self.prefill
         if attempt is not None and attempt.connected and attempt.session is not None:
             return attempt.request_id in attempt.session.suspects
         return self.exporter_suspect
 
     def is_doomed_by(self, lost: SessionLost) -> bool:
-        """The decode node notices this loss of the exporter late or never: its machine is silent,
-        or its engine hangs in the prefill while its lane still asks the decode node to wait."""
+        """Whether the decode node would notice this loss of the exporter late or never.
+
+        That is so if the exporter's machine is silent, or if the exporter's engine hangs during the
+        prefill while its data plane still asks the decode node to wait. False once the decode node
+        decodes.
+        """
         return not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
 
     def submit(
         self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
     ) -> Attempt:
-        """The message's request goes to `node`, which has so many tokens to compute.
+        """Send the message's request to `node` and return the attempt there.
 
-        Raises NodeLost when the node has just gone away.
+        `num_tokens`: prompt tokens that the node has to compute. Raises NodeLost when the node has
+        just gone away.
         """
         request = message.request
         session = self._registry.session(node.boot_id)
@@ -107,19 +121,22 @@ class NodeAttempts:
         return attempt
 
     def take_handle(self, handle: KVHandle) -> None:
-        """The export has just been made. From now on this router renews its lease."""
+        """Store the handle of an export that has just been made, and begin to renew its lease."""
         self.handle = handle
         self._timed_out = False
         self._renew_later(handle)
 
     def may_fetch_again(self) -> bool:
-        """After a fetch that timed out: is the exporter still there, and was that the first?"""
+        """Note that a fetch of the export has timed out; return whether to try once more.
+
+        True if the exporter is still connected and this was the first time-out of this export.
+        """
         first, self._timed_out = not self._timed_out, True
         return self.has_export and first
 
     def take_over(self, handle: KVHandle) -> None:
-        """The decode node has let go of the running request. Now it is the exporter, and its events
-        as an owner are ignored."""
+        """Make the decode node the exporter: it has let go of the running request and exported its
+        KV as `handle`. Tokens that it still sends for the request are ignored."""
         if self.prefill is not None:
             self.prefill.leave(abort=False)
         if self.decode is not None:
@@ -130,13 +147,13 @@ class NodeAttempts:
         self.take_handle(handle)
 
     def has_prefilled(self) -> None:
-        """Token 1 is there. Notify the decode node, unless it got the request after that."""
+        """Note that token 1 has come, and tell the decode node, if it has the request already."""
         if not self.prefilled and self.decode is not None:
             self.decode.send(Prefilled(self.decode.request_id, self.decode.epoch))
         self.prefilled = True
 
     def renew(self) -> None:
-        """Renew the lease now and every third of it."""
+        """Renew the export's lease now, and again after each third of the lease time."""
         if self.handle is None or self.prefill is None:
             return
         self.prefill.send(RenewExport(self.handle))
@@ -148,21 +165,24 @@ class NodeAttempts:
         self._renewal = loop.call_later(handle.lease_ms / 3000, self.renew)
 
     def stop_renewing(self) -> None:
-        """The decode node renews the lease now, and reports the exporter's death."""
+        """Stop renewing the lease: from now on the decode node renews it, and reports the
+        exporter's death."""
         if self._renewal is not None:
             self._renewal.cancel()
             self._renewal = None
 
     @property
     def is_subscribed(self) -> bool:
+        """Whether the decode node fetches the export and renews its lease."""
         return self.handle is not None and self._renewal is None
 
     def pending_events(self) -> list[tuple[Attempt, NodeEvent]]:
-        """Events that have been delivered and not been read."""
+        """Remove and return the events that have been delivered and that nobody has read."""
         return [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
 
     def drop_decode(self) -> None:
-        """The decode node failed. The export stays, and its lease is renewed here again."""
+        """Abort the request on the decode node, which failed. Keep the export, and let this router
+        renew its lease again."""
         if self.decode is not None:
             self.decode.leave(abort=True)
         self.decode = self.shows = None
@@ -175,7 +195,7 @@ class NodeAttempts:
             attempt.send(StopSample(attempt.request_id, attempt.epoch, sample))
 
     def give_up(self, why: str) -> None:
-        """Stop every node and release the export: nobody needs their work."""
+        """Abort the request on both nodes and release the export, with `why` as the reason."""
         if self.decode is not None:
             self.decode.leave(abort=True)
         if self.prefill is not None:
@@ -185,7 +205,7 @@ class NodeAttempts:
         self._forget()
 
     def finish(self) -> None:
-        """The decode node ended the request by itself."""
+        """Leave both nodes without aborting: the decode node has ended the request by itself."""
         for attempt in (self.prefill, self.decode):
             if attempt is not None:
                 attempt.leave(abort=False)

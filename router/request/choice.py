@@ -1,7 +1,7 @@
-"""The policy, asked on behalf of one request.
+"""Chooses nodes for one request: asks the policy (router/nodes/policy.py) with current snapshots.
 
 Snapshots of the nodes are taken once per decision. Boots that refused the request are not used
-again; those that failed it only when nobody else is left (router.nodes.policy.Ask).
+again. Boots that failed the request are used only when no other is left (router.nodes.policy.Ask).
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from router.request.sessions import tie_of
 from router.request.terms import Terms
 from router.request.trace import RequestTrace
 
-MOST_LOGPROBS: Final = 1 << 15  # of token 1, that a hand-over carries (END has 1 MiB)
+# Most log-probabilities of token 1 that a hand-over carries (its END frame has 1 MiB).
+MOST_LOGPROBS: Final = 1 << 15
 
 
 def ask_of(request: Request, terms: Terms) -> Ask:
-    """What a new request needs of its nodes. Log-probabilities of token 1 that are too many to
-    travel with the KV keep the prompt on the decode node."""
+    """Return what a new request needs of its nodes.
+
+    If token 1 has more log-probabilities than a hand-over carries, the decode node has to compute
+    the prompt (`Ask.local`).
+    """
     params = request.params
     return Ask(
         known_ids=request.known_ids,
@@ -40,7 +44,10 @@ def ask_of(request: Request, terms: Terms) -> Ask:
 
 
 def route(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
-    """Nodes for a whole journey. Mutates `ask` and `trace`. Raises as `choose_route`."""
+    """Choose the prefill node (if any) and the decode node of a request.
+
+    Mutates `ask` and `trace`. Raises as `choose_route`.
+    """
     nodes = parts.registry.snapshots()
     chosen = choose_route(ask, nodes, parts.settings, _tie(ask, parts, trace.terms.session))
     ask.model_digest = chosen.decode.model_digest
@@ -49,8 +56,10 @@ def route(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
 
 
 def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandle) -> NodeSnapshot:
-    """A decode node for KV that another one exports. Mutates `ask` and `trace`. Raises as
-    `choose_route`."""
+    """Choose a decode node that fetches the export `kv`; never the exporter itself.
+
+    Mutates `ask` and `trace`. Raises as `choose_route`.
+    """
     nodes = [node for node in parts.registry.snapshots() if node.boot_id != kv.boot_id]
     tie = _tie(ask, parts, trace.terms.session)
     node = choose_decode(ask, nodes, kv.endpoint.layout_fingerprint, parts.settings, tie)
@@ -59,7 +68,10 @@ def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandl
 
 
 def check_move(ask: Ask, parts: DispatchParts, leaving: str) -> None:
-    """Raise what `decode_node` would for KV of the boot `leaving`; nothing is chosen."""
+    """Check that another decode node could take a request over from the boot `leaving`.
+
+    Raises as `decode_node`. Mutates nothing.
+    """
     nodes = parts.registry.snapshots()
     layout = next((node.fingerprint for node in nodes if node.boot_id == leaving), "")
     others = [node for node in nodes if node.boot_id != leaving]
@@ -67,14 +79,17 @@ def check_move(ask: Ask, parts: DispatchParts, leaving: str) -> None:
 
 
 def serve(ask: Ask, registry: NodeRegistry) -> bool:
-    """Is there a decode node for it now, whatever KV of it exists?"""
+    """Whether a decode node could serve the request now, if its KV were computed again."""
     return any(node.role is Role.DECODE and is_usable(node, ask) for node in registry.snapshots())
 
 
 async def may_come(ask: Ask, registry: NodeRegistry, export: KVHandle | None) -> bool:
-    """Wait for news of the nodes; False, at once: no decode node is expected that could serve the
-    request, or fetch its `export`."""
-    anybody = replace(ask, excluded=frozenset())  # another boot may take it
+    """Wait until the nodes change (at most a heartbeat) and return True, if a suitable decode node
+    is expected; otherwise return False at once.
+
+    A suitable node could serve the request and, if there is an `export`, fetch it.
+    """
+    anybody = replace(ask, excluded=frozenset())  # a node that refused may come as another boot
 
     def could_serve(node: NodeSnapshot) -> bool:
         if export is not None and node.boot_id == export.boot_id:
@@ -86,9 +101,12 @@ async def may_come(ask: Ask, registry: NodeRegistry, export: KVHandle | None) ->
 
 
 async def is_guilty(ask: Ask, registry: NodeRegistry) -> bool:
-    """Have so many nodes died of the request, or hung, that it must end? A node that comes back as
-    the same boot has not died: the network was away, or this router stood still. So such nodes are
-    waited for before the verdict. Mutates `ask`."""
+    """Whether the request must end because MAX_NODE_DEATHS nodes have died of it or hung.
+
+    A node that comes back as the same boot has not died: the network was away, or this router stood
+    still. So this waits for `registry.connect_s` at most until too few deaths are left. Mutates
+    `ask`.
+    """
 
     def seems_innocent() -> bool:
         dead = [boot for boot, hung in ask.deaths.items() if hung or registry.session(boot) is None]
@@ -103,7 +121,11 @@ async def is_guilty(ask: Ask, registry: NodeRegistry) -> bool:
 
 
 def _tie(ask: Ask, parts: DispatchParts, session: bytes) -> float:
-    """Decides between equal nodes. A session has one of its own, and a node that it had last."""
+    """Return the number in [0, 1) that decides between equal nodes.
+
+    It is random without a session. For a session it is always the same, and the decode node that
+    served the session last is noted in `ask`.
+    """
     if not session:
         return random.random()
     ask.session_boot = parts.sessions.node_of(session)
@@ -117,7 +139,8 @@ def _note_choice(
     nodes: list[NodeSnapshot],
     chosen: Route,
 ) -> None:
-    """Remember where the session is now, and for a receipt why there."""
+    """Remember the decode node of the session. If the client wants a receipt, keep the scores of
+    all nodes in `trace`."""
     if trace.terms.session:
         parts.sessions.served_by(trace.terms.session, chosen.decode.boot_id)
     if trace.terms.receipt:

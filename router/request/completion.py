@@ -1,10 +1,11 @@
 """One request from the dispatcher's tokens to what a client reads: text, finish reason, usage.
 
-Used by both front doors (HTTP and gRPC); for chats the text is taken apart too (baton/parsers).
-A request may have several samples, or beams: all run at once, each ends once, with a Delta that has
-a finish_reason, and each has its own text, stop strings and parser. An exception ends all of them.
-Closing `deltas()` early closes the dispatcher's stream, which aborts the request on every hop. A
-stop string ends a sample here, because only the router sees text; the others go on.
+Used by both front doors (HTTP and gRPC). The text of a chat is also divided into parts: content,
+reasoning, tool calls (baton/parsers).
+A request may have several samples, or beams. All run at once. Each has its own text, stop strings
+and parser, and ends with exactly one Delta that has a finish_reason. An exception ends all of them.
+Closing `deltas()` early closes the dispatcher's stream, which aborts the request on every node. A
+stop string ends a sample here, because only the router sees text; the other samples go on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Dispatch(Protocol):
-    """What a front door needs of router/request/dispatch.py."""
+    """What a front door needs of the dispatcher (router/request/dispatcher.py)."""
 
     def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]: ...
     def stop_sample(self, request_id: str, sample: int) -> None: ...
@@ -42,7 +43,7 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallRunner:
-    """What runs completions: who computes their tokens, who counts them, and by which clock."""
+    """What a completion needs to run: the dispatcher of its tokens, the metrics, and the clock."""
 
     dispatch: Dispatch
     metrics: RouterMetrics
@@ -51,8 +52,12 @@ class CallRunner:
 
 @dataclass(frozen=True, slots=True)
 class OutputRules:
-    """How tokens become text. `message`: and that text, parts. `echo`: the prompt's text, for
-    replies that repeat it; `discard`: nothing else is wanted, the tokens are not shown."""
+    """How tokens become text.
+
+    `message`: the rules that divide the text into parts; None: the text is not divided. `echo`: the
+    prompt's text, for replies that repeat it. `discard`: the client wants the echo alone, so the
+    tokens are not shown.
+    """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -62,17 +67,19 @@ class OutputRules:
     discard: bool = False
 
 
-PLAIN_OUTPUT: Final = OutputRules()  # of whoever asks for nothing of this
+PLAIN_OUTPUT: Final = OutputRules()  # for requests that set none of these rules
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event of one sample adds. `text` may be empty (half a character, a held-back tail).
+    """What one token event adds to one sample.
 
-    `position` is the absolute output index of token_ids[0]. `stop_reason` is the stop string or the
-    stop token id that ended it, None for end-of-sequence. `logprobs[i]` belongs to token_ids[i].
-    `parts` are what `text` holds, `num_calls` the tool calls so far, if the rules ask for these.
-    `sample`: which of the request's choices it belongs to, from 0.
+    `text` may be empty: half a character, or text held back because it may begin a stop string.
+    `position` is the output index of token_ids[0] within the sample. `stop_reason` is the stop
+    string or the stop token id that ended the sample, None for end-of-sequence. `logprobs[i]`
+    belongs to token_ids[i]. `parts` divide `text`, and `num_calls` counts the sample's tool calls
+    so far; both stay empty unless the rules have `message`. `sample`: the request's choice that the
+    delta belongs to, from 0.
     """
 
     position: int
@@ -87,9 +94,9 @@ class Delta:
 
 
 class Completion:
-    """The run of one request. `deltas()` once; the counts are final when it has ended.
+    """The run of one request. Call `deltas()` once; the counts are final when it has ended.
 
-    `prompt_logprobs` are there with the first delta, if they were asked for.
+    `prompt_logprobs` are set when the first delta comes; empty if the request asked for none.
     """
 
     def __init__(
@@ -106,7 +113,8 @@ class Completion:
         self.tokenizer = tokenizer
         self.trace = RequestTrace(terms)
         self.cached_tokens = 0
-        self.guided_field = FIELD  # the client's own name of the constraint, for what nodes refuse
+        # The field in which the client gave the constraint, for errors about that constraint.
+        self.guided_field = FIELD
         self.prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
         self._samples = [
             SampleText(sample, request, rules, tokenizer)
@@ -115,7 +123,7 @@ class Completion:
 
     @property
     def num_choices(self) -> int:
-        """Answers that the client gets: samples of the deltas are below that."""
+        """How many choices the client gets; each delta's `sample` is below that number."""
         return self.request.params.n
 
     @property
@@ -124,7 +132,7 @@ class Completion:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all samples, also of those that best_of drops."""
+        """Output tokens of all samples, also of those that best_of drops."""
         return sum([sample.num_tokens for sample in self._samples])
 
     @property
@@ -132,24 +140,29 @@ class Completion:
         return sum([sample.reasoning_tokens for sample in self._samples])
 
     def parts_of(self, delta: Delta) -> Sequence[Part]:
-        """What a delta of this completion holds: all of its text is content, unless the rules ask
-        for parts."""
+        """Return the parts of a delta. Without message rules its whole text is one Content."""
         if self.rules.message is not None:
             return delta.parts
         return (Content(delta.text),) if delta.text else ()
 
     def twin(self) -> Completion:
-        """The same, not run yet: its request may be told to several readers."""
+        """Return a new completion of the same request, not run yet, for another reader of it."""
         return Completion(self.request, self.model, self.rules, self.tokenizer, self.trace.terms)
 
     def deltas(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
-        """Run the request, measured from its arrival. Raises BatonError."""
+        """Run the request and yield its deltas. The metrics measure from the request's arrival.
+
+        Raises BatonError.
+        """
         live = self._run(runner)
         return live if len(self._samples) == self.request.params.n else self._best(live)
 
     async def _run(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
-        """All samples as they come, each ended once. The last end is told when the dispatcher has
-        recorded it. The meter is ended on every way out."""
+        """Yield the deltas of all samples as they come, each sample ended exactly once.
+
+        The very last delta is yielded when the dispatcher has recorded the request's end. The
+        request's meter is ended on every way out.
+        """
         dispatch, clock, outcome = runner.dispatch, runner.clock, "cancelled"
         meter = runner.metrics.begin(self.model, self.request.arrival)
         meter.params = self.request.params
@@ -161,7 +174,7 @@ class Completion:
                     async for event in events:
                         sample = self._samples[event.sample]
                         if sample.ended:
-                            continue  # under way when its text ended it
+                            continue  # was under way when a stop string ended the sample
                         self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
                         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
                         delta = sample.absorb(event)
@@ -196,12 +209,15 @@ class Completion:
             meter.end(clock.monotonic(), self.trace, len(self.request.prompt_ids), outcome)
 
     def _cut_short(self, held: Delta | None) -> list[Delta]:
-        """`held`, if any, and the ends of what an operator has aborted: at least one."""
+        """Return the last deltas of a request that an operator has aborted, at least one.
+
+        `held` comes first unless None; then one delta ends each sample that has not ended.
+        """
         ends = [sample.aborted() for sample in self._samples if not sample.ended]
         return ends if held is None else [held, *ends]
 
     async def _best(self, live: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """The n best samples, best first, once all have ended."""
+        """Yield the deltas of the n best samples, best sample first, once all have ended."""
         held: list[list[Delta]] = [[] for _ in self._samples]
         async with aclosing(live):
             async for delta in live:
@@ -213,16 +229,17 @@ class Completion:
 
 
 class SampleText:
-    """One sample's tokens as text. `absorb` each of its events, in order, until it has `ended`.
+    """The text of one sample. Call `absorb` with each of its events, in order, until it has
+    `ended`.
 
-    `stopped_by_text`: a stop string ended it, and a node may still go on with it.
+    `stopped_by_text`: a stop string ended the sample, and a node may still compute it.
     """
 
     def __init__(
         self, index: int, request: Request, rules: OutputRules, tokenizer: Tokenizer
     ) -> None:
         self.num_tokens = 0
-        self.reasoning_tokens = 0  # up to the one that ended it
+        self.reasoning_tokens = 0  # including the token that ended the reasoning
         self.ended = False
         self.stopped_by_text = False
         self._index = index
@@ -236,13 +253,13 @@ class SampleText:
             shown, self._parser = rules.message.markers, MessageParser(rules.message)
         self._parts: list[Part] = []
         self._decoder = tokenizer.stream(rules.skip_special_tokens, shown)
-        # None: nothing is looked for in the text.
+        # None: no stop string and no parser looks at the text token by token.
         self._stops: StopMatcher | None = None
         if rules.stop or self._parser is not None:
             self._stops = StopMatcher(rules.stop, rules.include_stop)
 
     def absorb(self, event: TokenEvent) -> Delta:
-        """Text of one event. Mutates decoder, matcher, parser and counts."""
+        """Return what one event adds. Mutates decoder, matcher, parser and counts."""
         if self._discard:
             reason = event.finish_reason and FinishReason.LENGTH
             return self._delta(Delta(event.position, (), "", reason))
@@ -264,7 +281,7 @@ class SampleText:
         )
 
     def _looked_through(self, event: TokenEvent, hides_last: bool, stops: StopMatcher) -> Delta:
-        """An event's text, token by token: a stop string may be complete with each of them."""
+        """Decode an event token by token, because a stop string may be complete after any token."""
         shown: list[str] = []
         for index, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
@@ -293,11 +310,14 @@ class SampleText:
 
     @property
     def _may_stop(self) -> bool:
-        """Stop strings count from the first token beyond `min_tokens` on, as vLLM's do."""
+        """Whether a stop string may end the sample now: only after `min_tokens`, as in vLLM."""
         return self.num_tokens > self._min_tokens
 
     def aborted(self) -> Delta:
-        """The end of an output that somebody else than its client stopped: what there is of it."""
+        """Return the delta that ends a sample which an operator aborted, with all text held back.
+
+        Its finish reason is ABORT.
+        """
         shown: list[str] = []
         text = self._decoder.flush()
         if self._stops is None:
@@ -308,7 +328,11 @@ class SampleText:
         return self._delta(Delta(self.num_tokens, (), "".join(shown), FinishReason.ABORT))
 
     def _show(self, text: str, shown: list[str]) -> None:
-        """Text that became final with the token counted last."""
+        """Add final text to `shown`, and parse it if there is a parser.
+
+        The text became final with the token counted last; that token counts as reasoning if the
+        parser is or was within the reasoning.
+        """
         shown.append(text)
         if self._parser is not None:
             was_thinking = self._parser.thinking
@@ -317,7 +341,7 @@ class SampleText:
                 self.reasoning_tokens = self.num_tokens
 
     def _delta(self, delta: Delta) -> Delta:
-        """The delta with its sample, and with its parts."""
+        """Return the delta completed with its sample number and, with a parser, its parts."""
         self.ended = delta.finish_reason is not None
         if self._parser is None:
             return replace(delta, sample=self._index) if self._index else delta
@@ -328,13 +352,14 @@ class SampleText:
         return replace(delta, parts=parts, num_calls=calls, sample=self._index)
 
     def _stop_token(self, event: TokenEvent) -> int | None:
-        """The client's own stop token id that ended it, None for the model's end-of-sequence."""
+        """Return the client's stop token id that ended the sample; None for end-of-sequence."""
         return event.stop_token_id if event.stop_token_id in self._stop_token_ids else None
 
     def _stop(
         self, event: TokenEvent, index: int, shown: list[str], matched: str, at_end: bool = False
     ) -> Delta:
-        """The Delta that ends the output at a stop string completed by event.token_ids[index]."""
+        """Return the delta that ends the sample at a stop string which event.token_ids[index]
+        completed."""
         # The sample may have ended with the same event: then there is nothing left to stop.
         self.stopped_by_text = event.finish_reason is None and not at_end
         return Delta(

@@ -6,13 +6,13 @@ Read `Journey.travel` first.
     PREFILL    P computes the prompt
     TRANSFER   P's KV handle arrived, long before the KV: D gets handle and request and
                fetches while P computes; token 1 comes from P and is shown as it arrives
-    DECODE     D's events, without what is known already (local prefill: QUEUED -> DECODE)
+    DECODE     D decodes; what it repeats is dropped (if D prefills, too: QUEUED -> DECODE)
     FINISHED   or FAILED, or CANCELLED: exactly one of them
 
-A decode node that drains, or is full, lets go of a running request: it exports its KV, and the
-request goes DECODE -> QUEUED (epoch + 1) -> TRANSFER -> DECODE to another one, with no gap.
-A node lost on the way sends the request back to QUEUED with epoch + 1 and what has been emitted so
-far; after MAX_NODE_DEATHS it is FAILED. The journey has its own task: no client can hold it up.
+Migration: a decode node that drains or is full exports a running request's KV and lets go of it.
+The request goes DECODE -> QUEUED (epoch + 1) -> TRANSFER -> DECODE on another decode node.
+Failover: when a node is lost, the request goes back to QUEUED with epoch + 1 and its tokens so far;
+after MAX_NODE_DEATHS it is FAILED. The journey has its own task: no client can hold it up.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from router.request.trace import RequestTrace
 from router.store.ledger import RequestLedger, description
 
 logger = logging.getLogger(__name__)
-MAX_TRIES: Final = 8  # whatever the reason: a request never wanders for ever
+MAX_TRIES: Final = 8  # epochs of one request, whatever made them fail
 MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
 
 
 class Journey:
-    """One request under way, in its own task. `failure` is final after the last of `output`."""
+    """One request under way, in its own task. `failure` is final once `output` has ended."""
 
     def __init__(self, request: Request, trace: RequestTrace, parts: DispatchParts) -> None:
         self.failure: BatonError | None = None
@@ -74,11 +74,11 @@ class Journey:
         self._ask = choice.ask_of(request, trace.terms)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
-        self._move: MigrationMove | None = None  # under way to another decode node
+        self._move: MigrationMove | None = None  # the migration under way
         self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._why: BatonError = Cancelled("the request was cancelled")  # if it is
+        self._why: BatonError = Cancelled("the request was cancelled")  # the failure if cancelled
         self._aborted = False
         self._closing = False
 
@@ -96,39 +96,39 @@ class Journey:
         ended()
         if self._timer is not None:
             self._timer.cancel()
-        if task.cancelled():  # before it began: none of its own code has run
+        if task.cancelled():  # before the task began: `_run` has not run
             self.failure = Cancelled("the request was cancelled")
             self.output.close()
 
     def abort(self) -> None:
-        """End it: somebody said so."""
+        """Cancel the request because a client or an operator asked for that by its id."""
         self._aborted = True
         self.cancel()
 
     def cancel(self, why: BatonError | None = None) -> None:
-        """Once the end is being recorded there is nothing left to cancel."""
+        """Cancel the request with the error `why`; do nothing if its end is being recorded."""
         if self._task is not None and not self._closing:
             self._why = why or self._why
             self._task.cancel()
 
     def stop_sample(self, sample: int) -> None:
-        """No node computes it any further, none begins it again."""
+        """End one sample: its node stops computing it, and later nodes do not begin it again."""
         self.output.stop(sample)
         self._request = replace(self._request, ended=self.output.ended)
         self._ask.known_ids = self._request.known_ids
         self._attempts.stop_sample(sample)
-        if self.output.finished:  # the others' ends are on their way to the caller
+        if self.output.finished:  # the other samples have ended, too
             self._trace.stopped_by_text()
             self.cancel()
 
     @property
     def seen(self) -> tuple[Request, RequestTrace]:
-        """The request as its nodes have it now, and what it went through."""
+        """The request as its nodes have it now, and its trace."""
         return self._request, self._trace
 
     @property
     def candidate(self) -> Candidate | None:
-        """What a migrator may know of it; None while no decode node has it, or it moves."""
+        """The request as a migrator sees it; None if no decode node has it or it is moving."""
         attempt = self._attempts.decode
         if attempt is None or self._closing or not attempt.connected or self._is_moving:
             return None
@@ -137,7 +137,7 @@ class Journey:
         return Candidate(self._request.id, attempt.boot_id, tokens, decoding, self._moved_at)
 
     def begin_move(self) -> MigrationMove | None:
-        """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
+        """Ask the decode node to let go of the request. None if no other node could take it."""
         attempt = self._attempts.decode
         if attempt is None or self.candidate is None:
             return None
@@ -155,13 +155,13 @@ class Journey:
         return move is not None and self._clock.monotonic() - move.asked_at < MOVE_S
 
     async def stop(self, why: BatonError | None = None) -> None:
-        """Cancel it unless it has ended; returns when nodes and store have been notified."""
+        """Cancel the request with the error `why` unless it has ended; wait until it has ended."""
         if self._task is not None and not self._task.done():
             self.cancel(why)
             await asyncio.wait({self._task})
 
     async def _run(self) -> None:
-        """`travel`, whatever happens: exactly one terminal state, every node left."""
+        """Run `travel`; however it ends, record exactly one terminal state and leave every node."""
         ledger: list[RequestLedger] = []
         outcome = RequestState.FAILED
         try:
@@ -192,7 +192,7 @@ class Journey:
 
     # ---- the journey ----
     async def travel(self, opened: list[RequestLedger]) -> None:
-        """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
+        """Run epochs until the last token. `opened` gets the ledger, for the caller to end it."""
         FAILPOINTS.hit("accepted")
         ledger = await self._parts.store.enter(self._request, description(self._request))
         opened.append(ledger)
@@ -206,14 +206,14 @@ class Journey:
                 await self._nobody_there(ledger, error)
 
     async def _run_epoch(self, ledger: RequestLedger) -> None:
-        """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
+        """Run one epoch: submit the request, then follow its nodes' events. Raises HopFailed."""
         self._num_tries += 1
         self.output.restart()
         try:
             if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
-                if self._attempts.handle is not None:  # an export that went before a node came
+                if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
                 await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
             while not self.output.finished:
@@ -223,7 +223,7 @@ class Journey:
                 elif attempt is self._attempts.decode:
                     await self._on_decode(ledger, event)
                 # else: from an attempt that was given up
-        except NodeLost as error:  # it went between the choice and the submission
+        except NodeLost as error:  # a node went away between the choice and the submission
             raise HopFailed(error) from error
 
     def _give_up(self, why: str) -> None:
@@ -231,7 +231,7 @@ class Journey:
         self._end_move("failed")
 
     async def _begin(self, ledger: RequestLedger, route: Route) -> None:
-        """Submit to the prefill node; without one, to the decode node alone."""
+        """Submit the request to the route's prefill node; without one, to the decode node."""
         trace = self._trace
         self._planned = route.decode
         trace.local_prefill = route.prefill is None
@@ -254,14 +254,14 @@ class Journey:
             ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
 
     async def _accepted(self, ledger: RequestLedger) -> None:
-        """Nothing of the request is shown before its record is there; its prefill need not wait."""
+        """Wait for the store to have the record: only then tokens are shown. The prefill runs."""
         await ledger.accepted()
         if self._trace.queued_at is None:
             FAILPOINTS.hit("logged")
             self._trace.queued_at = self._clock.monotonic()
 
     async def _hand_over(self, ledger: RequestLedger) -> None:
-        """Give handle and request to a decode node, which subscribes while the prefill runs."""
+        """Submit request and KV handle to a decode node, which fetches while the prefill runs."""
         handle = self._attempts.handle
         assert handle is not None, "there is an export to hand over"
         node, self._planned = self._planned, None
@@ -294,7 +294,7 @@ class Journey:
             ):
                 raise HopFailed(self._lost(attempts.prefill, event))
             case SessionLost() if not self.output.prompt_reported:
-                lost = self._lost(attempts.prefill, event)  # only a prefill reports the prompt
+                lost = self._lost(attempts.prefill, event)  # only P reports the prompt's logprobs
                 raise HopFailed(KVLost(lost.message), export_lost=True) from lost
             case SessionLost():  # once D subscribes, it is D that reports the export's end
                 attempts.exporter_suspect = event.suspect
@@ -313,7 +313,7 @@ class Journey:
                 elif not attempts.decoding:
                     await self._handed_over(ledger)
                 self.output.decoded(event, self._attempts.handle is not None)
-                attempts.shows = self.output.show_next  # what follows, unless it ends something
+                attempts.shows = self.output.show_next  # for the next events
             case RequestFailed():
                 self._refused(attempts.decode, event)
             case SessionLost():
@@ -324,7 +324,7 @@ class Journey:
                 pass  # asked for by router/request/pool.py alone
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
-        """D's first event: the KV arrived whole, P may forget it."""
+        """Note the decode node's first event: it has all of the KV, the export is not needed."""
         self._attempts.decoding = True
         self._attempts.stop_renewing()
         if self._move is None or not self._move.tokens:
@@ -336,10 +336,10 @@ class Journey:
         ledger.post(RequestState.DECODE)
 
     async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
-        """The decode node has let go of the request: the next one fetches from it and goes on."""
+        """Hand the request to another decode node: the present one has exported it as `handle`."""
         assert self._attempts.decode is not None, "it was the decode node that said so"
         source = self._attempts.decode.boot_id
-        if self._move is None:  # asked so long ago that it was given up
+        if self._move is None:  # that migration was given up before
             self._move = MigrationMove(source, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
         self._attempts.take_over(handle)
@@ -378,8 +378,8 @@ class Journey:
         raise HopFailed(error)
 
     def _kv_failed(self, attempt: Attempt, error: KVError) -> HopFailed:
-        """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
-        fetched once more, elsewhere if possible. Computing it again would only add to the load."""
+        """Return the failure of a hop whose KV did not arrive. After the first time-out the export
+        is fetched once more, elsewhere if possible: computing it again would add to the load."""
         if isinstance(error, KVTimeout) and self._attempts.may_fetch_again():
             self._ask.avoid(attempt.boot_id)
             return HopFailed(error)
@@ -392,7 +392,8 @@ class Journey:
         return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
-        """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
+        """Move the request back to QUEUED with the next epoch. Raises the failure's error after
+        MAX_TRIES epochs or too many node deaths, and when the retry budget is spent."""
         self._show_pending()
         if self.output.finished:
             return
@@ -409,13 +410,13 @@ class Journey:
         if self.output.finished:
             return
         if isinstance(failure.error, GivenBack):
-            self._num_tries -= 1  # as asked: nobody failed
+            self._num_tries -= 1  # the node gave the request back as asked: no failure
         else:
             self._trace.retries += 1
         await self._next_epoch(ledger)
 
     def _show_pending(self) -> None:
-        """Show delivered events that nobody has read: they are logged, so part of the output."""
+        """Show the delivered events that nobody has read: the log has them, so they are output."""
         for attempt, event in self._attempts.pending_events():
             if isinstance(event, TokenEvent) and attempt is self._attempts.prefill:
                 self.output.show(event)
@@ -424,13 +425,13 @@ class Journey:
                 self.output.decoded(event, self._attempts.handle is not None)
 
     def _spend_retry(self, error: BatonError, keeps_export: bool) -> None:
-        """Raises `error` when the retry budget is spent. Requests that have emitted tokens, or have
-        nothing to compute again, go on whatever the load."""
+        """Take one retry from the budget; raise `error` if none is left. Nothing is taken if tokens
+        were emitted, the export is kept, or `is_free(error)`."""
         if not (self.output.num_tokens or keeps_export or is_free(error)):
             self._parts.retries.spend(error)
 
     async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
-        """Hear no more of the failed epoch. What it has logged so far is shown."""
+        """Leave the failed epoch's nodes, and show the tokens that the log has got by then."""
         elsewhere = self._attempts.handle is not None
         if keeps_export:
             self._attempts.drop_decode()
@@ -440,18 +441,19 @@ class Journey:
             self.output.decoded(event, elsewhere and not event.prompt_logprobs)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
-        """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
+        """Wait until a suitable node comes or comes back. Raises `error` if none is expected."""
         if ledger.state is not RequestState.QUEUED:
             await self._fail_over(ledger, HopFailed(error))
             return
         self._num_tries -= 1  # nobody has tried
         if self._attempts.has_export and choice.serve(self._ask, self._parts.registry):
-            self._give_up("nobody fetches it")  # whoever is there computes it again
+            self._give_up("nobody fetches it")  # a node of another layout computes the prompt again
         elif not await choice.may_come(self._ask, self._parts.registry, self._attempts.handle):
             raise error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
-        """QUEUED again: whoever had the request is fenced, its next owner knows all its tokens."""
+        """Move the request back to QUEUED with the next epoch. Its former nodes are fenced; its
+        next nodes get all tokens emitted so far."""
         self._planned = None
         await ledger.move(RequestState.QUEUED)
         # The ledger counts epochs; a request's own epoch is its copy.
@@ -461,7 +463,7 @@ class Journey:
 
     # ---- the end ----
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
-        """Leave every node, record the terminal state."""
+        """Leave every node and record the terminal state `outcome`."""
         trace = self._trace
         self._end_move("over")
         ended = outcome is RequestState.FINISHED and self.failure is None and not trace.text_stop
@@ -484,15 +486,15 @@ class Journey:
         logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
 
     def _is_an_end(self, outcome: RequestState) -> bool:
-        """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
-        shown and another try may go better: then nothing is kept, and its name is free."""
+        """Whether the store keeps this end, for clients that ask for the request again. Else its id
+        may be used again: no token was shown, and another try may go better."""
         if self.output.num_tokens or self._aborted or self._ask.guilty:
             return True
         if outcome is RequestState.CANCELLED:
-            return False  # nobody read it
+            return False  # its client went away before the first token
         return self.failure is None or not is_momentary(self.failure)
 
     @property
     def _ended_on_decode(self) -> bool:
-        """The decode node had the last word; else token 1 was it, and the export is of no use."""
+        """Whether the decode node ended the request; else token 1, of the prefill node, did."""
         return self._attempts.decoding or self._attempts.handle is None

@@ -1,4 +1,4 @@
-"""DispatchParts: what router/request/dispatcher.py and its journeys work with."""
+"""DispatchParts: the objects that the dispatcher and its journeys share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from router.store.guard import StoreGuard
 
 @dataclass(frozen=True, slots=True)
 class DispatchParts:
-    """What a dispatcher works with. `timeout_s` is the deadline of a request that brings none;
-    without a `gate`, `max_live` requests run and none wait."""
+    """The objects that a dispatcher and its journeys share.
+
+    `timeout_s`: the time limit of a request that brings no deadline. Without a `gate` at most
+    `max_live` requests run and none wait.
+    """
 
     registry: NodeRegistry
     store: StoreGuard

@@ -1,7 +1,7 @@
-"""All requests under way on this router, each a Journey (router/request/dispatch.py) behind the
-gate.
+"""Dispatcher: all requests under way on this router.
 
-What front doors, the admin server and the migrator talk to. The life: made -> run() -> stop().
+Each request passes the gate and is then a Journey (router/request/dispatch.py). Front doors, the
+admin server and the migrator talk to the Dispatcher. The life: made -> run() -> stop().
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Dispatcher:
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the request's tokens: in order per sample, no gap, no duplicate, to the end.
 
-        Closing the generator early aborts the request on every node (CANCELLED, or FINISHED after
-        `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
-        `admitted`: another router has let it in before, the gate need not.
+        Closing the generator early aborts the request on every node. The request is then CANCELLED,
+        or FINISHED if `trace.stopped_by_text()` was called. Mutates `trace`. Raises BatonError when
+        the request fails. `admitted`: another router has let the request in before, so it does not
+        pass the gate again.
         """
         parts, trace = self._parts, trace or RequestTrace()
         if request.deadline is None:
@@ -65,7 +66,10 @@ class Dispatcher:
                 self.gate.leave(ticket)
 
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
-        """Cancel a request from outside. `by_operator`: its client waits for one. False: none."""
+        """Cancel a running or waiting request by its id; return False if there is no such request.
+
+        `by_operator`: an operator cancels it, so its client still gets the output so far.
+        """
         for request, trace in (*self.live(), *self.waiting()):
             if request.id == request_id:
                 trace.aborted = by_operator
@@ -75,15 +79,18 @@ class Dispatcher:
         return journey is not None or self.gate.cancel(request_id)
 
     def live(self) -> list[tuple[Request, RequestTrace]]:
-        """What is under way, in the order of arrival."""
+        """Return the requests that the gate has let in, in the order of their starts."""
         return [journey.seen for journey in self._live.values()]
 
     def waiting(self) -> list[tuple[Request, RequestTrace]]:
-        """What has not been let in yet, in the order of arrival."""
+        """Return the requests that wait at the gate, in the order of arrival."""
         return self.gate.waiting()
 
     def stop_sample(self, request_id: str, sample: int) -> None:
-        """End one sample, whose text has ended; the others go on. Of the last one, close `run`."""
+        """End one sample at a stop string; the other samples go on.
+
+        For the last sample the caller closes `run` instead.
+        """
         journey = self._live.get(request_id)
         if journey is not None:
             journey.stop_sample(sample)
@@ -97,14 +104,15 @@ class Dispatcher:
         return self._parts.migrations
 
     def candidates(self) -> list[Candidate]:
-        """What is on a decode node now, for router/nodes/migration.py."""
+        """Return the requests that a decode node has now, for router/nodes/migration.py."""
         found = (journey.candidate for journey in self._live.values())
         return [candidate for candidate in found if candidate is not None]
 
     async def migrate(self, request_id: str) -> bool:
-        """Move a request to another decode node, with its KV if it decodes by now.
+        """Move a request to another decode node, with its KV if it decodes already.
 
-        True once the other node has gone on. False: nothing to move, or it moved without its KV.
+        True: the other node has fetched the KV and gone on. False: the request is not here or
+        cannot move, it went on without its KV, or the move took longer than MOVE_S.
         """
         journey = self._live.get(request_id)
         move = None if journey is None else journey.begin_move()
@@ -117,7 +125,7 @@ class Dispatcher:
             return False
 
     async def stop(self) -> None:
-        """Fail whatever is still under way, refuse what waits."""
+        """Refuse the waiting requests and fail those that are still under way."""
         self.gate.stop()
         why = Unavailable("the router is stopping: ask again", retry_after_s=1)
         await asyncio.gather(*(journey.stop(why) for journey in list(self._live.values())))

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def as_baton_error(error: BaseException) -> BatonError:
-    """The one error of Baton's tree that stands for `error`; of a group, its first."""
+    """Return `error` as a BatonError; of an exception group, its first exception."""
     error = _first(error)
     if isinstance(error, BatonError):
         return error
@@ -27,8 +27,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def log_failure(error: BatonError, cause: BaseException) -> None:
-    """Faults of ours with their traceback, clients' own as one quiet line. A deadline is theirs,
-    unless it was us who did not keep it (a TimeoutError)."""
+    """Log a failure: the server's fault as an error with traceback, a client's as one info line.
+
+    A DeadlineExceeded that was raised as such is a client's; one made from a TimeoutError is not.
+    """
     kept = isinstance(error, DeadlineExceeded) and error is _first(cause)
     if error.http_status >= 500 and not (error.retryable or kept):
         log.error("failed: %s: %s", error.code, error.message, exc_info=cause)

@@ -1,9 +1,9 @@
-"""OutputStream: what a request has emitted, and what of that its reader has yet to take.
+"""OutputStream: the tokens that a request has emitted, and those that its reader has yet to take.
 
-No token comes twice and none is left out. Nodes may repeat tokens, as the decode node's first event
-repeats token 1, but they may never skip any. Log-probabilities of the prompt come first: only a
-prefill node reports them, so the events of a faster decode node wait for it. All events that are
-shown here are in the log already. Event loop only.
+No token comes twice and none is left out. Nodes may repeat tokens (the decode node's first event
+repeats token 1), but they may never skip any. The log-probabilities of the prompt come first: only
+a prefill node reports them, so the events of a faster decode node wait for the prefill node. All
+events that are shown here are in the log already. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from router.request.trace import RequestTrace
 class OutputStream:
     """Tokens per sample, from position 0, over all epochs; one reader gets them by `next`.
 
-    `num_tokens`: over all samples. `prompt_reported`: the log-probabilities of the prompt have been
-    shown, if the request asked for any. Writes its times and counts to `trace`.
+    `num_tokens`: tokens of all samples. `prompt_reported`: the log-probabilities of the prompt have
+    been shown; True from the start if the request asked for none. Writes the time of token 1 and
+    the number of tokens to `trace`.
     """
 
     def __init__(self, request: Request, trace: RequestTrace, clock: Clock) -> None:
@@ -33,12 +34,12 @@ class OutputStream:
         self._samples += [[] for _ in range(request.params.num_outputs - len(self._samples))]
         self.num_tokens = sum(map(len, self._samples))
         self._finished = [False] * len(self._samples)
-        self._stopped: set[int] = set()  # ended by their reader
-        for sample in request.ended:  # under another router
+        self._stopped: set[int] = set()  # samples whose further tokens are dropped
+        for sample in request.ended:  # samples that ended under another router
             self.stop(sample)
         self.prompt_reported = request.params.prompt_logprobs is None
-        self._early: list[TokenEvent] = []  # the decode node's, before the prompt's logprobs
-        # Log-probabilities of the prompt that came without a token: a search reports them so.
+        self._early: list[TokenEvent] = []  # decode events that wait for the prompt's logprobs
+        # Log-probabilities of the prompt that came without a token, as a beam search reports them.
         self._of_prompt: tuple[tuple[TokenLogprob, ...], ...] = ()
         self._unread: deque[TokenEvent | None] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -50,24 +51,26 @@ class OutputStream:
 
     @property
     def ended(self) -> tuple[int, ...]:
-        """Samples that no node needs to go on with."""
+        """The samples that have ended, which no node needs to compute."""
         return tuple(sample for sample, ended in enumerate(self._finished) if ended)
 
     @property
     def output_ids(self) -> tuple[tuple[int, ...], ...]:
-        """For the request's next owner."""
+        """All tokens emitted so far, per sample."""
         return tuple(tuple(ids) for ids in self._samples)
 
     def stop(self, sample: int) -> None:
-        """Nobody wants more of this sample; tokens that still come are dropped."""
+        """End a sample; tokens of it that still come are dropped."""
         self._finished[sample] = True
         self._stopped.add(sample)
 
     # ---- for its reader ----
     async def next(self) -> TokenEvent | None:
-        """The new part of an event, or of several: a slow reader gets the waiting events of a
-        sample as one. So it catches up with a single frame, and a client that does not read costs
-        its token ids, not an event for each. None after the last."""
+        """Wait for new tokens and return them as one event; return None after the last.
+
+        Waiting events of one sample are joined. So a slow reader catches up with a single event,
+        and a client that does not read costs only memory for its token ids.
+        """
         while not self._unread:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -82,7 +85,7 @@ class OutputStream:
             self._early.append(event)
 
     def show(self, event: TokenEvent) -> None:
-        """Show the new part of `event`, and of the events that waited for it.
+        """Give the reader the new part of `event`, and of the decode events that waited for it.
 
         Raises InternalError as `take` does.
         """
@@ -115,17 +118,18 @@ class OutputStream:
         return True
 
     def restart(self) -> None:
-        """Another epoch begins: the events that waited will be computed again."""
+        """Begin another epoch: drop the decode events that wait; they will be computed again."""
         self._early.clear()
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the stream: `next` returns None after the tokens that are left."""
         self._put(None)
 
     def take(self, event: TokenEvent) -> TokenEvent | None:
-        """The part of `event` that is new, None if nothing is; it counts as emitted from now on.
+        """Return the part of `event` that is new, and count it as emitted; None if nothing is new.
 
-        Raises InternalError for a gap, an unknown sample, or a contradiction of an emitted token.
+        Raises InternalError for a gap, for an unknown sample, and for tokens that contradict those
+        emitted before.
         """
         if event.sample >= len(self._samples):
             raise InternalError(f"sample {event.sample} of {len(self._samples)}")
@@ -167,7 +171,7 @@ class OutputStream:
         )
 
     def _put(self, event: TokenEvent | None) -> None:
-        """None: nothing more will come."""
+        """Queue an event for the reader and wake it. `event` None ends the stream."""
         last = self._unread[-1] if self._unread else None
         if event is not None and last is not None and _continues(last, event):
             self._unread[-1] = _joined(last, event)
@@ -178,7 +182,8 @@ class OutputStream:
 
 
 def _continues(event: TokenEvent, more: TokenEvent) -> bool:
-    """`more` is the same sample's next, reported in the same detail."""
+    """Whether `more` directly follows `event` in the same sample, both with or both without
+    log-probabilities, so that the two can be joined."""
     return (
         more.sample == event.sample
         and event.finish_reason is None

@@ -1,10 +1,10 @@
-"""PoolDispatcher: prompts -> vectors, computed on prefill nodes; another node if one is lost.
+"""PoolDispatcher: computes a vector for each prompt of a call (embeddings, scores), on nodes.
 
 A call's prompts go out in groups, each to the node with the least to compute, so that several nodes
-share a large call. A group is a tenth of a second's work and waits for its turn, fair between
-tenants: what a node has queued of a large call keeps nobody's prompt waiting for long.
-Nothing of it is in the store: vectors are computed again, not resumed.
-Decode nodes do it only where there is no prefill node. Event loop only.
+share a large call. A group is about GROUP_S of a node's work and waits for its turn, which is fair
+between tenants. So a large call never keeps another prompt waiting for long.
+The work runs on prefill nodes, and on decode nodes only if there is no prefill node. When a node is
+lost, its groups are computed again on another node. Nothing is kept in the store. Event loop only.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from router.tenants.turns import Turns
 log = logging.getLogger(__name__)
 GROUP_PROMPTS: Final = 32
 GROUP_TOKENS: Final = 1 << 16
-GROUP_S: Final = 0.1  # of a node's time
-FIRST_TOKENS: Final = 2048  # of a group, before any node has measured itself
+GROUP_S: Final = 0.1  # seconds of a node's work in one group
+FIRST_TOKENS: Final = 2048  # tokens of a group before any node has measured its rate
 LEAST_TOKENS: Final = 512
-GROUPS_PER_NODE: Final = 2  # at once: one is computed, one is there
+GROUPS_PER_NODE: Final = 2  # groups on a node at once: one is computed, the next is there
 MAX_ATTEMPTS: Final = 8
 _PARAMS: Final = SamplingParams(max_tokens=1, temperature=0.0, seed=0)  # nothing is sampled
 
@@ -57,8 +57,11 @@ Prompts = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PoolAsk:
-    """What is wanted of some prompts. `deadline`: monotonic seconds; `answers`: ids of yes, no;
-    `field`: where a client gave the prompts."""
+    """One pooling call: which vectors are wanted of which prompts.
+
+    `deadline`: monotonic seconds. `answers`: token ids of "yes" and "no", for scores by their
+    probability. `field`: the name of the client's field with the prompts, for errors.
+    """
 
     id: str = ""
     prompts: Prompts = ()
@@ -78,12 +81,14 @@ class PoolAsk:
         return sum(map(len, self.prompts))
 
     def counted(self) -> Request:
-        """All of it for the gate, which counts tokens and reads none: half a million tokens copied
-        would keep every stream waiting."""
+        """Return the whole call as one request for the gate, with as many tokens, all of them 0.
+
+        The gate only counts tokens. Copying half a million of them would keep all streams waiting.
+        """
         return self._request(self.id, (0,) * self.tokens)
 
     def group(self, id_: str, prompts: Prompts) -> Request:
-        """Some of its prompts, one behind the other."""
+        """Return one request whose prompt is `prompts`, concatenated."""
         return self._request(id_, tuple(chain.from_iterable(prompts)))
 
     def _request(self, id_: str, prompt_ids: tuple[int, ...]) -> Request:
@@ -98,7 +103,8 @@ class PoolAsk:
         )
 
     def task(self, request: Request, prompts: Prompts) -> SubmitPool:
-        """What an engine is to do: `request` has these prompts."""
+        """Return the message that asks a node for the vectors of `prompts`, which `request`
+        holds concatenated."""
         lengths = tuple(map(len, prompts))
         return SubmitPool(
             request, lengths, self.kind, self.normalize, self.dimensions, self.answers
@@ -106,7 +112,7 @@ class PoolAsk:
 
 
 class Pools(Protocol):
-    """Prompts -> vectors, wherever they are computed. `num_live`: calls under way."""
+    """Whatever computes vectors of prompts. `num_live`: calls under way."""
 
     @property
     def num_live(self) -> int: ...
@@ -114,9 +120,10 @@ class Pools(Protocol):
     async def vectors(
         self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
     ) -> list[bytes]:
-        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
+        """Return a vector per prompt, in order, as little-endian float32.
 
-        Raises BatonError; cancelling it aborts the work.
+        The work is done within the context `passage`, if one is given. Raises BatonError;
+        cancelling the call aborts the work.
         """
         ...
 
@@ -128,16 +135,17 @@ class PoolDispatcher:
         self._registry = registry
         self._clock = clock
         self._max_live = max_live
-        self._turns = Turns(GROUPS_PER_NODE + 1, clock)  # one that its tenant leaves to others
+        self._turns = Turns(GROUPS_PER_NODE + 1, clock)  # one place stays free for other tenants
         self.num_live = 0
         self.retries = 0
 
     async def vectors(
         self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
     ) -> list[bytes]:
-        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
+        """Return a vector per prompt, in order, as little-endian float32.
 
-        Raises BatonError; cancelling it aborts the work on every node.
+        The work is done within the context `passage`, if one is given. Raises BatonError;
+        cancelling the call aborts the work on every node.
         """
         if self.num_live >= self._max_live:
             raise Overloaded(f"{self._max_live} pooling calls are under way already")
@@ -158,7 +166,7 @@ class PoolDispatcher:
                 passage or nullcontext(),
                 asyncio.timeout(ask.deadline - self._clock.monotonic()),
             ):
-                # Of one call no more wait for their turn than can have it.
+                # At most as many groups of one call wait for a turn as there are turns.
                 await together([some() for _ in range(self._turns.places)])
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
@@ -167,7 +175,10 @@ class PoolDispatcher:
         return [vector for index in sorted(parts) for vector in parts[index]]
 
     def _group_tokens(self) -> int:
-        """How many tokens make a group now; looks how many nodes share the groups."""
+        """Return how many tokens make a group now: GROUP_S of the slowest node's work.
+
+        Also sets the number of turns to the number of nodes that share the groups.
+        """
         nodes = [node for node in self._registry.snapshots() if node.takes_requests]
         nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
         self._turns.places = GROUPS_PER_NODE * max(1, len(nodes)) + 1
@@ -177,14 +188,14 @@ class PoolDispatcher:
         return min(GROUP_TOKENS, max(LEAST_TOKENS, int(rate * GROUP_S)))
 
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
-        """One group, on one node after another until it is done."""
+        """Return the vectors of one group, trying one node after another until it is done."""
         wanted, tries = Ask((), adapter=ask.adapter), 0
         request = ask.group(id_, prompts)
         while True:
             node, session = await self._choose(wanted)
             try:
                 event = await self._ask(session, ask.task(request, prompts))
-            except NodeLost as error:  # it went between the choice and the submission
+            except NodeLost as error:  # the node went between the choice and the submission
                 event = SessionLost(node.node_id, error.message)
             if isinstance(event, Pooled):
                 if len(event.vectors) != len(prompts):
@@ -195,7 +206,10 @@ class PoolDispatcher:
             request = request.retried(request.output_ids)
 
     async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:
-        """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
+        """Submit a group to a node and return the node's answer. Raises NodeLost.
+
+        On every way out the request is detached from the session; it is aborted if unanswered.
+        """
         request = message.request
         inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
         attempt = Attempt(request.id, request.epoch, inbox.put_nowait, pooled=True)
@@ -212,8 +226,8 @@ class PoolDispatcher:
     async def _fail_over(
         self, node: NodeSnapshot, event: NodeEvent, wanted: Ask, *, last: bool
     ) -> None:
-        """Note the failure of a try. Raises its error if it was the `last` one, or where another
-        node would not do better. Mutates `wanted`."""
+        """Note the failure of a try. Raises the failure's error if it was the `last` try, or if
+        another node would not do better. Mutates `wanted`."""
         if isinstance(event, RequestFailed):
             error = error_from_code(event.code, event.message, event.field)
             wanted.refused(node.boot_id, error)
@@ -232,8 +246,10 @@ class PoolDispatcher:
         log.warning("pooling on %s failed: %s", node.node_id, error.message)
 
     async def _choose(self, wanted: Ask) -> tuple[NodeSnapshot, NodeSession]:
-        """The node with the least to compute, once there is one. Raises Unavailable where none is
-        expected, or what the last one said."""
+        """Wait for a usable node; return the one with the least to compute, and its session.
+
+        If no node is expected, raises the error of the last refusal, or Unavailable without one.
+        """
         anybody = replace(wanted, excluded=frozenset())
         while True:
             node = self._least_loaded(wanted)
@@ -258,7 +274,10 @@ class PoolDispatcher:
 
 
 def groups(prompts: Prompts, most_tokens: int = GROUP_TOKENS) -> Iterator[Prompts]:
-    """Neighbours together, of so many tokens; a long prompt goes alone."""
+    """Divide prompts into groups of neighbours, each of at most `most_tokens` and GROUP_PROMPTS.
+
+    A prompt longer than `most_tokens` is a group of its own.
+    """
     group: list[tuple[int, ...]] = []
     tokens = 0
     for prompt in prompts:

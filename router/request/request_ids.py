@@ -1,7 +1,7 @@
-"""Ids of an HTTP exchange, of its reply, and of each request of it in the engine.
+"""Ids of an HTTP exchange, of its reply, and of each of its requests in the engine.
 
-x-request-id   the client's own, if it is a plain one, else the body's `request_id`, else drawn;
-               echoed in the answer
+x-request-id   the client's header if it matches ID_PATTERN, else the body's `request_id`, else a
+               random id; echoed in the answer
 reply id       PREFIX-<x-request-id>; resp_<x-request-id>, msg_<x-request-id>
 engine id      <reply id>-<number of the prompt>.<random>: a client may send an id twice;
                req-<x-request-id>-0.<digest> of a resumable request (router/resumable/canonical.py)
@@ -28,7 +28,7 @@ _DRAWN_KEY: Final = "baton.request_id_drawn"
 
 
 def note_request_id(scope: Scope) -> str:
-    """The id of this exchange, kept in its scope for the routes."""
+    """Determine the id of this exchange from its headers, store it in `scope`, and return it."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     given = next((value for name, value in headers if name == b"x-request-id"), b"")
     drawn = _PLAIN_BYTES.fullmatch(given) is None
@@ -38,10 +38,10 @@ def note_request_id(scope: Scope) -> str:
 
 
 def note_body_id(request: HttpRequest, given: object) -> None:
-    """The exchange is called as its body says (`request_id`; None: nothing), if its head did not
-    say anything.
+    """Use the body's `request_id` (`given`) as the exchange's id, if the headers had none.
 
-    Mutates the scope. Raises InvalidRequest for what is no plain id.
+    `given` None: the body has no `request_id`; nothing changes. Mutates the scope. Raises
+    InvalidRequest if `given` does not match ID_PATTERN.
     """
     if given is None:
         return
@@ -54,37 +54,40 @@ def note_body_id(request: HttpRequest, given: object) -> None:
 
 
 def pin_request_id(scope: Scope, name: str) -> None:
-    """Mutates `scope`: the reply is to be called so, whatever its request was."""
+    """Make `name` the id of this exchange, whatever its client gave. Mutates `scope`."""
     scope[_SCOPE_KEY], scope[_DRAWN_KEY] = name, False
 
 
 def known_id(scope: Scope) -> str:
-    """The id of this exchange by now."""
+    """Return the id of this exchange as it is now; a random one if none was stored."""
     known: Any = scope.get(_SCOPE_KEY)
     return known or secrets.token_hex(12)
 
 
 def given_id(scope: Scope) -> str | None:
-    """The id that the client gave to this exchange, None for a drawn one."""
+    """Return the id that the client gave to this exchange; None if the id is a random one."""
     return None if scope.get(_DRAWN_KEY, True) else known_id(scope)
 
 
 def reply_id(prefix: str, request: HttpRequest, given: object = None) -> str:
-    """What the reply to `request` calls itself; `given`: as for note_body_id."""
+    """Return the id of the reply to `request`, with `prefix`. `given`: see note_body_id."""
     if given is not None:
         note_body_id(request, given)
     return prefix + (request.scope.get(_SCOPE_KEY) or secrets.token_hex(12))
 
 
 def engine_id(reply: str, index: int = 0) -> str:
-    """A new id of prompt `index` of a call, for dispatcher and nodes."""
+    """Return a new engine id for prompt `index` of a call."""
     return f"{reply}-{index}.{secrets.token_hex(4)}"
 
 
 def names(asked: str, engine: str) -> bool:
-    """Whether a client means this request: by its engine id, reply id or `x-request-id`."""
+    """Whether `asked` names the request with the engine id `engine`.
+
+    A request is named by its engine id, its reply id or its `x-request-id`.
+    """
     reply = engine.rpartition("-")[0]
     head, *rest = re.split("[-_]", reply, maxsplit=1)
-    if head == "req":  # a resumable one: its name is that of all its replies
+    if head == "req":  # a resumable request: replies to it have several prefixes
         asked = _REPLY.sub("", asked)
     return asked in (engine, reply, *rest)

@@ -1,10 +1,11 @@
 """RetryBudget: how many second tries a router may make, so that retries never become the load.
 
-One bucket for all requests. Each request that begins puts a tenth of a try in, each retry takes one
-out; a trickle by time lets a router with little traffic retry, too. Who needs no budget is the
-caller's to say (router/request/dispatch.py): a request whose node has died, drains or hangs, and
-one whose client has seen a token, which must go on whatever the load. What is left are refusals and
-failures by nodes that live: the very thing an overload makes, and a second try would feed.
+One bucket for all requests. Each request that begins puts a tenth of a try in; each retry takes one
+out. A trickle by time lets a router with little traffic retry, too. The caller
+(router/request/dispatch.py) takes no retry from the budget for a request whose node has died,
+drains or hangs, nor for a request whose client has seen a token. The budget limits the other
+retries: after refusals and failures by nodes that live. An overload causes these, and second tries
+would make the overload worse.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from baton.protocol.errors import (
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings:
-    """`share` of requests that may be retried; `burst`: most tries saved up, and had at the start;
-    `trickle_s`: one more each so many seconds."""
+    """`share`: tries that each request adds to the budget. `burst`: the most tries in the budget,
+    and those at the start. `trickle_s`: seconds in which one more try comes by time alone."""
 
     share: float = 0.1
     burst: float = 10.0
@@ -34,19 +35,23 @@ class BudgetSettings:
 
 
 def is_free(error: BatonError) -> bool:
-    """A node that has gone, goes or cannot be reached from another: no sign of overload, and there
-    are only so many nodes. KV that comes too slowly is one."""
+    """Whether a retry after `error` takes nothing from the retry budget.
+
+    True if a node was lost, gave the request back, or could not be reached by another node: that is
+    no sign of overload. False for a KV time-out, which is one.
+    """
     gone = GivenBack | KVLost | KVStale | NodeLost | Unavailable
     return isinstance(error, gone)
 
 
 def is_momentary(error: BatonError) -> bool:
-    """The same request may go better in a moment: a refusal, a failure by nodes, a lack of time."""
+    """Whether the same request may succeed in a moment: after a refusal, a node's failure, or a
+    missed deadline."""
     return error.retryable or isinstance(error, DeadlineExceeded)
 
 
 class RetryBudget:
-    """`granted` and `refused` count for metrics and tests."""
+    """The bucket of retries. `granted` and `refused` count retries, for metrics and tests."""
 
     def __init__(self, clock: Clock, settings: BudgetSettings | None = None) -> None:
         self._clock = clock
@@ -62,11 +67,11 @@ class RetryBudget:
         return self._left
 
     def begin(self) -> None:
-        """A request comes in."""
+        """Note that a request begins: it adds `share` of a try to the budget."""
         self._left = min(self._settings.burst, self._left + self._settings.share)
 
     def take(self) -> bool:
-        """May one more request be tried again?"""
+        """Take one retry from the budget; return False if there is none."""
         self._trickle()
         if self._left < 1:
             self.refused += 1
@@ -76,7 +81,7 @@ class RetryBudget:
         return True
 
     def spend(self, error: BatonError) -> None:
-        """Raises `error` when the budget is spent: then that is the request's end."""
+        """Take one retry from the budget; raise `error` if there is none."""
         if not self.take():
             raise error
 

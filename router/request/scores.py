@@ -1,4 +1,7 @@
-"""What the policy saw in each node when it chose: for receipts, computed only for these."""
+"""How the policy rated each node when it chose nodes for a request: for clients' receipts.
+
+Computed only for requests whose client wants a receipt.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,12 @@ MOST_SCORES: Final = 16  # a receipt stays readable, and a header within its lim
 
 @dataclass(frozen=True, slots=True)
 class NodeScore:
-    """`cost`: the smallest is best; prompt tokens before token 1 on a prefill node, requests that
-    share its steps on a decode node. `expected_ms`: to token 1, or per token; None: not measured.
+    """How the policy rated one node for one request.
+
+    `cost`: the smallest is best; for a prefill node in prompt tokens to compute before token 1, for
+    a decode node in requests that share its steps. `queued`: tokens (prefill) or requests (decode)
+    on the node. `session`: how many requests less it counts because the session was there last.
+    `expected_ms`: time to token 1 (prefill) or per token (decode); None if not measured.
     """
 
     node: str
@@ -47,7 +54,10 @@ def scores_of(
     settings: PolicySettings,
     chosen: Sequence[NodeSnapshot | None],
 ) -> tuple[NodeScore, ...]:
-    """The usable nodes, the chosen ones first, then by cost; at most MOST_SCORES."""
+    """Return the scores of the usable nodes: chosen ones first, then by role and cost.
+
+    At most MOST_SCORES are returned.
+    """
     usable = [node for node in nodes if is_usable(node, ask)]
     cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
     taken = {node.boot_id for node in chosen if node is not None}

@@ -1,7 +1,8 @@
 """SessionMap: which decode node served a session last, so that its next turn finds its KV there.
 
-Bounded: the sessions unused for longest are forgotten. It is one router's memory; routers agree on
-new sessions all the same, for the session's own digest decides between equal nodes.
+The map is bounded: sessions that were unused for longest are forgotten. Each router has its own.
+Routers still choose the same node for a new session, because the digest of the session decides
+between equal nodes (`tie_of`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SessionMap:
         return len(self._nodes)
 
     def node_of(self, session: bytes) -> str:
-        """Boot id of the node that served it last, "" if none is known."""
+        """Return the boot id of the decode node that served the session last; "" if unknown."""
         return self._nodes.get(session, "")
 
     def served_by(self, session: bytes, boot_id: str) -> None:
@@ -35,7 +36,10 @@ class SessionMap:
 
 
 def session_key(tenant: str, session_id: str) -> bytes:
-    """A tenant's sessions are its own, whatever ids others choose; empty for no session."""
+    """Return a digest of tenant and session id; empty without a session id.
+
+    Equal session ids of different tenants have different keys.
+    """
     if not session_id:
         return b""
     body = f"{len(tenant)}:{tenant}{session_id}".encode()
@@ -43,5 +47,8 @@ def session_key(tenant: str, session_id: str) -> bytes:
 
 
 def tie_of(session: bytes) -> float:
-    """Where a session goes among equal nodes: the same number in [0, 1) on every router."""
+    """Return the session's number in [0, 1), which decides between equal nodes.
+
+    It is the same on every router.
+    """
     return int.from_bytes(session[:6]) / 2**48

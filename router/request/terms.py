@@ -1,16 +1,16 @@
-"""Terms: on what terms a client asks, beside the body: who it is, how soon, with a receipt or not.
+"""Terms: what a client asks for beside the body: its key, time limits, priority, a receipt.
 
-Read once from the head of an HTTP request (or a gRPC call's metadata, under the same names), then
-handed on with the request's trace: admission and policy go by them, nothing else does. Numbers out
-of bounds are refused, naming the header.
+The terms are read once from the headers of an HTTP request (or from a gRPC call's metadata, under
+the same names) and travel with the request's trace. Numbers out of bounds are refused with an error
+that names the header.
 
-    x-slo-ttft-ms, x-slo-tpot-ms   to the first token; mean per further token
-    x-request-timeout-ms           whole request; the server's own limit stands above it
-    x-request-priority             smaller = sooner; the body's `priority` goes first
-    x-session-id                   turns of one conversation; else the body's `session_id`,
-                                   `prompt_cache_key` or `user`
-    x-baton-receipt                1: tell what happened to it; or `baton_timing` in the body
-    x-baton-resume                 fast or exact: how it goes on after its node was lost
+    x-slo-ttft-ms, x-slo-tpot-ms   longest time to the first token; mean time per further token
+    x-request-timeout-ms           longest time of the whole request, within the server's own limit
+    x-request-priority             smaller = sooner; the body's `priority` overrides it
+    x-session-id                   the conversation of which this is a turn; without it the body's
+                                   `session_id`, `prompt_cache_key` or `user`
+    x-baton-receipt                1: the client wants a receipt; or `baton_timing` in the body
+    x-baton-resume                 fast or exact: how the request goes on after its node was lost
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "x-request-priority": (-(2**31 - 1), 2**31 - 1),
 }
 MAX_SESSION_CHARS: Final = 256
-GRANT_KEY: Final = "baton.grant"  # where the key guard leaves it in the ASGI scope
+GRANT_KEY: Final = "baton.grant"  # where the key guard leaves the Grant in the ASGI scope
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,10}")
 _TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -46,7 +46,7 @@ _YES: Final = frozenset({"1", "true", "yes"})
 
 
 class BodyTerms(Protocol):
-    """What bodies may say of the same things."""
+    """The fields of a body that say the same as some of the headers."""
 
     @property
     def session_id(self) -> str | None: ...
@@ -62,7 +62,11 @@ class BodyTerms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`session` is a digest, empty for none; `timeout_s` None: the server's."""
+    """What a client asks for beside the body.
+
+    `session`: a digest, empty without a session. `timeout_s` None: the server's limit holds.
+    `resume` None: the request's own field decides.
+    """
 
     grant: Grant = EVERYBODY
     slo: Slo = ANY
@@ -74,8 +78,10 @@ class Terms:
     resume: Resume | None = None
 
     def with_body(self, body: BodyTerms, receipts: bool = True) -> Terms:
-        """With what the body adds; without `receipts` nobody gets one. Raises InvalidRequest naming
-        the body's field."""
+        """Return the terms with what the body adds. With `receipts` False there is no receipt.
+
+        Raises InvalidRequest that names the body's field.
+        """
         session = self.session
         named = (
             ("session_id", body.session_id),
@@ -93,12 +99,18 @@ class Terms:
         return replace(self, session=session, priority=priority, receipt=receipt)
 
     def salt(self, cache_salt: str) -> str:
-        """Of what may be found again of a prompt: only by whoever has the same one."""
+        """Return the salt of the prompt's block hashes: only prompts with the same salt share KV.
+
+        It contains the tenant's domain if the key's cache is isolated.
+        """
         return tenant_salt(self.grant.domain, cache_salt) if self.grant.isolated else cache_salt
 
     def applied(self, request: Request) -> Request:
-        """The request on these terms: never more urgent than its key may ask, its prefix cache its
-        tenant's, its deadline no later than its client's."""
+        """Return the request with these terms applied: priority, deadline, cache salt, resumption.
+
+        The priority is not more urgent than the key allows. The earlier of the request's deadline
+        and the client's time limit holds.
+        """
         priority = request.priority if self.priority is None else self.priority
         if self.grant.best_priority is not None:
             priority = max(priority, self.grant.best_priority)
@@ -117,11 +129,11 @@ class Terms:
         )
 
 
-STANDARD: Final = Terms()  # of whoever says nothing
+STANDARD: Final = Terms()  # for requests without any of these headers
 
 
 def terms_of(request: HttpRequest) -> Terms:
-    """The terms in the head of an HTTP request. Raises InvalidRequest naming the header."""
+    """Return the terms of an HTTP request. Raises InvalidRequest that names the header."""
     grant = grant_of(request.scope)
     if _SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
         return STANDARD if grant is EVERYBODY else Terms(grant)
@@ -129,14 +141,17 @@ def terms_of(request: HttpRequest) -> Terms:
 
 
 def grant_of(scope: Scope) -> Grant:
-    """What the key guard found; everybody's without keys."""
+    """Return the grant that the key guard left in the scope; EVERYBODY if there are no keys."""
     grant: Any = scope.get(GRANT_KEY, EVERYBODY)
     assert isinstance(grant, Grant)
     return grant
 
 
 def read_terms(header: Callable[[str], str], grant: Grant = EVERYBODY) -> Terms:
-    """The terms in headers; `header(name)` is "" for an absent one. Raises InvalidRequest."""
+    """Return the terms in headers. `header(name)` returns "" for an absent header.
+
+    Raises InvalidRequest that names the header.
+    """
     ttft_ms = _number(header, "x-slo-ttft-ms")
     tpot_ms = _number(header, "x-slo-tpot-ms")
     timeout_ms = _number(header, "x-request-timeout-ms")
@@ -168,14 +183,14 @@ def _names_read() -> frozenset[bytes]:
 
 
 def resume_of(given: str, field: str) -> Resume | None:
-    """What a caller says of its resumption, None for nothing. Raises InvalidRequest."""
+    """Return `given` as a Resume; None if it is empty. Raises InvalidRequest that names `field`."""
     if given and given not in get_args(Resume):
         raise InvalidRequest(f"{field} must be one of {', '.join(get_args(Resume))}", field=field)
     return cast("Resume", given) if given else None
 
 
 def tenant_salt(tenant: str, cache_salt: str) -> str:
-    """Salt of a tenant's prefix caches: no `cache_salt` of another tenant's makes the same one."""
+    """Return the cache salt of a tenant. No other tenant gets the same salt by any `cache_salt`."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{cache_salt}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Work done side by side, as one."""
+"""together: several coroutines run side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all, in order. The first failure cancels the others and is raised as it is."""
+    """Run all coroutines and return their results in order.
+
+    The first failure cancels the others and is raised itself, not in an exception group.
+    """
     if len(work) == 1:
         return [await work[0]]
     try:

@@ -1,6 +1,6 @@
-"""RequestTrace: what one request went through, for metrics, logs and tests.
+"""RequestTrace: what happened to one request and when, for metrics, logs and tests.
 
-Times are seconds of the router's Clock (monotonic), None until it happened.
+Times are seconds of the router's Clock (monotonic); a time is None until its event has happened.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from baton.protocol.request import Request
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
 
-SERVERS_FAULT: Final = 500  # HTTP statuses from here on
+SERVERS_FAULT: Final = 500  # HTTP statuses from this one on are the server's fault
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request's journey; `Dispatcher.run` writes it, its caller reads it.
+    """One request's journey. `Dispatcher.run` writes the trace, the caller of `run` reads it.
 
-    `terms`: its caller's, set before the start.
+    `terms`: what the client asked for; the caller sets them before the start.
     """
 
     terms: Terms = STANDARD
-    pooled: str = ""  # field with what vectors are wanted of; empty: tokens are
+    pooled: str = ""  # the client's field with the inputs to pool; empty: tokens are generated
     admitted_at: float | None = None  # let in by the gate
     queued_at: float | None = None  # recorded in the store
     dispatched_at: float | None = None  # first submitted to a node
     handle_at: float | None = None  # the KV handle of the (last) prefill arrived
     first_token_at: float | None = None  # token 1 handed to the caller
-    subscribed_at: float | None = None  # the decode node fetches
+    subscribed_at: float | None = None  # the decode node has begun to fetch the KV
     handover_at: float | None = None  # first event of the decode node after a transfer
     finished_at: float | None = None  # terminal, whatever the outcome
     prefill_node: str | None = None  # node ids; None for prefill: local on the decode node
@@ -46,17 +46,18 @@ class RequestTrace:
     outcome: str = ""  # RequestState value at the end
     text_stop: bool = False
     aborted: bool = False  # by an operator: its client still waits for an end
-    told_at: int | None = None  # wall clock, of a token that is replayed from its log
+    told_at: int | None = None  # wall-clock seconds at which a replayed token was logged
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
 
     def count(self, event: TokenEvent) -> None:
-        """What a node tells of the request: how much of the prompt it found in its prefix map, how
-        often the request lost its place."""
+        """Take from a node's event how much of the prompt the node found in its prefix map, and how
+        often the request was preempted."""
         self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
         self.preemptions = max(self.preemptions, event.preemptions)
 
     def stopped_by_text(self) -> None:
-        """A stop string was found: the caller closes the stream, the request is FINISHED."""
+        """Note that a stop string was found: the caller closes the stream now, and the request
+        counts as FINISHED, not CANCELLED."""
         self.text_stop = True
 
     @property
@@ -67,14 +68,14 @@ class RequestTrace:
         return max(0.0, self.handover_at - self.first_token_at)
 
     def told(self, request: Request, failure: BatonError | None) -> str:
-        """What it came to and where the time went, for the log: why was it slow.
+        """Return a line for the log: the outcome, and the time that each stage took.
 
-        A stage that the request did not survive is told with the time until its end. The hand-over
-        is a part of the decode stage: from token 1 to the decode node's first event.
+        A stage in which the request ended lasts until that end. The hand-over is a part of the
+        decode stage: from token 1 to the decode node's first event.
         """
         why = "" if failure is None else f"; {failure.code}"
         if failure is not None and failure.http_status >= SERVERS_FAULT:
-            why += f": {failure.message}"  # of a client's fault it may quote what the client sent
+            why += f": {failure.message}"  # not for a client's fault: it may quote the prompt
         end = self.finished_at or request.arrival
         prefill_node = self.decode_node if self.local_prefill else self.prefill_node
         stages = [f"queue {_ms(request.arrival, self.dispatched_at or end)}"]
@@ -92,7 +93,7 @@ class RequestTrace:
         )
 
     def tpot_s(self, samples: int) -> float | None:
-        """Mean seconds per token after the first; None without a second one."""
+        """Return the mean seconds per token after the first; None without a second token."""
         tokens = self.output_tokens / samples - 1
         if self.first_token_at is None or self.finished_at is None or tokens <= 0:
             return None

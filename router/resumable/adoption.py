@@ -1,8 +1,8 @@
-"""Adoption: requests whose router is gone go on here.
+"""Adoption: this router goes on with resumable requests whose router is gone.
 
-After each heartbeat: what this router's sweep made ownerless is claimed (so one router has it,
-however many swept), rebuilt from its canonical form and its log, and run on (runs.py). One
-that this router cannot serve now is left alone: its next lease runs out too, and it is swept again.
+After each heartbeat this router claims the requests that its sweep made ownerless; only one router
+can claim a request. Then it rebuilds the request from its canonical form and its log, and runs it
+on (runs.py). If it cannot serve the request, it gives it up, and the request is swept again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class Adopter:
-    """`can_serve`: does this router have nodes, and stay?"""
+    """Adopts swept requests. `can_serve`: whether this router has nodes and is not stopping."""
 
     def __init__(self, runs: Runs, store: StoreGuard, can_serve: Callable[[], bool]) -> None:
         self._runs = runs
         self._store = store
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
-        # What nobody here could adopt is left to routers that can: a sweep gives it a new lease.
+        # A router that cannot serve does not sweep: a sweep gives a new lease, so other routers
+        # would have to wait for its end.
         store.sweeps = lambda: not self._stopped and can_serve()
         store.watchers.append(self.after_heartbeat)
 
@@ -41,11 +42,11 @@ class Adopter:
 
     @property
     def adopted(self) -> int:
-        """How many went on here."""
+        """How many requests this router has adopted."""
         return self._runs.stats.adopted
 
     async def stop(self) -> None:
-        """Sweep no more; returns when nothing is under way. Twice is safe."""
+        """Stop sweeping, and cancel the adoptions under way. May be called twice."""
         self._stopped = True
         for task in self._tasks:
             task.cancel()

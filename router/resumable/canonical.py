@@ -1,8 +1,8 @@
-"""Canonical: everything that makes a resumable request what it is, as its record in the store.
+"""Canonical: all that a router needs to go on with a resumable request, as the store keeps it.
 
-The client's body as it came, what was drawn or read for it (ids, seed, `created`, prompt ids), and
-digests of the key that started it and of the body. Any router makes the same answer of it, with the
-token log. The text is at most MAX_CANONICAL_BYTES. Pure.
+It holds the client's body as it came, the values that were chosen for it (ids, seed, `created`,
+prompt ids), and digests of the client's key and of the body. From it and the token log any router
+makes the same answer. Its text has at most MAX_CANONICAL_BYTES. Pure.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """One resumable request. `api` names who can read the body (a path, or "grpc"); `name` is what
-    its client calls it; `created` is wall-clock seconds; `owner` a digest of its key."""
+    """One resumable request.
+
+    `api`: the HTTP path, or "grpc", whose code can read the body. `name`: the client's name of the
+    request. `created`: wall-clock seconds. `owner`: a digest of the client's key. `grace_s`: for
+    how long the request runs while nobody reads it.
+    """
 
     api: str
     name: str
@@ -45,8 +49,8 @@ class Canonical:
         return body_digest(self.api, self.body)
 
     def fields(self, clock: Clock, field: str) -> dict[str, str]:
-        """What its record says at the claim. Raises InvalidRequest, naming `field`, if it is too
-        large."""
+        """Return the fields of the request's record. Raises InvalidRequest that names `field` if
+        their text is too large."""
         content = {
             "v": _VERSION,
             "api": self.api,
@@ -72,7 +76,10 @@ class Canonical:
 
 
 def canonical_of(record: RequestRecord, clock: Clock) -> Canonical | None:
-    """What a record keeps, with what is left of its deadline; None for a plain request's."""
+    """Return the canonical form in a record, with the rest of its deadline.
+
+    None for the record of a plain request, or of another version.
+    """
     fields: Mapping[str, str] = record.fields
     if fields.get("resumable") != "1" or "canonical" not in fields:
         return None
@@ -94,7 +101,7 @@ def canonical_of(record: RequestRecord, clock: Clock) -> Canonical | None:
 
 
 def owner_digest(keys: list[bytes]) -> str:
-    """Of the key that a request presents; of nothing where everybody is let in."""
+    """Return a digest of the key that a request presents; without a key, of nothing."""
     return hashlib.sha256(min(keys, default=b"")).hexdigest()
 
 
@@ -103,6 +110,9 @@ def body_digest(api: str, body: bytes) -> str:
 
 
 def record_id(owner: str, name: str) -> str:
-    """The engine's id of a resumable request: names of one key are not those of another."""
+    """Return the engine's id of a resumable request.
+
+    It contains a digest of the owner, so that two keys may use the same name.
+    """
     digest = hashlib.sha256(f"{owner}\0{name}".encode()).hexdigest()
     return f"req-{name}-0.{digest[:16]}"

@@ -1,7 +1,7 @@
-"""Follower: reads the log of a request that runs on another router, or has ended, into a Told.
+"""Follower: copies the log of a request that runs on another router, or has ended, into a Told.
 
-One per reader, for as long as it reads. It keeps the request alive meanwhile: its router counts
-followers as readers.
+Each reader has its own follower for as long as it reads. The follower marks the request as read in
+the store, so the request's router does not cancel it as unread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.store.base import LogEntry, RequestRecord, RequestStore
 from router.store.guard import StoreGuard
 
 T = TypeVar("T")
-WAIT_S: Final = 0.5  # for an entry of the log, before the record is looked at
+WAIT_S: Final = 0.5  # how long to wait for a log entry before reading the record
 
 
 class Follower:
@@ -27,7 +27,7 @@ class Follower:
         self._cursor = ""
 
     async def run(self) -> None:
-        """Until the end of the request; without the store, readers are cut off."""
+        """Follow the request to its end. When the store is away, readers get StreamCut."""
         try:
             while not await self._ended():
                 pass
@@ -35,7 +35,7 @@ class Follower:
             self._told.cut()
 
     async def _ended(self) -> bool:
-        """One look at the log."""
+        """Read new entries, or else the record; return True when the request is over."""
         told, record = self._told, self._record
         over = record.state.terminal
         if not over:
@@ -58,7 +58,7 @@ class Follower:
         return self._told.closed
 
     async def _read(self, wait_s: float) -> bool:
-        """New entries of the log, if there are any."""
+        """Wait for new entries and add them to the Told; return False if none came in time."""
         entries: list[LogEntry] = []
         entries, self._cursor = await self._call(
             lambda store: store.tail(self._record.id, self._cursor, wait_s)
@@ -67,14 +67,14 @@ class Follower:
         return bool(entries)
 
     async def _call(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
-        """The store's answer. Raises StoreUnavailable."""
+        """Return the store's answer. Raises StoreUnavailable."""
         if self._guard.stats.away:
             raise StoreUnavailable("the store is away")
         return await self._guard.reach(work)
 
 
 def _failure(record: RequestRecord) -> BatonError | None:
-    """How a terminal request ended."""
+    """Return the error with which a terminal request ended; None if it is FINISHED."""
     if record.state is RequestState.FINISHED:
         return None
     message = record.fields.get("message") or "the request failed"

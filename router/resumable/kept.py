@@ -1,8 +1,8 @@
-"""KeptBodies: what the resumable requests of one key may take of the store's memory.
+"""KeptBodies: limits the store's memory that the resumable requests of one key may take.
 
-The store keeps a request's body while it runs, and for TERMINAL_TTL_S afterwards for whoever comes
-again: without a bound one key could fill it, and nobody's log had room. Counted are the requests
-that this router began. Event loop only.
+The store keeps the body of a request while the request runs and for TERMINAL_TTL_S afterwards.
+Without a limit one key could fill the store, and no log would have room. Only requests that this
+router began are counted. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from router.store.base import TERMINAL_TTL_S
 
 @dataclass(slots=True)
 class _Owner:
-    """`ended`: (when the store forgets it, bytes), in this order."""
+    """What one key has in the store. `ended`: for each ended request when the store forgets its
+    body, and the body's bytes; in the order of these times."""
 
     num_bytes: int = 0
     ended: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
 
 class KeptBodies:
-    """`max_bytes`: of each owner."""
+    """The kept bodies by owner. `max_bytes`: the limit for each owner."""
 
     def __init__(self, clock: Clock, max_bytes: int) -> None:
         self._clock = clock
@@ -33,7 +34,10 @@ class KeptBodies:
         self._owners: dict[str, _Owner] = {}
 
     def begin(self, owner: str, num_bytes: int) -> None:
-        """Another body is kept, until `end` and then for TERMINAL_TTL_S. Raises Overloaded."""
+        """Count a body of a new request, until TERMINAL_TTL_S after `end`.
+
+        Raises Overloaded if the owner has no room for it.
+        """
         now = self._clock.monotonic()
         self._forget(now)
         held = self._owners.setdefault(owner, _Owner())
@@ -46,7 +50,8 @@ class KeptBodies:
         held.num_bytes += num_bytes
 
     def end(self, owner: str, num_bytes: int, *, kept: bool = True) -> None:
-        """A request of `begin` runs here no more; `kept`: the store has its body for a while."""
+        """Note that a request of `begin` runs here no more. `kept`: the store keeps its body for
+        TERMINAL_TTL_S; else the body stops counting now."""
         now, ended = self._clock.monotonic(), self._owners[owner].ended
         if kept:
             ended.append((now + TERMINAL_TTL_S, num_bytes))

@@ -1,11 +1,11 @@
-"""Told: what is in the log of one resumable request, token by token, for any number of readers.
+"""Told: the logged tokens of one resumable request, for any number of readers.
 
-Filled by the router that runs the request, as appends are confirmed (run_log.py), or by one
-that follows the log (follower.py). Each reader begins at the start and makes text of tokens
-by itself, so what it reads depends on the log alone, not on when it came. Event loop only.
+The router that runs the request fills it when appends are confirmed (run_log.py). A router that
+only reads the log fills it by a Follower (follower.py). Each reader begins at the first token and
+makes text of tokens by itself, so what it reads depends on the log alone. Event loop only.
 
-It ends in one of two ways: `close`, when nothing can follow (with the failure, if it is one), or
-`cut`: this router may no longer tell how it goes on, somebody else may.
+Readers end in one of two ways. `close`: the request has ended, perhaps with a failure. `cut`: this
+router cannot show how the request goes on; another router can, or this one later.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from router.store.log_details import LoggedToken, tokens_of
 
 
 class StreamCut(Unavailable):
-    """Readers leave without an end: another router may tell it, or this one later."""
+    """A reader is ended before the request's end: the client has to ask for the request again."""
 
     def __init__(self) -> None:
         super().__init__("the request goes on: ask for it again", retry_after_s=1)
 
 
 class Told:
-    """`samples`: outputs that the request has. `failure`: how it ended, once `closed`."""
+    """The tokens that readers may see. `samples`: how many outputs the request has. `failure`: once
+    `closed`, the error with which the request ended, or None."""
 
     def __init__(self, samples: int) -> None:
         self.tokens: list[LoggedToken] = []
@@ -47,12 +48,12 @@ class Told:
 
     @property
     def num_tokens(self) -> int:
-        """Over all samples."""
+        """The number of tokens of all samples."""
         return sum(self._lengths)
 
     @property
     def all_ended(self) -> bool:
-        """Every sample's end is in the log."""
+        """Whether the log has the end of every sample."""
         return all(self._ended)
 
     @property
@@ -60,26 +61,28 @@ class Told:
         return tuple(sample for sample, ended in enumerate(self._ended) if ended)
 
     def add(self, entries: Iterable[LogEntry]) -> None:
-        """Entries of the log, in order; what they repeat is dropped."""
+        """Add log entries, in order; tokens that are there already are dropped."""
         for entry in entries:
             for token in tokens_of(entry):
                 self._take(token)
         self._tell()
 
     def close(self, failure: BatonError | None = None) -> None:
-        """Nothing follows. Twice is safe; the first one holds."""
+        """End the readers with the request's end. Only the first call counts."""
         if not self.closed:
             self.closed, self.failure = True, failure
             self._tell()
 
     def cut(self) -> None:
-        """End all readers of now, without an end of the request."""
+        """End all present readers with StreamCut."""
         self._cuts += 1
         self._tell()
 
     async def read(self) -> AsyncGenerator[LoggedToken, None]:
-        """Every token from the start, waiting for more. Raises StreamCut, and `failure` at the
-        end."""
+        """Yield every token from the first one on, and wait for more until the request's end.
+
+        Raises StreamCut after `cut`, and at the end `failure` if there is one.
+        """
         cuts, index = self._cuts, 0
         while True:
             while index < len(self.tokens):
@@ -99,7 +102,7 @@ class Told:
         fresh = event.token_ids and event.position == self._lengths[sample]
         if self._ended[sample] or not (fresh or ends):
             return
-        # Every replay tells what the first token told: a retry may find more of the prompt cached.
+        # All replays report the cached tokens of the first token: a retry may find more cached.
         first = self.tokens[0].event if self.tokens else event
         kept = event if fresh else replace(event, token_ids=(), logprobs=())
         kept = replace(kept, num_cached_tokens=first.num_cached_tokens)
@@ -113,7 +116,8 @@ class Told:
 
 
 class ToldDispatch:
-    """A completion's Dispatch (router/request/completion.py) that computes nothing: it reads."""
+    """A completion's Dispatch (router/request/completion.py) that yields the tokens of a Told
+    instead of computing them."""
 
     def __init__(self, told: Told) -> None:
         self._told = told
@@ -124,8 +128,8 @@ class ToldDispatch:
                 trace.told_at = token.told_at
                 yield token.event
         except Cancelled:
-            trace.aborted = True  # nobody but an operator ends a request that is being read
+            trace.aborted = True  # only an operator ends a request that is being read
             raise
 
     def stop_sample(self, request_id: str, sample: int) -> None:
-        """Whoever runs the request finds the same end."""
+        """Do nothing: the router that runs the request finds the same stop string."""

@@ -1,7 +1,7 @@
-"""RunLog: of a resumable request, which shows nothing that is not in its log: what is there by now.
+"""RunLog: what the store has of one resumable request, which shows only logged tokens.
 
-Plain requests have none: they go on unlogged. What the store has missed of either kind is told by
-router/store/catch_up.py; a resumable one waits for that here. Event loop only.
+Plain requests have no RunLog, because they also go on when the store misses writes. Missed writes
+are written by router/store/catch_up.py; a resumable request waits for that here. Event loop only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from router.store.catch_up import Owed
 
 
 class RunLog:
-    """`fields`: what its record says at the claim. `told`: what its readers may see. `owed`: what
-    they may not see yet.
+    """The log of one resumable request as its router knows it.
 
-    `opened`: the store has the record, and it is ours. `lost`: somebody else has it now, or will.
-    `settled`: its terminal state is recorded. Not `kept`: it was refused before anything was shown,
-    so there will be no record.
+    `fields`: the fields of its record at the claim. `told`: the logged tokens, which readers may
+    see. `owed`: the writes that the store has missed; readers may not see their tokens yet.
+    `opened`: the store has the record, and this router owns it. `lost`: another router has the
+    request now, or will have it. `settled`: its terminal state is recorded. `kept` False: it was
+    refused before anything was shown, so there will be no record.
     """
 
     def __init__(self, told: Told, fields: Mapping[str, str] = NO_FIELDS) -> None:
@@ -33,12 +34,12 @@ class RunLog:
         self._news = asyncio.Event()
 
     def confirm(self, entries: Iterable[LogEntry]) -> None:
-        """They are in the log."""
+        """Show entries to readers: they are in the log now."""
         self.told.add(entries)
         self._tell()
 
     def lose(self) -> None:
-        """The request is somebody else's. Twice is safe."""
+        """Note that another router has the request now, or will, and cut the readers."""
         self.lost = True
         self.told.cut()
         self._tell()
@@ -48,12 +49,15 @@ class RunLog:
         self._tell()
 
     def withdraw(self) -> None:
-        """It was refused: nobody needs to hear of that from the store."""
+        """Note that the request was refused before anything was shown: no record is kept of it."""
         self.kept = False
         self.settle()
 
     async def until_written(self, *, settled: bool) -> bool:
-        """Until nothing is owed (and, if asked, the end is recorded). False: it was lost."""
+        """Wait until the store has all tokens and, if `settled`, the terminal state.
+
+        Returns False if the request was lost.
+        """
         while not self.lost and (self.owed.runs or (settled and not self.settled)):
             await self._news.wait()
         return not self.lost

@@ -1,12 +1,12 @@
 """Runs: the resumable requests under way on this router, and how any request is found again.
 
-    begin    a new request: admitted, claimed with its canonical form, run by a task of its own
-    adopt    one whose router is gone (resumable/adoption.py): the same, from what its log has
-    find     by its owner and name: one that runs here, or the record of any other
+    begin    takes on a new request: claims it with its canonical form, runs it in its own task
+    adopt    goes on with a request whose router is gone (resumable/adoption.py), from its log
+    find     finds a request by owner and name: one that runs here, or any other by its record
 
-Readers come and go without a task noticing; once nobody has read for its grace, it is cancelled. A
-Run computes nothing and shows nothing itself: it drives the dispatcher, finds stop strings in the
-text, and ends what its readers read (router/resumable/replay.py). All on one event loop.
+A request runs on while readers come and go. When nobody has read it for its grace, it is cancelled.
+A Run shows no tokens itself: it drives the dispatcher, finds stop strings in the text, and ends its
+readers (router/resumable/replay.py). All on one event loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AWAY: Final = "the store is away: resumable requests must wait for it"
 
 
 class RunDispatch(Protocol):
-    """What a run needs of router/request/dispatcher.py."""
+    """What a run needs of the dispatcher (router/request/dispatcher.py)."""
 
     def run(
         self, request: Request, trace: RequestTrace, *, admitted: bool = False
@@ -60,20 +60,20 @@ class RunDispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Parts of RouterServices."""
+    """What all runs of a router share; parts of RouterServices."""
 
     dispatcher: RunDispatch
     store: StoreGuard
     metrics: RouterMetrics
     clock: Clock
     stats: RunStats = field(default_factory=RunStats)
-    max_kept_mb: int = MAX_KEPT_MB  # of bodies, for each key
+    max_kept_mb: int = MAX_KEPT_MB  # most MiB of bodies that the store keeps for each key
 
 
 class Source:
-    """A completion's RunDispatch: what an adopted request's log has, then what nodes compute.
+    """A completion's RunDispatch: yields the logged tokens of an adopted request, then new ones.
 
-    `dispatched`: the dispatcher has the request, so it also records its end.
+    `dispatched`: the dispatcher has got the request, so the dispatcher records its end.
     """
 
     def __init__(self, dispatcher: RunDispatch, told: Told, epoch: int | None) -> None:
@@ -106,9 +106,11 @@ class Source:
 
 
 class Run:
-    """One resumable request of this router. `epoch`: of an adopted one.
+    """One resumable request that runs on this router.
 
-    The life: start() -> readers come and go -> it ends, or abandon() or leave() ends it.
+    `epoch`: its epoch at the adoption, None if it began here. `failure`: the error with which it
+    ended, if any. The life: start() -> readers come and go -> it ends, or abandon() or leave() ends
+    it.
     """
 
     def __init__(
@@ -133,22 +135,25 @@ class Run:
 
     @property
     def taken(self) -> bool:
-        """It was never begun: another router has a request of this id."""
+        """Whether the run failed to begin because its id is in use, perhaps on another router."""
         failure = self.failure
         return isinstance(failure, InvalidRequest) and failure.field == "request_id"
 
     def start(self, over: Callable[[], object], settle: Callable[[], Awaitable[None]]) -> None:
-        """Run it in a task of its own: `settle` once its end is told, `over` when nothing of it is
-        left to do. Its grace begins with `wait_for_readers`."""
+        """Run the request in its own task.
+
+        `settle` is awaited once readers have its end; `over` is called when the task is done. Its
+        grace begins with `wait_for_readers`.
+        """
         self._task = asyncio.create_task(self._live(settle), name=f"run {self.id}")
         self._task.add_done_callback(lambda _: self._over(over))
 
     def wait_for_readers(self) -> None:
-        """From now on somebody must read it, or its grace runs out."""
+        """Begin the grace: if nobody reads the request within it, the request is cancelled."""
         self._watch()
 
     async def accepted(self, wait_s: float | None = None) -> None:
-        """Until it is recorded, or has failed before that; for `wait_s` at most."""
+        """Wait until the request is recorded or has failed before that, for `wait_s` at most."""
         if self.log.opened.is_set():
             return
         waiter = asyncio.ensure_future(self.log.opened.wait())
@@ -161,7 +166,7 @@ class Run:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[Told]:
-        """Somebody reads it."""
+        """A context in which somebody reads the request."""
         self._readers += 1
         try:
             yield self.told
@@ -170,12 +175,12 @@ class Run:
             self._watch()
 
     def abandon(self) -> None:
-        """Cancel it: nobody wants it any more."""
+        """Cancel the request: nobody wants it any more."""
         if self._task is not None:
             self._task.cancel()
 
     async def leave(self) -> None:
-        """Stop it here without an end: it is, or will be, another router's."""
+        """Stop running the request here without recording an end: another router goes on."""
         self._left = True
         self.told.cut()
         self.abandon()
@@ -208,18 +213,18 @@ class Run:
             self.failure = Cancelled("the request was aborted")
         ledger = parts.store.ledgers.get(self.id)
         if not source.dispatched and ledger is not None:
-            # All of it was in the log: only the end had not been recorded.
+            # The log had all tokens of the adopted request: only its end was not recorded.
             await ledger.move(RequestState.DECODE)
             tokens = str(completion.completion_tokens)
             await ledger.finish(RequestState.FINISHED, output_tokens=tokens)
 
     async def _end(self) -> None:
-        """Tell readers the end, once nobody can tell another one."""
+        """End the readers: with the request's end once that is final, else with StreamCut."""
         log = self.log
         if self._left or log.lost:
             self.told.cut()
         elif not log.opened.is_set():
-            self.told.close(self.failure)  # it was never taken on
+            self.told.close(self.failure)  # the request was refused before it was recorded
         elif await log.until_written(settled=self.failure is not None):
             self.told.close(self.failure)
         else:
@@ -235,7 +240,7 @@ class Run:
     # ---- nobody reads ----
 
     def _watch(self, grace_s: float | None = None) -> None:
-        """Set the timer anew."""
+        """Set the timer of the grace anew, if nobody reads and the request still runs."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -247,7 +252,7 @@ class Run:
         self._looking = asyncio.create_task(self._abandon_unread(), name=f"grace {self.id}")
 
     async def _abandon_unread(self) -> None:
-        """The grace is over, unless somebody follows it through another router."""
+        """Cancel the request after its grace, unless somebody reads it through another router."""
         record = await self._parts.store.call(lambda store: store.read(self.id))
         if self._readers:
             return
@@ -263,8 +268,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A resumable request, wherever it runs. `reading()` gives what its readers may see. `new`: it
-    was begun by this very call."""
+    """A resumable request, wherever it runs.
+
+    `reading()`: a context that gives its tokens to a reader. `new`: this very call began it.
+    """
 
     canonical: Canonical
     body_digest: str
@@ -273,15 +280,15 @@ class Found:
 
 
 class Runs:
-    """All of one router. The life: made -> used -> stop()."""
+    """All runs of one router. The life: made -> used -> stop()."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         self._runs: dict[str, Run] = {}
-        self._aliases: dict[str, str] = {}  # of these -> their ids
+        self._aliases: dict[str, str] = {}  # alias -> id, of the runs
         self._leaving: set[asyncio.Task[None]] = set()
         self._kept = KeptBodies(parts.clock, parts.max_kept_mb << 20)
-        self.readers = RouterMetrics()  # of replays: a request counts once, by its run
+        self.readers = RouterMetrics()  # for replays: a request counts only once, by its run
         self.builders: dict[str, Callable[[Canonical], Awaitable[Completion]]] = {}
         self.enders: dict[str, Callable[[Found], Awaitable[None]]] = {}  # told of ends here
         parts.store.watchers.append(self._after_heartbeat)
@@ -300,7 +307,10 @@ class Runs:
 
     @asynccontextmanager
     async def reading(self, found: Found, *, resumed: bool) -> AsyncIterator[Told]:
-        """What a reader may see, counted; `resumed`: it goes on after an event."""
+        """A context that gives a reader the tokens of a request, and counts the reader.
+
+        `resumed`: the reader goes on after an event that it has seen.
+        """
         start = Reading.FIRST if found.new else Reading.REPLAY
         self.stats.readings[Reading.RESUMED if resumed else start] += 1
         self.stats.readers += 1
@@ -311,17 +321,17 @@ class Runs:
             self.stats.readers -= 1
 
     def waits(self, request_id: str) -> bool:
-        """It is this router's, and not recorded yet: it waits for room."""
+        """Whether this router has the request but has not recorded it: it waits for room."""
         run = self._runs.get(request_id)
         return run is not None and not run.log.opened.is_set()
 
     def check_open(self) -> None:
-        """Raise Unavailable while no resumable request can be taken on."""
+        """Raise Unavailable while the store is away: then no resumable request can begin."""
         if self._parts.store.stats.away:
             raise Unavailable(AWAY)
 
     async def find(self, owner: str, name: str) -> Found | None:
-        """The request of that owner and name; None if there is none. Raises Unavailable."""
+        """Return the request of this owner and name; None if there is none. Raises Unavailable."""
         return await self._find(owner, record_id(owner, name))
 
     async def _find(self, owner: str, request_id: str) -> Found | None:
@@ -330,7 +340,7 @@ class Runs:
         if run is not None:
             await run.accepted()
             if run.log.opened.is_set() and not store.holds_leases:
-                raise Unavailable(AWAY)  # it may be another router's by now
+                raise Unavailable(AWAY)  # another router may have the request by now
             if not run.taken:
                 return _found(run)
         record = await store.call(lambda store: store.read(request_id))
@@ -347,12 +357,12 @@ class Runs:
         fields: dict[str, str],
         wait_s: float | None = None,
     ) -> Found:
-        """Take a new request on, or find it, if somebody asked for the same in this moment, here or
-        at another router.
+        """Begin a new request; or find it, if the same one has just been begun here or elsewhere.
 
-        Returns when it is recorded, or refused: then its readers are told so. With `wait_s` it need
-        not be by then, and its grace does not begin before somebody has read it. Raises
-        UnsupportedFeature for what is not kept, Overloaded if too much is, Unavailable.
+        Returns when the request is recorded or refused; readers get the refusal. With `wait_s`,
+        returns after this time at the latest, and the grace begins only after a first reader.
+        Raises UnsupportedFeature for prompt log-probabilities, Overloaded if the key has too many
+        bodies in the store, and Unavailable.
         """
         if canonical.request.params.prompt_logprobs is not None:
             message = "log-probabilities of the prompt are not kept for resumable requests"
@@ -377,7 +387,10 @@ class Runs:
         return found
 
     async def adopt(self, record: RequestRecord, canonical: Canonical) -> bool:
-        """Go on with a request just claimed. False: not here, and it is given up again."""
+        """Go on with a request that was just claimed.
+
+        Returns False if this router cannot; then the request is given up again.
+        """
         store, request_id = self._parts.store, record.id
         log = _run_log(canonical, {})
         store.adopt(record, log)
@@ -404,7 +417,7 @@ class Runs:
         return True
 
     async def stop(self) -> None:
-        """Give everything up, so that other routers go on with it. Twice is safe."""
+        """Give all requests up, so that other routers go on with them. May be called twice."""
         runs = list(self._runs.values())
         await self._parts.store.release([run.id for run in runs])
         await asyncio.gather(*(run.leave() for run in runs), *self._leaving)
@@ -412,11 +425,11 @@ class Runs:
     # ---- inside ----
 
     def _run_of(self, request_id: str) -> Run | None:
-        """What runs here under that id or alias."""
+        """Return the run with this id or alias; None if there is none here."""
         return self._runs.get(self._aliases.get(request_id, request_id))
 
     def _body_over(self, run: Run) -> None:
-        """A request that was begun here has ended: the store keeps its body, or has none."""
+        """Note for KeptBodies that a request which began here has ended."""
         kept = run.log.kept and run.log.opened.is_set()
         self._kept.end(run.canonical.owner, len(run.canonical.body), kept=kept)
 
@@ -453,7 +466,7 @@ class Runs:
                 await task
 
     def _after_heartbeat(self, _: Sequence[Swept]) -> None:
-        """Leave what was lost; without leases, show nothing more of anything."""
+        """Leave the requests that were lost. Cut all readers if the leases have run out."""
         held = self._parts.store.holds_leases
         for run in list(self._runs.values()):
             if run.log.lost:

@@ -1,11 +1,11 @@
-"""What a client says of resuming, in the head of its request. Pure.
+"""The headers by which a client asks for a resumable request or resumes one. Pure.
 
-    x-baton-resumable: SECONDS   keep the request while nobody reads it, for so long; 0 = plain
+    x-baton-resumable: SECONDS   let the request run for so long while nobody reads it; 0 = plain
     idempotency-key: KEY         the same key and body are the same request (grace: DEFAULT_GRACE_S)
     last-event-id: ID            go on after this event of a request known by its x-request-id
 
-A request is known to the key that started it by its name: the `x-request-id` of its HTTP request,
-and one made of its idempotency key.
+A request has one or two names, valid for the API key that started it: the `x-request-id` of its
+HTTP request, and a name made of its idempotency key.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ POSITION_QUERY: Final = "starting_after"
 SAID_IN: Final = frozenset(
     name.encode() for name in (GRACE_HEADER, IDEMPOTENCY_HEADER, POSITION_HEADER)
 )
-NAME_HEADER: Final = b"x-baton-request-id"  # of the answer: how to ask for it again
-KEY_PREFIX: Final = "ik-"  # of a name that is made of an idempotency key
+NAME_HEADER: Final = b"x-baton-request-id"  # in the answer: the name to ask for it again
+KEY_PREFIX: Final = "ik-"  # begins a name that is made of an idempotency key
 MAX_GRACE_S: Final = 3600
 DEFAULT_GRACE_S: Final = 30.0
 MAX_KEY_CHARS: Final = 256
@@ -37,10 +37,10 @@ _VECTOR: Final = re.compile(EVENT_ID)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a reader has seen: per choice whole steps, then events of the next one; of the tail.
+    """What a reader has seen: per choice the whole steps, and the events of the step after them.
 
-    A step is a token, or an end that came without one: all of its events count once its last one
-    has been seen.
+    A step is a token, or an end that came without a token; it may have several events. `tail`: the
+    events seen after all choices have ended.
     """
 
     steps: tuple[int, ...] = ()
@@ -56,7 +56,8 @@ START: Final = Position()
 
 @dataclass(frozen=True, slots=True)
 class ResumeTerms:
-    """`key`: the name that its idempotency key makes. None: no such header."""
+    """What a client asks for. `key`: the name made of its idempotency key, None without one.
+    `after`: the id of the event to go on after, None without one."""
 
     grace_s: float
     key: str | None
@@ -64,7 +65,10 @@ class ResumeTerms:
 
 
 def read_resume_terms(header: Callable[[str], str]) -> ResumeTerms | None:
-    """None for a plain request; `header(name)` is "" for an absent one. Raises InvalidRequest."""
+    """Return the terms in the headers; None for a plain request.
+
+    `header(name)` returns "" for an absent header. Raises InvalidRequest.
+    """
     grace_s = _grace(header(GRACE_HEADER).strip())
     key, after = header(IDEMPOTENCY_HEADER).strip(), header(POSITION_HEADER).strip()
     if len(key) > MAX_KEY_CHARS or not key.isprintable():
@@ -77,7 +81,7 @@ def read_resume_terms(header: Callable[[str], str]) -> ResumeTerms | None:
 
 
 def read_position(text: str | None, num_choices: int, field: str) -> Position:
-    """The position that an event's id tells. Raises InvalidRequest, naming `field`."""
+    """Return the position in an event's id. Raises InvalidRequest that names `field`."""
     if not text:
         return START
     if not _VECTOR.fullmatch(text):
@@ -93,7 +97,7 @@ def read_position(text: str | None, num_choices: int, field: str) -> Position:
 
 
 def names_meant(asked: str) -> list[str]:
-    """The names that a client may mean: as it stands, or the id of a reply."""
+    """Return the names that a client may mean: `asked`, and `asked` without a reply's prefix."""
     stripped = [asked.removeprefix(prefix) for prefix in _PREFIXES if asked.startswith(prefix)]
     return [asked, *stripped[:1]]
 

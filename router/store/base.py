@@ -1,12 +1,12 @@
-"""RequestStore: what must survive a process. The protocol, its records and its answers.
+"""RequestStore: keeps what must survive a process. The protocol, its records and its answers.
 
 Implementations: store/memory_store.py (tests, laptops) and store/redis_store.py; both pass
-tests/router/test_store_contract.py. Nobody but store/guard.py talks to a store while it serves.
+tests/router/test_store_contract.py. Only store/guard.py calls a store while the router serves.
 
-Fences, the same in both: a write carries the request's epoch and its writer's name. It is refused
-when the record has a newer epoch or another owner, and a state moves only as
-baton.protocol.request.TRANSITIONS says. Every write is idempotent: repeating one whose answer was
-lost changes nothing and succeeds.
+Both have the same fences: a write carries the request's epoch and its writer's name. The write is
+refused when the record has a newer epoch or another owner. A state changes only as
+baton.protocol.request.TRANSITIONS allows. Every write is idempotent: if its answer was lost, it may
+be repeated, which changes nothing and succeeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.store.documents import Documents
 TERMINAL_TTL_S: Final = 600.0  # how long a terminal record and its log may still be read
 SWEEP_LIMIT: Final = 256  # expired requests that one sweep handles
 LOGGED: Final = "logged_tokens"  # field of a terminal record: tokens in its log, over all samples
-MAX_TRIES: Final = 10  # leases of one request that may run out: it may be what kills its routers
+MAX_TRIES: Final = 10  # a request is ended when so many leases ran out: it may kill its routers
 END_MARK: Final = "!"
 ALIAS: Final = "alias"  # field of a claim: another id, which finds the request as well
 NO_FIELDS: Final[Mapping[str, str]] = {}
@@ -34,15 +34,16 @@ class WriteStatus(enum.StrEnum):
     GONE = "gone"  # no such record
     FENCED = "fenced"  # a newer epoch or another owner
     ILLEGAL = "illegal"  # not in TRANSITIONS
-    GAP = "gap"  # an append beyond the end of the log, or an end that wants more of it
+    GAP = "gap"  # an append beyond the end of the log, or an end before the log has all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as stored. `owner` is a router id, "" for nobody; `fields` are free text.
+    """One request as stored. `owner` is a router id, "" if no router owns it; `fields`: free text.
 
-    `age_s`: since its first claim; `idle_s`: since somebody last followed it through another router
-    than its own, None if nobody did. Both by the store's clock.
+    `tries`: how often its lease ran out. `age_s`: seconds since its first claim. `idle_s`: seconds
+    since a client last read it through another router than its owner, None if none did. Both by the
+    store's clock.
     """
 
     id: str
@@ -61,9 +62,10 @@ class Move:
 
     `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
     older one; then any non-terminal state may move on (the fences still hold).
-    `min_tokens`, `min_ends`: tokens, and ends of samples, that the log must have for an end: a
-    store that died may have forgotten the last of what it confirmed. `kept`: an end that may still
-    be read; else record and log are gone at once, and the id is free.
+    `min_tokens`, `min_ends`: how many tokens and ends of samples the log must have for a terminal
+    state to be accepted. A store that died may have lost the last writes that it confirmed. `kept`:
+    record and log can be read for TERMINAL_TTL_S after the end; if not `kept`, both are deleted at
+    once, and the id is free.
     """
 
     request_id: str
@@ -78,10 +80,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """Tokens of one sample; `position` is the absolute output index of the first.
+    """Tokens of one sample; `position` is the output index of the first within the sample.
 
-    `more`: what else is known of them (store/log_details.py), kept with them. One that
-    begins with END_MARK ends its sample: it is kept once, even without a new token.
+    `more`: details of these tokens as text (store/log_details.py). An entry whose `more` begins
+    with END_MARK ends its sample. Such an entry is kept once, even without a new token.
     """
 
     request_id: str
@@ -94,7 +96,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A request whose owner's lease ran out, and what became of it."""
+    """A request whose lease ran out, with the state and the epoch that the sweep gave it."""
 
     request_id: str
     state: RequestState
@@ -106,7 +108,7 @@ Claimed = Callable[[int | StoreUnavailable | None], None]
 
 
 class RequestStore(Protocol):
-    """One router's view of the store; its name is given at construction.
+    """One router's view of the store. The router's name is given at construction.
 
     All methods but `stop` raise StoreUnavailable.
     """
@@ -118,11 +120,11 @@ class RequestStore(Protocol):
 
     @property
     def documents(self) -> Documents:
-        """What clients may ask for again, beside requests."""
+        """The store of documents: what clients may ask for again, beside requests."""
         ...
 
     async def start(self) -> None:
-        """Connect. Called once; raises StoreUnavailable when nobody answers."""
+        """Connect. Called once. Raises StoreUnavailable when the server does not answer."""
         ...
 
     async def stop(self) -> None: ...
@@ -130,35 +132,38 @@ class RequestStore(Protocol):
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
-        """Own a request: a new one becomes QUEUED at epoch 1, an ownerless one is adopted.
+        """Become the owner of a request and return its record.
 
-        None: the id belongs to somebody else, or is in use already, or its ALIAS is.
+        A new request becomes QUEUED at epoch 1; an ownerless QUEUED one is adopted. Returns None,
+        and changes nothing, if the id belongs to another router, or if the id or its ALIAS is in
+        use.
         """
         ...
 
     def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
-        """`claim` without waiting: it takes effect before the next call for its request.
+        """Claim without waiting. The claim takes effect before the next call for its request.
 
-        Raises nothing; `on_answer` gets the epoch, or None, at once or later, once.
+        Raises nothing. `on_answer` is called once, at once or later, with the epoch, None (see
+        `claim`) or the error.
         """
         ...
 
     async def move(self, move: Move) -> WriteStatus:
-        """To a non-terminal state; renews the lease."""
+        """Move a request to a non-terminal state, and renew its lease."""
         ...
 
     def post(self, move: Move, on_answer: OnAnswer) -> None:
-        """`move` without waiting: it takes effect before the next call for its request (but for
-        appends), alone or joined with the moves that follow.
+        """Move without waiting. The move takes effect before the next call for its request, except
+        appends; it may be joined with moves that follow.
 
-        Raises nothing; `on_answer` gets the answer at once or later, once.
+        Raises nothing. `on_answer` is called once, at once or later, with the answer or the error.
         """
         ...
 
     async def finish(self, move: Move) -> WriteStatus:
-        """To a terminal state; ends the lease and starts the record's and the log's TTL.
+        """Move a request to a terminal state, end its lease, and start the TTL of record and log.
 
-        In the same call the log is counted, into the field LOGGED: once, however often it is asked.
+        The same call writes the number of logged tokens into the field LOGGED.
         """
         ...
 
@@ -170,48 +175,53 @@ class RequestStore(Protocol):
         ...
 
     async def beat(self, held: Collection[str]) -> list[str]:
-        """This router lives: renew the leases of `held` requests, revive those not yet swept.
+        """Renew the leases of the `held` requests, also of those that ran out and were not swept.
 
-        Returns the ids that it does not own any more.
+        Returns the ids of those requests that this router does not own any more.
         """
         ...
 
     async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
-        """End leases that ran out: epoch + 1, then ownerless QUEUED if resumable, else CANCELLED.
+        """Take the requests whose leases ran out from their owners; return what became of them.
 
-        What is ownerless has a lease too: whoever swept it may die before anybody has adopted it.
-        After MAX_TRIES it is CANCELLED.
-        Does nothing within two lease times of this router's own (re)connection: after an outage
-        everybody's lease looks expired.
+        Each gets the next epoch. A resumable one becomes QUEUED without an owner; it gets a new
+        lease, because its next owner may never come. After MAX_TRIES leases, and if it is not
+        resumable, it becomes CANCELLED.
+        Does nothing within two lease times of this router's own (re)connection, because after an
+        outage all leases look expired.
         """
         ...
 
     async def read(self, request_id: str) -> RequestRecord | None:
-        """The request of that id, or of that alias: then its record has another id."""
+        """Return the record of the request with this id or alias; None if there is none.
+
+        If `request_id` is an alias, the record has another id.
+        """
         ...
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
-        """What has been appended, in order."""
+        """Return the entries of a request's log, in order."""
         ...
 
     async def tail(
         self, request_id: str, cursor: str, timeout_s: float
     ) -> tuple[list[LogEntry], str]:
-        """What was appended after `cursor` ("" = from the start), and the new cursor.
+        """Return the entries after `cursor` ("" = from the start), and the new cursor.
 
-        Waits for an entry for `timeout_s` at most (0 = not at all), and not above the store's own
-        time limit.
+        If there are none, waits for `timeout_s` at most (0 = not at all), but not longer than the
+        store's own time limit, and then may return no entry.
         """
         ...
 
     async def follow(self, request_id: str) -> None:
-        """Somebody reads this request through this router: its `idle_s` begins anew."""
+        """Note that a client reads this request through this router: set its `idle_s` to 0."""
         ...
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """This router gives requests up, in any state: their leases run out now."""
+        """Give this router's requests up: end their leases now, so that they can be swept."""
         ...
 
     async def counts(self) -> dict[RequestState, int]:
-        """Requests by state: now in it (non-terminal), or ever (terminal); 0 may be absent."""
+        """Return how many requests are in each non-terminal state now, and how many have ever
+        reached each terminal state. States without requests may be absent."""
         ...

@@ -1,16 +1,16 @@
 """Catching up: the store gets, late and in order, the writes that it missed while it was away.
 
-Each request keeps the writes that it owes (`Owed`), up to MAX_OWED_TOKENS of all requests together.
-They are written after a heartbeat that got through, or at the request's end:
+Each request keeps the writes that the store has missed (`Owed`), up to MAX_OWED_TOKENS of all
+requests together. They are written after a heartbeat that got through, or at the request's end:
 
-    record    claimed late, if a plain request came in meanwhile
-    log       the tokens missed, under the epoch of now
-    state     one catch-up move to where the request is now, or its end
+    record    claimed late, if a plain request came in while the store was away
+    log       the missed tokens, under the request's present epoch
+    state     one catch-up move to the request's present state, or to its end
 
-New tokens join the backlog until it is empty; from then on the request is written through again.
-The fences hold as always: a request that another router has swept meanwhile is refused. A plain
-request then goes on unlogged; a resumable one is lost to this router (router/resumable/run_log.py).
-Not here: when the store counts as away (router/store/guard.py).
+New tokens join the backlog until it is empty; from then on tokens are written at once again. If
+another router has swept the request meanwhile, the fences refuse these writes. Then a plain request
+goes on without a log; a resumable one is lost to this router (router/resumable/run_log.py). When
+the store counts as away is decided in router/store/guard.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from router.store.ledger import RequestLedger
 
 MAX_OWED_TOKENS: Final = 1 << 20
-AT_ONCE: Final = 256  # requests that catch up side by side
+AT_ONCE: Final = 256  # requests that catch up concurrently
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Tokens of one sample without a gap. With details (`more`) it is one entry, as it came."""
+    """Neighbouring tokens of one sample. An entry with details (`more`) is a run of its own."""
 
     sample: int
     position: int
@@ -49,9 +49,10 @@ class _Run:
 
 @dataclass(slots=True)
 class Owed:
-    """What one request's record lacks. `fields` are those of skipped moves, and of a late claim.
+    """The writes that the store has missed of one request.
 
-    `cut`: tokens found no room, so its log has ended.
+    `fields`: the fields of skipped moves and of a late claim. `runs`: the missed tokens. `cut`:
+    there was no room for further tokens, so the log of the request ends early.
     """
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
@@ -71,12 +72,18 @@ class Owed:
             self.runs.append(run)
 
     def by_position(self) -> list[_Run]:
-        """An append that failed late may be owed after entries that came later."""
+        """Return the runs by sample and position.
+
+        `runs` may be out of order: an append may fail after later entries have been added.
+        """
         return sorted(self.runs, key=lambda run: (run.sample, run.position))
 
     def logged(self, runs: Sequence[_Run], entries: Sequence[LogEntry]) -> int:
-        """Drop what `entries` have brought into the log of `runs`; tokens that were added meanwhile
-        stay. Returns how many were dropped: the end of a request may have logged them already."""
+        """Drop the tokens of `runs` that `entries` have brought into the log.
+
+        Tokens that were added to the runs meanwhile stay. Returns how many tokens were dropped; it
+        may be fewer than logged, because the request's end may have logged the same tokens before.
+        """
         before = self.num_tokens
         for run, entry in zip(runs, entries, strict=True):
             count = max(0, entry.position + len(entry.token_ids) - run.position)
@@ -91,13 +98,13 @@ class Owed:
 class CatchUpStats:
     """Counters for metrics and tests."""
 
-    requests: int = 0  # that are written through again, or whose end was written late
-    tokens: int = 0  # appended late
-    dropped: int = 0  # tokens that found no room: that request's log ends before them
+    requests: int = 0  # requests that have caught up, or whose end was written late
+    tokens: int = 0  # tokens that were appended late
+    dropped: int = 0  # tokens without room in the backlog: the request's log ends before them
 
 
 class CatchUp:
-    """The backlog of one router."""
+    """The missed writes of all requests of one router."""
 
     def __init__(self, max_tokens: int = MAX_OWED_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -105,23 +112,30 @@ class CatchUp:
         self.stats = CatchUpStats()
 
     def owe(self, ledger: RequestLedger, entry: LogEntry) -> None:
-        """`entry` is not logged. A plain request has shown it; a resumable one shows it then."""
+        """Add an entry that the store has missed to the request's backlog.
+
+        A plain request shows its tokens anyway; a resumable one shows them once they are logged. If
+        the backlog is full, the log of the request ends here, and a resumable request is lost.
+        """
         if ledger.owed.cut or self._tokens + len(entry.token_ids) > self._max_tokens:
             self.stats.dropped += len(entry.token_ids)
             ledger.owed.cut = True
-            if ledger.log is not None:  # without them it cannot go on here: whoever sweeps it can
+            if ledger.log is not None:  # it cannot go on here; a router that sweeps it can
                 ledger.took(WriteStatus.FENCED)
             return
         self._tokens += len(entry.token_ids)
         ledger.owed.add(entry)
 
     def forget(self, ledger: RequestLedger) -> None:
-        """Its backlog will not be written."""
+        """Drop a request's missed tokens: they will not be written."""
         self._tokens -= ledger.owed.num_tokens
         ledger.owed.runs.clear()
 
     async def all(self, store: RequestStore, ledgers: Sequence[RequestLedger]) -> None:
-        """Requests that are under way. Raises StoreUnavailable; what was written stays written."""
+        """Write the missed writes of requests that are under way.
+
+        Raises StoreUnavailable; writes that succeeded before are not repeated.
+        """
         for start in range(0, len(ledgers), AT_ONCE):
             some = ledgers[start : start + AT_ONCE]
             ends = await asyncio.gather(
@@ -132,7 +146,10 @@ class CatchUp:
                     raise end
 
     async def one(self, store: RequestStore, ledger: RequestLedger) -> None:
-        """Until nothing is owed, or the store refuses. Raises StoreUnavailable."""
+        """Write one request's missed writes, until none is left or the store refuses one.
+
+        Raises StoreUnavailable.
+        """
         while ledger.owes:
             if not await self._write_backlog(store, ledger) or ledger.state.terminal:
                 return
@@ -147,7 +164,10 @@ class CatchUp:
                 self.stats.requests += 1
 
     async def end(self, store: RequestStore, ledger: RequestLedger, move: Move) -> None:
-        """The last of a request: its backlog, then `move`. Raises StoreUnavailable."""
+        """Write the backlog of a request that has ended, then its terminal `move`.
+
+        Raises StoreUnavailable.
+        """
         await self._write_backlog(store, ledger)
         if ledger.recorded:
             ledger.ended(await store.finish(move))
@@ -155,7 +175,7 @@ class CatchUp:
         self.forget(ledger)
 
     async def _write_backlog(self, store: RequestStore, ledger: RequestLedger) -> bool:
-        """Record and log. False: the store refuses."""
+        """Write a missing record and the missing tokens. Returns False if the store refuses."""
         if not ledger.recorded and ledger.owes:
             record = await store.claim(ledger.request_id, ledger.owed.fields)
             if record is None or record.epoch > ledger.epoch:
@@ -184,8 +204,10 @@ class CatchUp:
 
 
 def catch_up_move(ledger: RequestLedger) -> Move | None:
-    """From whatever the store knows to the ledger's state and epoch; None where a late claim says
-    it all."""
+    """Return the move from any stored state to the ledger's state and epoch.
+
+    None if the request is QUEUED in epoch 1: then its claim has written that already.
+    """
     epoch = ledger.epoch
     if ledger.state is RequestState.QUEUED:
         if epoch == 1:

@@ -1,8 +1,8 @@
-"""Documents: what clients may ask for again by its name, beside requests: opaque bytes.
+"""Documents: opaque bytes that clients may ask for again by name (requests are stored elsewhere).
 
-Each belongs to an owner and is kept for a time. An owner has room for a number of bytes: the oldest
-of its documents give way to a new one. MemoryDocuments is here, for tests and for machines without
-Redis; router/store/redis_documents.py gives the same answers, by one contract suite.
+Each document belongs to an owner and is kept for a time. An owner has room for a number of bytes;
+its oldest documents are deleted to make room for a new one. MemoryDocuments is here, for tests and
+for machines without Redis. router/store/redis_documents.py passes the same contract tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.protocol.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """For how long, and how many bytes for each owner."""
+    """For how long a document is kept, and how many bytes each owner may have."""
 
     ttl_s: float
     max_bytes: int
@@ -28,16 +28,17 @@ class Documents(Protocol):
     async def put(
         self, owner: str, name: str, content: bytes, keeping: Keeping, replace: bool = False
     ) -> bool:
-        """Keep it, from now on; `replace`: only in the place of one that is there.
+        """Keep a document from now on, in place of one with the same name.
 
-        False: it is not kept. There is nothing to replace, or it is more than an owner may have.
+        Returns False, and keeps nothing, if the document is larger than an owner's room, or if
+        `replace` is set and there is no document with this name.
         """
         ...
 
     async def get(self, owner: str, name: str) -> bytes | None: ...
 
     async def drop(self, owner: str, name: str) -> bool:
-        """False: there was none."""
+        """Delete a document; return False if there was none."""
         ...
 
 
@@ -46,7 +47,8 @@ Owned = OrderedDict[str, bytes]
 
 @dataclass(slots=True)
 class DocumentTable:
-    """All documents: of each owner in the order in which they came, and when each of all ends."""
+    """All documents. `owners`: each owner's documents in the order of arrival. `sizes`: bytes of
+    each owner. `ends`: until when each document is kept, in the order of arrival."""
 
     owners: dict[str, Owned] = field(default_factory=dict[str, Owned])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
@@ -55,13 +57,13 @@ class DocumentTable:
     )
 
     def add(self, owner: str, name: str, content: bytes, end: float) -> None:
-        """One that is not there."""
+        """Add a document whose name the owner does not use."""
         self.owners.setdefault(owner, Owned())[name] = content
         self.sizes[owner] = self.sizes.get(owner, 0) + len(content)
         self.ends[owner, name] = end
 
     def remove(self, owner: str, name: str) -> bool:
-        """False: there was none."""
+        """Remove a document; return False if there was none."""
         if self.ends.pop((owner, name), None) is None:
             return False
         self.sizes[owner] -= len(self.owners[owner].pop(name))
@@ -70,8 +72,10 @@ class DocumentTable:
         return True
 
     def find(self, owner: str, name: str, now: float) -> bytes | None:
-        """Forgets it, and those that are older than all others, if their time is over: the oldest
-        end first, unless a router with other settings kept them."""
+        """Return a document; None if there is none or its time is over.
+
+        Also removes the oldest documents whose time is over.
+        """
         if self.ends.get((owner, name), now) <= now:
             self.remove(owner, name)
         while self.ends:
@@ -83,7 +87,7 @@ class DocumentTable:
 
 
 class MemoryDocuments:
-    """Several may share one table (several routers in one test process)."""
+    """Documents in this process. Several may share one table (several routers in one test)."""
 
     def __init__(self, table: DocumentTable, clock: Clock) -> None:
         self._table = table

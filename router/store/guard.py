@@ -1,10 +1,11 @@
-"""StoreGuard: the store as the router uses it, also while it is away.
+"""StoreGuard: the store as the router uses it, also while the store is away.
 
-A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
-tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
-request that missed a write is `behind`: what it owes is written when the store is back
-(router/store/catch_up.py), ended ones included. Tokens are appended to the log before a client sees
-them, idempotent by (sample, position). The life: start() -> run() as a task -> stop().
+A plain request goes on when the store does not answer. The failed call is counted, and further
+calls are skipped until a heartbeat gets through, so an outage costs each request at most one
+timeout. A request that missed a write is `behind`. Its missed writes are written when the store is
+back (router/store/catch_up.py), also those of requests that have ended. Tokens are appended to the
+log before a client sees them; a repeated append of the same (sample, position) changes nothing.
+The life: start() -> run() as a task -> stop().
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StoreStats:
     away: bool = False
     outages: int = 0
     skipped: int = 0  # calls not made, or failed, because the store was away
-    refused: int = 0  # requests whose write it answered with a fence, a gap, an unknown record
+    refused: int = 0  # requests with a write that the store refused (fence, gap, no record)
 
 
 class StoreGuard:
@@ -55,13 +56,13 @@ class StoreGuard:
         self._store = store
         self._heartbeat_s = timing.heartbeat_s
         self._lease_s = timing.router_lease_s
-        self.ledgers: dict[str, RequestLedger] = {}  # of requests that are not over; read only
+        self.ledgers: dict[str, RequestLedger] = {}  # of requests under way, by id; read only
         self._unsettled: dict[str, tuple[RequestLedger, Move]] = {}
         self._expected: dict[str, RequestLedger] = {}
         self.stats = StoreStats()
         self.catch_up = CatchUp()
-        self.lease_until = 0.0  # loop time: no other router sweeps what this one holds before
-        self.sweeps: Callable[[], bool] = lambda: True  # may it now?
+        self.lease_until = 0.0  # loop time until which no other router sweeps this one's requests
+        self.sweeps: Callable[[], bool] = lambda: True  # whether this router may sweep now
         self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # called after every heartbeat
 
     @property
@@ -69,7 +70,7 @@ class StoreGuard:
         return self._store.name
 
     async def start(self) -> None:
-        """Connect; a store that is away now may come later."""
+        """Connect. If the store is away now, heartbeats try again later."""
         try:
             await self._store.start()
             self.lease_until = asyncio.get_running_loop().time() + self._lease_s
@@ -86,8 +87,11 @@ class StoreGuard:
         await self._store.stop()
 
     async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
-        """Record a new request as QUEUED. Raises InvalidRequest for an id that is in use, and
-        Unavailable for a resumable one without the store."""
+        """Record a new request as QUEUED and return its ledger.
+
+        Raises InvalidRequest if the id is in use, and Unavailable for a resumable request while the
+        store is away.
+        """
         ledger = self._expected.pop(request.id, None) or RequestLedger(self, request.id, fields)
         if ledger.recorded:
             return ledger  # adopted
@@ -100,7 +104,7 @@ class StoreGuard:
             self.lose(error)
             return self._unlogged(ledger)
         if record is not None and ledger.log is not None and record.tries:
-            await self.release([request.id])  # swept in this moment: it is there to be adopted
+            await self.release([request.id])  # a swept request of this id waits for adoption
             record = None
         if record is None:
             raise IdInUse()
@@ -108,8 +112,11 @@ class StoreGuard:
         return ledger
 
     async def enter(self, request: Request, fields: dict[str, str]) -> RequestLedger:
-        """`open`, but the record of a plain request is only on its way: `ledger.accepted` waits for
-        it, and raises what `open` does."""
+        """Return the ledger of a new request before its record is in the store.
+
+        `ledger.accepted` waits for the record, and raises as `open`. A resumable request is opened
+        at once.
+        """
         if self.stats.away or request.id in self._expected:
             return await self.open(request, fields)
         ledger = self.ledgers[request.id] = RequestLedger(self, request.id, fields)
@@ -118,26 +125,28 @@ class StoreGuard:
         return ledger
 
     def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
-        """The ledger of a request that cannot be recorded now: a plain one goes on, and is recorded
-        later. Raises Unavailable for a resumable one."""
+        """Return the ledger of a plain request that cannot be recorded now; it is recorded later.
+
+        Raises Unavailable for a resumable request.
+        """
         if ledger.log is not None:
             raise Unavailable("the store is away: no resumable request can be taken now")
         self.ledgers[ledger.request_id] = ledger
         return ledger
 
     def expect(self, request_id: str, log: RunLog) -> None:
-        """The next `open` of this id is of a resumable request."""
+        """Prepare the ledger of a resumable request, for the next `open` of this id."""
         self._expected[request_id] = RequestLedger(self, request_id, log=log)
 
     def adopt(self, record: RequestRecord, log: RunLog) -> RequestLedger:
-        """The ledger of a request just claimed, which was another router's."""
+        """Return the ledger of a request that another router had and this one has just claimed."""
         ledger = RequestLedger(self, record.id, log=log)
         self._opened(ledger, record)
         self._expected[record.id] = ledger
         return ledger
 
     def forget(self, request_id: str) -> None:
-        """It will not be opened after all. Twice is safe."""
+        """Undo `expect` or `adopt` for a request that will not be opened. May be called twice."""
         self._expected.pop(request_id, None)
 
     async def release(self, request_ids: Sequence[str]) -> None:
@@ -151,20 +160,22 @@ class StoreGuard:
 
     @property
     def holds_leases(self) -> bool:
-        """No other router can have swept what this one holds."""
+        """Whether this router's leases are valid, so that no other router can have swept them."""
         return asyncio.get_running_loop().time() < self.lease_until
 
     def _opened(self, ledger: RequestLedger, record: RequestRecord) -> None:
         ledger.epoch = record.epoch
         ledger.recorded = True
-        ledger.owed.fields.clear()  # the claim has said them
+        ledger.owed.fields.clear()  # the claim has written them
         self.ledgers[ledger.request_id] = ledger
         if ledger.log is not None:
             ledger.log.opened.set()
 
     async def settle(self, ledger: RequestLedger, move: Move) -> None:
-        """A request ends and still owes writes: they are made now if the store is there, else when
-        it is back."""
+        """Write the missed writes and the terminal `move` of a request that ends.
+
+        They are written now if the store is there, else when it is back.
+        """
         last = replace(move, catch_up=True)
         done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
         if done is None and self.stats.away:
@@ -179,15 +190,17 @@ class StoreGuard:
             ledger.log.lose()
 
     def owe(self, entries: Iterable[LogEntry]) -> None:
-        """The store was away when these were to be written."""
+        """Add entries that the store has missed to the backlogs of their requests."""
         for entry in entries:
             ledger = self.ledgers.get(entry.request_id)
             if ledger is not None and (ledger.owes or ledger.owed.cut):
                 self.catch_up.owe(ledger, entry)
 
     async def append(self, events: Iterable[TokenEvent]) -> None:
-        """Log the tokens of `events`, those of one step of a node, in one call. None of them has
-        been shown. Never raises: a request that cannot be logged goes on unlogged."""
+        """Append the tokens of `events` to the logs in one call, before any of them is shown.
+
+        Never raises: a request whose tokens cannot be logged goes on without.
+        """
         entries: list[LogEntry] = []
         logged: list[tuple[RequestLedger, TokenEvent]] = []
         for event in events:
@@ -211,20 +224,24 @@ class StoreGuard:
                 ledger.log.confirm([entry])
 
     def _missed(self, ledger: RequestLedger, entry: LogEntry, status: WriteStatus | None) -> None:
-        """The log did not take `entry`: it is owed, if the store has not refused it."""
+        """Handle an entry that the log did not take; add it to the backlog unless it was refused.
+
+        `status` None: the store did not answer.
+        """
         unclaimed = status is WriteStatus.GONE and not ledger.recorded
         if status is WriteStatus.GAP or unclaimed:
-            status = None  # what is missing failed just now: both are written after a heartbeat
+            status = None  # an earlier write has just failed: both are written after a heartbeat
         ledger.took(status)
         if status is None:
             self.owe([entry])
 
     async def counts(self) -> dict[RequestState, int]:
-        """Requests by state; empty while the store is away."""
+        """Return the number of requests by state (see RequestStore); empty while it is away."""
         return await self.call(lambda store: store.counts()) or {}
 
     async def call(self, work: Callable[[RequestStore], Awaitable[T]]) -> T | None:
-        """The store's answer, or None while it is away. Raises nothing of the store's."""
+        """Return the store's answer to `work`; None while the store is away. Does not raise
+        StoreUnavailable."""
         if self.stats.away:
             self.stats.skipped += 1
             return None
@@ -235,7 +252,10 @@ class StoreGuard:
             return None
 
     async def reach(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
-        """The store's answer, for callers that cannot go on without it. Raises StoreUnavailable."""
+        """Return the store's answer to `work`, also if the store counts as away.
+
+        For callers that cannot go on without the answer. Raises StoreUnavailable.
+        """
         try:
             return await work(self._store)
         except StoreUnavailable as error:
@@ -245,7 +265,7 @@ class StoreGuard:
     def post(
         self, move: Move, on_answer: Callable[[WriteStatus | StoreUnavailable | None], None]
     ) -> None:
-        """A move without waiting; `on_answer` gets the store's answer, None if it is away."""
+        """Move without waiting. `on_answer` gets the store's answer; None while it is away."""
         if self.stats.away:
             self.stats.skipped += 1
             on_answer(None)
@@ -253,7 +273,7 @@ class StoreGuard:
             self._store.post(move, on_answer)
 
     async def beat(self) -> None:
-        """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
+        """Do one heartbeat: renew the leases, write missed writes, sweep expired requests."""
         held = [it.request_id for it in self.ledgers.values() if it.recorded and not it.claiming]
         # An end that is still to be written needs its lease, too: its tokens may be in the backlog.
         held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
@@ -266,11 +286,11 @@ class StoreGuard:
             watcher(swept)
 
     async def _beat(self, held: Sequence[str]) -> Sequence[Swept]:
-        """Everything that a heartbeat writes; what was swept. Raises StoreUnavailable."""
+        """Do the writes of a heartbeat; return the swept requests. Raises StoreUnavailable."""
         started = asyncio.get_running_loop().time()
         lost = await self._store.beat(held)
         self.lease_until = started + self._lease_s
-        # What ended while the beat was under way is `lost` to the store, and not open here.
+        # A request that ended while the beat was under way is `lost`, too, but has no ledger here.
         for request_id in lost:
             ledger = self.ledgers.get(request_id)
             if ledger is not None:
@@ -292,7 +312,7 @@ class StoreGuard:
             logger.warning("the store is back")
 
     def lose(self, error: StoreUnavailable) -> None:
-        """The store did not answer: nothing is asked of it until a heartbeat gets through."""
+        """Note that the store did not answer: it counts as away until a heartbeat gets through."""
         self.stats.skipped += 1
         if not self.stats.away:
             self.stats.away = True

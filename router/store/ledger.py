@@ -1,4 +1,4 @@
-"""RequestLedger: the store as one request sees it: its state and epoch, and what it still owes.
+"""RequestLedger: one request's state and epoch, and the writes that the store has missed of it.
 
 Not here: when the store counts as away (router/store/guard.py), and how a request catches up
 (router/store/catch_up.py).
@@ -42,7 +42,7 @@ class IdInUse(InvalidRequest):
 
 
 def description(request: Request) -> dict[str, str]:
-    """What the record says of a plain request."""
+    """Return the fields of a plain request's record."""
     return {
         "seed": str(request.params.seed),
         "prompt_tokens": str(len(request.prompt_ids)),
@@ -51,11 +51,13 @@ def description(request: Request) -> dict[str, str]:
 
 
 class RequestLedger:
-    """State and epoch of one request: the truth while its router lives, written through.
+    """State and epoch of one request. While its router lives they are valid here, and each change
+    is written to the store.
 
-    `recorded`: the store has a record and it is ours; while it is `claiming`, on its way. `behind`:
-    a write was skipped. `refused`: the store does not take its writes any more, so nothing is owed.
-    `owed`: writes that it missed. `log`: of a resumable request, which shows only what is logged.
+    `recorded`: the store has the record and this router owns it. `claiming`: the claim is under
+    way; then `recorded` is set in advance. `behind`: a write was skipped. `refused`: the store has
+    refused a write, so nothing more is written. `owed`: the writes that the store has missed.
+    `log`: for a resumable request, which shows only logged tokens; None for a plain request.
     """
 
     def __init__(
@@ -76,22 +78,22 @@ class RequestLedger:
         self.log = log
         self.owed = Owed(dict(fields)) if log is None else log.owed
         self._in_use = False  # the store has such a request already
-        self._claimed: asyncio.Future[None] | None = None  # its journey waits for the record
-        self._posted = 0  # moves that the store has not answered
-        self._appending: list[TokenEvent] = []  # on their way into the log
-        self._appended: asyncio.Event | None = None  # set when none is on its way any more
+        self._claimed: asyncio.Future[None] | None = None  # what the journey waits for, if it does
+        self._posted = 0  # posted moves that the store has not answered
+        self._appending: list[TokenEvent] = []  # events on their way into the log
+        self._appended: asyncio.Event | None = None  # set when no event is on its way any more
 
     def claimed(self, answer: int | StoreUnavailable | None) -> None:
-        """The answer to the claim: its epoch, or None for an id that is in use."""
+        """Take the answer to the claim: the epoch, None for an id that is in use, or the error."""
         self.claiming, self.recorded = False, isinstance(answer, int)
         if isinstance(answer, StoreUnavailable):
-            self._guard.lose(answer)  # it goes on unlogged
+            self._guard.lose(answer)  # the request goes on without a record
         elif answer is None:
             self._in_use = self.refused = True
             self.abandon()
         else:
             self.epoch = answer
-            self.owed.fields.clear()  # the claim has said them
+            self.owed.fields.clear()  # the claim has written them
         if self._claimed is not None and not self._claimed.done():
             self._claimed.set_result(None)
 
@@ -108,8 +110,12 @@ class RequestLedger:
         await self._claimed  # the store's answers have a deadline
 
     def entry(self, event: TokenEvent) -> LogEntry | None:
-        """What to append for an event now, until `append_over`; None: nothing, or it waits for the
-        store."""
+        """Return the log entry to append for an event; the event counts as on its way until
+        `append_over`.
+
+        None if there is nothing to append now: the event has nothing to log, the store has refused
+        the request, or the entry was added to the backlog.
+        """
         if self.refused:
             return None
         # The ledger's epoch: a prefill that outlived a failover still reports the old one.
@@ -128,15 +134,17 @@ class RequestLedger:
         return entry
 
     def append_over(self, event: TokenEvent) -> None:
-        """The store has answered what `entry` gave for `event`, or will not."""
+        """Note that the append of `event` is over, with or without success."""
         self._appending.remove(event)
         if self._appended is not None and not self._appending:
             self._appended.set()
 
     async def settle(self) -> list[TokenEvent]:
-        """Wait until the events that are on their way into the log are there, and return them.
-        Needed before a new epoch: they are valid output of the old owner, and readers of the log
-        will believe them."""
+        """Wait until the events on their way into the log are there, and return them.
+
+        Needed before a new epoch: these events are valid output of the old epoch, because readers
+        of the log will see them.
+        """
         events = list(self._appending)
         if events:
             self._appended = asyncio.Event()
@@ -145,18 +153,21 @@ class RequestLedger:
 
     @property
     def owes(self) -> bool:
-        """Is there something to write when the store is back?"""
-        unclaimed = self.log is None and not self.recorded  # a resumable one must be, to begin
+        """Whether something has to be written when the store is back."""
+        unclaimed = self.log is None and not self.recorded  # resumable ones are recorded to begin
         return not self.refused and (self.behind or unclaimed)
 
     async def move(self, state: RequestState, **fields: str) -> None:
-        """One transition to a non-terminal state. Raises IllegalTransition."""
+        """Move the request to a non-terminal state, and write that. Raises IllegalTransition."""
         move = self._moved(state, fields)
         if move is not None:
             self.took(await self._guard.call(lambda store: store.move(move)), fields)
 
     def post(self, state: RequestState, **fields: str) -> None:
-        """`move` that nobody waits for: the store answers before it answers what is asked next."""
+        """Move the request to a non-terminal state without waiting for the store.
+
+        The write takes effect before the next call for this request. Raises IllegalTransition.
+        """
         move = self._moved(state, fields)
         if move is not None:
             self._posted += 1
@@ -171,7 +182,7 @@ class RequestLedger:
             self.took(answer, move.fields)
 
     def _moved(self, state: RequestState, fields: dict[str, str]) -> Move | None:
-        """The write of a transition; None if this request is written no more."""
+        """Change the state; return the move to write, or None if it must be caught up later."""
         check_transition(self.state, state)
         move = Move(self.request_id, self.epoch, state, fields)
         self.state = state
@@ -184,19 +195,22 @@ class RequestLedger:
         return move
 
     async def finish(self, state: RequestState, *, kept: bool = True, **fields: str) -> None:
-        """The terminal state; afterwards the ledger is closed. Not `kept`: nothing was shown, and
-        the id may be used again. Raises IllegalTransition."""
+        """Move the request to a terminal state and write that; then the ledger is closed.
+
+        `kept` False: nothing was shown, so record and log are deleted and the id is free. Raises
+        IllegalTransition.
+        """
         if self.claiming:
             await self._claim_over()
         kept = kept or bool(self._appending)
         check_transition(self.state, state)
-        # A posted move may still fail: then this one takes its place.
+        # A posted move may still fail. Then this move takes its place.
         behind = self.behind or self._posted > 0
         move = Move(self.request_id, self.epoch, state, fields, catch_up=behind, kept=kept)
         if self.log is not None and not kept:
             self.log.withdraw()
         if self.log is not None and state is RequestState.FINISHED:
-            shown = self.log.told  # whoever asks again must get as much
+            shown = self.log.told  # a client that asks again must get all that was shown
             move = replace(move, min_tokens=shown.num_tokens, min_ends=len(shown.ended))
         self.state = state
         self.abandon()
@@ -213,7 +227,7 @@ class RequestLedger:
             self.ended(status)
 
     def ended(self, status: WriteStatus) -> None:
-        """How the store answered its terminal state."""
+        """Take the store's answer to the terminal state."""
         if self.log is not None and status is WriteStatus.OK:
             self.log.settle()
         elif self.log is not None and self.log.kept:
@@ -221,12 +235,16 @@ class RequestLedger:
             self.log.lose()
 
     def abandon(self) -> None:
-        """Do not keep its lease any longer. After `finish` there is none; if that failed, the lease
-        ends and the record is swept."""
+        """Stop renewing the request's lease.
+
+        After `finish` there is no lease. If `finish` failed, the lease runs out and the record is
+        swept.
+        """
         self._guard.ledgers.pop(self.request_id, None)
 
     def took(self, status: WriteStatus | None, fields: Mapping[str, str] = NO_FIELDS) -> None:
-        """Remember how the store answered a write; None = it did not, and lacks its `fields`."""
+        """Take the store's answer to a write. `status` None: the store did not answer, so it has
+        missed the `fields`."""
         if status is None:
             self.behind = True
             self.owed.fields |= fields
@@ -235,10 +253,10 @@ class RequestLedger:
             self._guard.catch_up.forget(self)
             if self.log is not None:
                 self.log.lose()
-            # A resumable request is given up: whoever sweeps it goes on from its log.
+            # A resumable request is given up: the router that sweeps it goes on from its log.
             gone = self.log is not None or status in (WriteStatus.GONE, WriteStatus.FENCED)
             self.recorded = self.recorded and not gone
-            if not known:  # else one that was on its way
+            if not known:  # else a write that was on its way at the first refusal
                 self._guard.stats.refused += 1
                 logger.warning(
                     "request %s: the store answers %s, goes on unlogged", self.request_id, status

@@ -1,7 +1,7 @@
-"""What the log of a resumable request keeps beside its tokens, as text, and tokens out of it again.
+"""What the log of a resumable request keeps beside token ids: writes it as text, and reads it.
 
-A resumable answer is a pure function of its canonical request and this log: whoever replays it
-gives the same ends, log-probabilities, counts and times. Pure.
+The answer to a resumable request depends only on its canonical request and this log. So every
+replay gives the same ends, log-probabilities, counts and times. Pure. The text (`LogEntry.more`):
 
     "!"    first, if the entry ends its sample (router.store.base.END_MARK)
     then a JSON object: p position of the first token as the node reported it, w wall clock in whole
@@ -28,9 +28,9 @@ _LOWEST: Final = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class LoggedToken:
-    """One token of one sample (or its end alone: no token id), and when it was logged.
+    """One token of one sample, or the end of a sample without a token.
 
-    `event` holds at most one token; `told_at` is wall-clock seconds.
+    `event` holds at most one token id. `told_at`: when it was logged, in wall-clock seconds.
     """
 
     event: TokenEvent
@@ -38,7 +38,7 @@ class LoggedToken:
 
 
 def entry_of(event: TokenEvent, epoch: int, told_at: int) -> LogEntry:
-    """What to append for an event of a resumable request."""
+    """Return the log entry for an event of a resumable request."""
     details: dict[str, Any] = {"p": event.position, "w": told_at, "c": event.num_cached_tokens}
     if event.finish_reason is not None:
         details["f"] = event.finish_reason.value
@@ -54,7 +54,7 @@ def entry_of(event: TokenEvent, epoch: int, told_at: int) -> LogEntry:
 
 
 def tokens_of(entry: LogEntry) -> Iterator[LoggedToken]:
-    """The tokens of an entry, one by one; the end of a sample stands with its last one."""
+    """Yield the tokens of an entry one by one; the last one carries the sample's end, if any."""
     ends = entry.more.startswith(END_MARK)
     details: dict[str, Any] = orjson.loads(entry.more.removeprefix(END_MARK) or "{}")
     rows = _rows(details.get("l", ()))[entry.position - details.get("p", entry.position) :]
@@ -78,7 +78,7 @@ def tokens_of(entry: LogEntry) -> Iterator[LoggedToken]:
 
 
 def output_ids_of(tokens: Iterable[LoggedToken], samples: int) -> tuple[tuple[int, ...], ...]:
-    """Per sample what has been logged, for the request's next owner."""
+    """Return the logged token ids of each sample, for the request's next epoch."""
     outputs: list[list[int]] = [[] for _ in range(samples)]
     for token in tokens:
         outputs[token.event.sample] += token.event.token_ids

@@ -1,8 +1,7 @@
 """MemoryStore: RequestStore in this process, for tests and for machines without Redis.
 
-Nothing survives a crash.
-Several stores may share one `MemoryTables` (several routers in one test process). Same answers as
-store/redis_store.py, by one contract suite. Time is the Clock's.
+Nothing survives a crash. Several stores may share one `MemoryTables` (several routers in one test
+process). The store passes the same contract tests as store/redis_store.py. Its time is the Clock's.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from router.store.base import (
 )
 from router.store.documents import DocumentTable, MemoryDocuments
 
-MAX_PLAIN: Final = 4096  # ended requests that nobody can ask for again
+MAX_PLAIN: Final = 4096  # how many ended plain requests are kept
 
 
 @dataclass(slots=True)
@@ -63,12 +62,12 @@ class _Row:
 class MemoryTables:
     rows: dict[str, _Row] = field(default_factory=dict[str, _Row])
     counts: Counter[RequestState] = field(default_factory=Counter[RequestState])
-    plain: deque[str] = field(default_factory=deque[str])  # ended, in this order
+    plain: deque[str] = field(default_factory=deque[str])  # ended plain requests, in this order
     documents: DocumentTable = field(default_factory=DocumentTable)
     aliases: dict[str, str] = field(default_factory=dict[str, str])  # alias -> id
 
     def ended(self, request_id: str) -> None:
-        """A plain request's: the newest are kept, however many end before their time is over."""
+        """Note the end of a plain request; keep only the newest MAX_PLAIN of them."""
         self.plain.append(request_id)
         if len(self.plain) > MAX_PLAIN:
             oldest = self.plain.popleft()
@@ -96,7 +95,7 @@ class MemoryStore:
         self._connected_at = self._clock.monotonic()
 
     async def stop(self) -> None:
-        """Nothing to close; the tables stay for whoever shares them."""
+        """Do nothing; the tables stay for the other stores that share them."""
 
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
@@ -162,7 +161,7 @@ class MemoryStore:
         return WriteStatus.OK
 
     def _end(self, move: Move, row: _Row, epoch: int) -> WriteStatus:
-        """The last write of a request, if its log has all that was shown."""
+        """Write a terminal state; answer GAP if the log lacks tokens or ends that were shown."""
         logged = row.lengths.total()
         if logged < move.min_tokens or len(row.ended) < move.min_ends:
             return WriteStatus.GAP
@@ -278,7 +277,7 @@ class MemoryStore:
             row.lease_until = self._clock.monotonic() + self._lease_s
 
     def _found(self, asked: str) -> tuple[str, _Row] | None:
-        """The request of that id or alias."""
+        """Return the id and the row of the request with this id or alias; None if there is none."""
         row = self._row(asked)
         if row is None and asked in self._tables.aliases:
             asked = self._tables.aliases[asked]

@@ -1,10 +1,10 @@
 """Patience: how long to wait for the store's answer, by how long its answers took of late.
 
-A slow store is not away: on a machine that is too busy it may take a second for what takes a
-millisecond elsewhere, and a router that gives up each time would go away and come back for ever. So
-a call waits for twice the longest answer of late, but for `least_s` at least and `most_s` at most.
-A wait in vain counts as an answer that took so long, so the next wait is twice as long, until the
-store answers, or is away. The longest answer fades by half in HALF_LIFE_S.
+A slow store is not away: on a busy machine it may take a second for what takes a millisecond
+elsewhere. If the router gave up each time, the store would count as away again and again. So a call
+waits for MARGIN times the longest answer of late, but at least `least_s` and at most `most_s`. A
+wait in vain counts as an answer that took so long, so the next wait is twice as long. The longest
+answer fades by half in HALF_LIFE_S.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from baton.protocol.clock import Clock
 
-MARGIN: Final = 2.0  # times the longest answer
+MARGIN: Final = 2.0
 HALF_LIFE_S: Final = 60.0
 
 
@@ -27,11 +27,11 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """How long to wait now."""
+        """How many seconds to wait for an answer now."""
         return min(self.most_s, max(self._least_s, MARGIN * self._faded()))
 
     def took(self, seconds: float) -> None:
-        """An answer took so long, or did not come within this time."""
+        """Note that an answer took `seconds`, or did not come within this time."""
         if MARGIN * seconds > self._least_s and seconds > self._faded():
             self._longest_s, self._at = seconds, self._clock.monotonic()
 

@@ -1,10 +1,9 @@
-"""PendingMoves: transitions that nobody waits for, held for a moment in which others may follow.
+"""PendingMoves: holds transitions that nobody waits for until more of the same request follow.
 
-A short request is prefilled, transferred, decoded and ended within this moment, also under load.
-Then the store gets one write with the latest state and the fields of all. A write that somebody
-does wait for takes the held moves of its request along, so writes still take effect in the order in
-which they were asked for. Not here: how a move is written (router/store/redis_store.py). Event loop
-only.
+They are held for HOLD_S. A short request is prefilled, transferred, decoded and ended within this
+time, also under load. Then the store gets one write with the latest state and the fields of all
+moves. A write that somebody waits for includes the held moves of its request, so writes take effect
+in the order of the calls. How a move is written is in router/store/redis_store.py. Event loop only.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ HOLD_S: Final = 0.1
 
 @dataclass(slots=True)
 class _Held:
-    """One request's moves joined to one, and the callbacks of each."""
+    """One request's held moves joined into one, and the callbacks of all of them."""
 
     move: Move
     callbacks: list[OnAnswer]
 
 
 class PendingMoves:
-    """`write` gets each joined move, and the callbacks for its answer."""
+    """The held moves of all requests. `write` writes a joined move and calls its callbacks."""
 
     def __init__(self, write: Callable[[Move, Sequence[OnAnswer]], None]) -> None:
         self._write = write
@@ -36,7 +35,7 @@ class PendingMoves:
         self._timer: asyncio.TimerHandle | None = None
 
     def hold(self, move: Move, on_answer: OnAnswer) -> None:
-        """Write it soon, with whatever else comes of its request."""
+        """Hold a move, to write it soon together with further moves of its request."""
         held = self._held.get(move.request_id)
         if held is None:
             self._held[move.request_id] = _Held(move, [on_answer])
@@ -47,12 +46,15 @@ class PendingMoves:
             self._timer = asyncio.get_running_loop().call_later(HOLD_S, self.flush)
 
     def taken_along(self, move: Move) -> tuple[Move, Sequence[OnAnswer]]:
-        """`move` with what is held of its request, which its caller writes and answers now."""
+        """Join `move` with the held moves of its request; return both as one, and the callbacks.
+
+        The caller writes the joined move now, and calls the callbacks with the answer.
+        """
         held = self._held.pop(move.request_id, None)
         return (move, ()) if held is None else (_after(held.move, move), held.callbacks)
 
     def flush(self) -> None:
-        """Write all that is held."""
+        """Write all held moves now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -62,7 +64,7 @@ class PendingMoves:
 
 
 def _after(earlier: Move, later: Move) -> Move:
-    """Both at once. The states between are skipped, as by one who catches up."""
+    """Join two moves into one. It skips the states between them, so it is a catch-up move."""
     return Move(  # not `replace`, which is three times as slow
         request_id=later.request_id,
         epoch=later.epoch,

@@ -1,7 +1,7 @@
 """RedisDocuments: router/store/documents.py over Redis, a string for each document.
 
-Beside them, for each owner: a sorted set of names by when they came (ms), and a hash of their
-sizes, with their sum under the empty name. One Lua call per change; all keys end with their time.
+Each owner also has a sorted set of document names by time of arrival (ms), and a hash of their
+sizes, with the sum of the sizes under the empty name. A change is one Lua call. All keys expire.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ return redis.call('DEL', KEYS[1])"""
 
 
 class RedisDocuments:
-    """`call` bounds a call in time and translates its failures (router/store/redis_store.py)."""
+    """Documents in Redis. `call`: a context that limits the time of a call and translates its
+    failures to StoreUnavailable (router/store/redis_store.py)."""
 
     def __init__(
         self, client: Redis, call: Callable[[], AbstractAsyncContextManager[None]]

@@ -1,14 +1,15 @@
-"""ScriptQueue: scripts of many requests over one connection, as pipelines.
+"""ScriptQueue: runs the scripts of many requests over one connection, in pipelines.
 
-What is asked in one turn of the event loop goes out at its end in one write, in the order in which
-it was asked; answers come in the same order. No task, no timer and no connection from a pool per
-pipeline: those cost more than the scripts. redis-py makes the connection (URL, TLS, AUTH, SELECT);
-from then on its bytes go to a hiredis reader here. A script costs 25 to 90 us of CPU less than by
-redis.asyncio's pipeline, 4 to 15 % of a request (`python -m bench.redis_scripts`). Not here: what a
-failure means (router/store/redis_store.py).
+The calls of one turn of the event loop are sent at the end of the turn in one write, in the order
+of the calls; answers come in the same order. A pipeline needs no task, no timer and no connection
+from a pool of its own: those would cost more than the scripts. redis-py makes the connection (URL,
+TLS, AUTH, SELECT); from then on a hiredis reader here gets its bytes. A script costs 25 to 90 us of
+CPU less than by redis.asyncio's pipeline, 4 to 15 % of a request (`python -m bench.redis_scripts`).
+What a failure means is decided in router/store/redis_store.py.
 
-A connection that breaks is made anew, once, and what it had not answered is sent again: every
-script may run twice. A server that has lost its scripts gets them again, in order.
+When the connection breaks, a new one is made and unanswered calls are sent again, once. So every
+script may run twice. If the server has lost its scripts, they are loaded again, and the calls that
+failed for that run again in order.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from redis.exceptions import RedisError, ResponseError
 
 from router.store.patience import Patience
 
-LATE_S: Final = 0.05  # by which a timer is late when this process did not run
-MAX_CALLS: Final = 256  # in one pipeline: some 5 ms of Redis
+LATE_S: Final = 0.05  # a timer that is later than this shows that this process did not run
+MAX_CALLS: Final = 256  # calls in one pipeline: some 5 ms of Redis
 OnReply = Callable[[Any], None]
-_NOTHING: Final = object()  # no whole answer is there yet
-# Its stub asks for tuples of one item.
+_NOTHING: Final = object()  # hiredis returns it while no whole answer is there
+# The type stub of pack_command wrongly asks for tuples of one item.
 _pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_command)
 
 
 class _Call:
-    """`arguments`: number of keys, keys, arguments.
+    """One call of a script, or a SCRIPT LOAD of it.
 
-    The answer goes to a future or to a function; to neither if a script is loaded.
+    `arguments`: the number of keys, the keys, the arguments. A call's answer goes to the future
+    `answer` or to the function `on_reply`. A load has neither.
     """
 
     __slots__ = ("again", "answer", "arguments", "on_reply", "script", "sent_at")
@@ -55,7 +57,7 @@ class _Call:
         self.answer = answer
         self.on_reply = on_reply
         self.sent_at = sent_at
-        self.again = False  # sent for the second time
+        self.again = False  # the call is sent for the second time
 
     @property
     def is_load(self) -> bool:
@@ -67,7 +69,7 @@ class _Call:
         if self.on_reply is not None:
             self.on_reply(answer)
         elif future is None or future.done():
-            pass  # a script was loaded, or its caller has gone
+            pass  # a script was loaded, or the caller has gone
         elif isinstance(answer, Exception):
             future.set_exception(answer)
         else:
@@ -75,15 +77,15 @@ class _Call:
 
 
 class ScriptQueue:
-    """`patience` bounds each call from when it was sent; one that is too late fails all with it.
-    Event loop only."""
+    """Calls of scripts that wait or were sent. `patience` limits the time from sending a call to
+    its answer; if one answer is too late, all calls fail. Event loop only."""
 
     def __init__(self, client: Redis, patience: Patience) -> None:
         self._redis = client
         self._patience = patience
         self._waiting: deque[_Call] = deque()
         self._sent: deque[_Call] = deque()
-        self._unknown: list[_Call] = []  # the server had lost their scripts
+        self._unknown: list[_Call] = []  # calls whose scripts the server had lost
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._flushing = False
@@ -95,9 +97,10 @@ class ScriptQueue:
     def run(
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
     ) -> asyncio.Future[Any]:
-        """A future for the script's answer: RedisError, OSError or TimeoutError if there is none.
+        """Call a script; return a future of its answer, or of RedisError, OSError or TimeoutError.
 
-        Nobody needs to wait for it. Cancelled before its pipeline is sent, it is not called.
+        Nobody needs to await the future. If it is cancelled before its pipeline is sent, the script
+        is not called.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
@@ -108,12 +111,12 @@ class ScriptQueue:
     def post(
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], on_reply: OnReply
     ) -> None:
-        """`run` without waiting: `on_reply` gets the answer, or the exception, once."""
+        """Call a script; `on_reply` gets the answer or the exception, once."""
         self._waiting.append(_Call(script, (len(keys), *keys, *args), on_reply=on_reply))
         self._soon(asyncio.get_running_loop())
 
     async def stop(self) -> None:
-        """Returns when nothing is under way any more; closes the connection."""
+        """Wait until no call waits or is unanswered, then close the connection."""
         if not self._is_idle:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle
@@ -136,7 +139,7 @@ class ScriptQueue:
     # ---- sending ----
 
     def _soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send at the end of this turn of the loop, over a connection that is made if need be."""
+        """Send the waiting calls at the end of this turn of the loop; connect first if need be."""
         if self._flushing or self._connecting is not None:
             return
         if self._link is None:
@@ -166,9 +169,9 @@ class ScriptQueue:
         self._flushing = False
         link, waiting = self._link, self._waiting
         loop = asyncio.get_running_loop()
-        if link is None and waiting:  # it was lost in this very turn
+        if link is None and waiting:  # the connection was lost in this very turn
             self._soon(loop)
-        # Those whose scripts were lost go first, once all that may be of their kind are known.
+        # Calls whose scripts were lost go first; they wait until all sent calls are answered.
         if link is None or (self._unknown and self._sent) or not waiting:
             return
         now = loop.time()
@@ -183,12 +186,12 @@ class ScriptQueue:
         self._look_idle()
 
     def _take_pipeline(self, link: _Link, now: float) -> bytes:
-        """At most MAX_CALLS of the waiting calls, as bytes; they count as sent `now`."""
+        """Return at most MAX_CALLS of the waiting calls as bytes; they count as sent `now`."""
         data: list[bytes] = []
         for _ in range(min(len(self._waiting), MAX_CALLS)):
             call = self._waiting.popleft()
             if call.answer is not None and call.answer.done():
-                continue  # its caller has gone
+                continue  # the caller has gone
             sha = call.script.sha
             if sha not in link.loaded:
                 link.loaded.add(sha)
@@ -202,9 +205,9 @@ class ScriptQueue:
     # ---- answers ----
 
     def answered(self, link: _Link, reply: Any) -> None:
-        """The server's next answer."""
+        """Take the server's next answer: it belongs to the call that was sent first."""
         if link is not self._link or not self._sent:
-            return  # one of a connection that was given up
+            return  # the answer came over a connection that was given up
         call = self._sent.popleft()
         self._patience.took(asyncio.get_running_loop().time() - call.sent_at)
         if not isinstance(reply, hiredis.ReplyError):
@@ -222,7 +225,7 @@ class ScriptQueue:
         self._look_idle()
 
     def lost(self, link: _Link, error: Exception | None) -> None:
-        """The connection has ended: the calls that it has not answered are sent again, once."""
+        """Handle the end of the connection: send its unanswered calls again, once."""
         if link is not self._link:
             return
         self._link = None
@@ -241,14 +244,14 @@ class ScriptQueue:
         self._look_idle()
 
     def _look(self) -> None:
-        """Fail everything if the oldest call has waited too long; else look again when it has."""
+        """Fail all calls if the oldest one has waited too long; else set the timer again."""
         timer, self._timer = self._timer, None
         if not self._sent or timer is None:
             return
         loop = asyncio.get_running_loop()
         now = loop.time()
         waited_s, patience_s = now - self._sent[0].sent_at, self._patience.seconds
-        # A late look means that this process slept: the answer may be there and not be read yet.
+        # A late timer means that this process did not run: an answer may be there, not yet read.
         self._looked_late = not self._looked_late and now - timer.when() > LATE_S
         if waited_s < patience_s or self._looked_late:
             self._timer = loop.call_later(max(patience_s - waited_s, LATE_S), self._look)
@@ -257,7 +260,7 @@ class ScriptQueue:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-        # Calls that came meanwhile fail, too: nobody waits for two failures.
+        # Calls that were not sent yet fail, too, so that no caller waits for two time-outs.
         self._fail(TimeoutError(f"no answer within {patience_s:g} s"))
 
     def _fail(self, error: Exception) -> None:
@@ -271,9 +274,9 @@ class ScriptQueue:
 
 
 class _Link(asyncio.Protocol):
-    """A connection that redis-py has made, taken over: bytes in, answers to the queue.
+    """A connection that redis-py has made: reads its bytes and passes the answers to the queue.
 
-    `loaded`: digests of the scripts that the server got over it.
+    `loaded`: digests of the scripts that were loaded over this connection.
     """
 
     def __init__(self, connection: Any, queue: ScriptQueue) -> None:

@@ -1,12 +1,13 @@
-"""The Lua of router/store/redis_store.py: a script per atomic operation, made from TRANSITIONS.
+"""The Lua of router/store/redis_store.py: one script per atomic operation.
 
-MOVE and FINISH (one body), CLAIM, BEAT, SWEEP, APPEND, RELEASE, FOLLOW, READ. Time comes from Redis
-TIME only. Answers are the words of router.store.base.WriteStatus. Not here: who calls them.
+MOVE (also for terminal states), CLAIM, BEAT, SWEEP, APPEND, RELEASE, FOLLOW, READ. The allowed
+moves are generated from TRANSITIONS. Time comes from Redis TIME only. MOVE and APPEND answer with
+the words of router.store.base.WriteStatus.
 
 Request hash: state, epoch, owner, tries, since and at (ms of the first claim and of the last
-transition), seen (ms, if it is followed elsewhere), `n<sample>` (tokens logged), `z<sample>` (its
-end is logged), and the writer's own fields, prefixed `f:`. The hash of an alias has one field,
-`alias`: the key of the request that is meant.
+transition), seen (ms of the last read through another router), `n<sample>` (number of logged
+tokens), `z<sample>` (the sample's end is logged), and the writer's own fields, prefixed `f:`. The
+hash of an alias has one field, `alias`: the key of the request.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
-ALIAS_MS: Final = 25 * 3600 * 1000  # longer than any request may take; then its end says how long
+ALIAS_MS: Final = 25 * 3600 * 1000  # longer than any request; MOVE shortens it at the end
 _QUEUED: Final = RequestState.QUEUED.value
 _CANCELLED: Final = RequestState.CANCELLED.value
 
 # KEYS: request, leases, events, states, log
-# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms (0: gone at once), least
-# tokens and ends in the log of what ends, field, value, ...
+# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms (0: delete at once),
+# fewest tokens and fewest ends that the log must have for a terminal state, field, value, ...
 MOVE: Final = (
     lua_transitions()
     + _NOW
@@ -81,7 +82,7 @@ return 'ok'"""
 )
 
 # KEYS: request, leases, events, states | ARGV: owner, lease ms, field, value, ...
-# Answers the hash as HGETALL does, then `now`; or nothing when the id belongs to somebody else.
+# Answers the hash as HGETALL does, then `now`; an empty list if the id or its alias is in use.
 CLAIM: Final = (
     _NOW
     + f"""
@@ -117,7 +118,7 @@ all[#all + 1] = now
 return all"""
 )
 
-# KEYS: request, or its alias. Answers like CLAIM, and its key; changes nothing.
+# KEYS: request, or its alias. Answers like CLAIM, then the request's key. Changes nothing.
 READ: Final = (
     _NOW
     + """

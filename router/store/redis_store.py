@@ -1,9 +1,9 @@
 """RedisStore: RequestStore over a real Redis (6.2 or newer), one Lua call per write.
 
-Scripts go by EVALSHA with reload on NOSCRIPT, those of all requests in pipelines
-(router/store/redis_queue.py); beat and sweep go on their own. Every failure of the server, of the
-connection or of time becomes StoreUnavailable. Not here: what a router does without its store
-(router/store/guard.py).
+Scripts are called by EVALSHA and loaded again on NOSCRIPT. Those for single requests go in
+pipelines (router/store/redis_queue.py); beat and sweep are sent on their own. Every error of the
+server or the connection, and every time-out, becomes StoreUnavailable. What a router does without
+its store is in router/store/guard.py.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
 
 
 def longest_s(timing: Timing, timeout_s: float) -> float:
-    """The longest wait for one answer: half a lease, so that a heartbeat arrives within a lease; or
-    `timeout_s`, where the operator wants more."""
+    """Return the longest wait for one answer, in seconds.
+
+    It is half a lease, so that a heartbeat arrives within a lease, or `timeout_s` if that is more.
+    """
     return max(timeout_s, timing.router_lease_s / 2)
 
 
 def connect(url: str, timeout_s: float) -> Redis:
-    """A client whose calls fail after `timeout_s`; it reconnects once, to a restarted server.
-    A call that is cancelled ends at once.
+    """Return a client whose calls fail after `timeout_s`. `url` has passed `check_redis_url`.
 
-    `url` has passed `check_redis_url`.
+    A call over a broken connection is repeated once over a new one. A cancelled call ends at once.
     """
     client = Redis.from_url(
         url,
@@ -80,8 +81,11 @@ def connect(url: str, timeout_s: float) -> Redis:
 
 
 class RedisStore:
-    """`timeout_s` bounds each call, and more if answers take longer (patience.py): half a lease at
-    most. `timing.router_lease_s` is the lease; Redis TIME counts it."""
+    """RequestStore in Redis.
+
+    Each call may take `timeout_s`, or longer if answers took longer of late (patience.py), up to
+    `longest_s`. The lease is `timing.router_lease_s`, measured by Redis TIME.
+    """
 
     def __init__(
         self, client: Redis, owner: str, timing: Timing, clock: Clock, timeout_s: float
@@ -139,7 +143,7 @@ class RedisStore:
     def _claiming(
         self, request_id: str, fields: Mapping[str, str]
     ) -> tuple[Sequence[str], Sequence[str | int]]:
-        """CLAIM's keys and arguments."""
+        """Return keys and arguments of CLAIM."""
         keys = (request_key(request_id), LEASES, EVENTS, STATES)
         return keys, (self._owner, self._lease_ms, *_flatten(fields))
 
@@ -176,7 +180,7 @@ class RedisStore:
         return status
 
     def _moving(self, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
-        """MOVE's keys and arguments."""
+        """Return keys and arguments of MOVE."""
         keys = (request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id))
         args = (
             self._owner, move.epoch, move.state, int(move.catch_up),
@@ -238,7 +242,7 @@ class RedisStore:
     async def tail(
         self, request_id: str, cursor: str, timeout_s: float
     ) -> tuple[list[LogEntry], str]:
-        # Half of a call's time: an answer that comes at its end is still one.
+        # Half of a call's time limit, so that an answer at the end of the wait is still in time.
         wait_s = min(timeout_s, self._patience.seconds / 2)
         wait_ms = int(1000 * wait_s) or None
         key = log_key(request_id)
@@ -253,7 +257,7 @@ class RedisStore:
         await self._run(self._follow, [request_key(request_id)], [])
 
     async def release(self, request_ids: Collection[str]) -> None:
-        self._pending.flush()  # what is written later renews a lease
+        self._pending.flush()  # a move that was written later would renew its lease
         await self._run(self._release, [LEASES, *map(request_key, request_ids)], [self._owner])
 
     async def counts(self) -> dict[RequestState, int]:
@@ -264,7 +268,7 @@ class RedisStore:
     async def _run(
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
     ) -> Any:
-        """A script with those of other requests; the queue bounds its time."""
+        """Run a script in a pipeline and return its answer. Raises StoreUnavailable."""
         try:
             answer = await self._scripts.run(script, keys, args)
         except (RedisError, OSError, TimeoutError) as error:
@@ -273,7 +277,7 @@ class RedisStore:
         return answer
 
     def _reached(self) -> None:
-        """The server has answered."""
+        """Note that the server has answered; remember when the connection came up."""
         if self._connected_at is None:
             self._connected_at = self._clock.monotonic()
 
@@ -287,8 +291,10 @@ class RedisStore:
 
     @contextlib.asynccontextmanager
     async def _call(self, asked_s: float = 0.0) -> AsyncIterator[None]:
-        """Bound one call in time, translate its failures, note when the connection came back.
-        `asked_s`: it was to wait so long, if there was nothing to say."""
+        """Limit the time of one call, and translate its failures to StoreUnavailable.
+
+        `asked_s`: the seconds for which the server was asked to wait if it had no answer.
+        """
         began, patience_s = self._clock.monotonic(), self._patience.seconds
         try:
             async with asyncio.timeout(patience_s):

@@ -1,9 +1,10 @@
-"""FairQueue: who is next among tenants that wait. Start-time fair queueing on token cost.
+"""FairQueue: which tenant's ticket is next. Start-time fair queueing on token cost.
 
-Each tenant (flow) has a virtual start time. The flow with the smallest one is served, and its start
-then grows by cost / weight, so over any time in which two tenants both wait, their service divided
-by their weights differs by at most one request of each. A tenant that comes back from idleness
-starts where the queue is now: nobody saves up. A corrected cost moves the start of its flow.
+Each tenant (flow) has a virtual start time. The flow with the smallest start is served, and its
+start then grows by cost / weight. So over any time in which two tenants both wait, their service
+divided by their weights differs by at most one request of each. A tenant that comes back from
+idleness starts where the queue is now: idle tenants save nothing up. A corrected cost moves the
+start of its flow.
 Source: Goyal, Vin, Cheng, "Start-time Fair Queuing" (SIGCOMM 1996); Sheng et al., "Fairness in
 Serving Large Language Models" (OSDI 2024) for the counter per tenant corrected by actual tokens.
 
@@ -33,8 +34,8 @@ T = TypeVar("T", bound=Queued)
 
 
 class Flow(Generic[T]):
-    """One tenant. `start`: virtual start time of its first ticket, tokens / weight; `since`: number
-    of the push with which it began to wait."""
+    """One tenant. `start`: virtual start time of its first ticket, in tokens / weight. `since`: the
+    number of the push with which the tenant began to wait."""
 
     __slots__ = ("backlog", "since", "start", "tickets", "weight")
 
@@ -47,7 +48,7 @@ class Flow(Generic[T]):
 
     @property
     def share(self) -> float:
-        """Its backlog in virtual time: how long the queue is for this tenant."""
+        """The tenant's waiting cost divided by its weight."""
         return self.backlog / self.weight
 
 
@@ -64,7 +65,7 @@ class FairQueue(Generic[T]):
 
     @property
     def backlog(self) -> float:
-        """Cost of everything that waits."""
+        """The cost of all waiting tickets."""
         return self._backlog
 
     def push(self, ticket: T) -> None:
@@ -81,7 +82,8 @@ class FairQueue(Generic[T]):
         self._backlog += ticket.cost
 
     def head(self, may_go: Callable[[str], bool] | None = None) -> T | None:
-        """Who is next, of the tenants that `may_go` if that is asked; None: nobody waits."""
+        """Return the next ticket; None if there is none. With `may_go`, only tenants for which it
+        returns true count."""
         flow = self._next_flow(may_go)
         return None if flow is None else next(iter(flow.tickets.values()))
 
@@ -96,11 +98,12 @@ class FairQueue(Generic[T]):
         return ticket
 
     def remove(self, ticket: T) -> None:
-        """It gave up waiting: its tenant is charged nothing."""
+        """Remove a ticket that gave up waiting; its tenant is charged nothing."""
         self._take(self._flows[ticket.tenant], ticket)
 
     def settle(self, tenant: str, more: float) -> None:
-        """What was served to `tenant` has cost `more` than its estimate (less, if negative)."""
+        """Charge `tenant` by how much a served ticket has cost `more` than its estimate; a negative
+        `more` is credited."""
         flow = self._flows.get(tenant)
         if flow is not None:
             flow.start += more / flow.weight
@@ -109,7 +112,7 @@ class FairQueue(Generic[T]):
         return next(reversed(self._flows[tenant].tickets.values()))
 
     def fattest(self) -> tuple[str, float]:
-        """The tenant with the longest queue for its weight, and that length. One must wait."""
+        """Return the tenant with the largest `share`, and that share. Some ticket must wait."""
         name, flow = max(self._backlogged(), key=lambda item: item[1].share)
         return name, flow.share
 
@@ -118,7 +121,8 @@ class FairQueue(Generic[T]):
         return 0.0 if flow is None else flow.share
 
     def ahead_of_new(self, tenant: str, weight: float) -> float:
-        """Cost that is served before a ticket that `tenant` would push now, if nobody else came."""
+        """Return the cost that would be served before a ticket that `tenant` pushed now, if no
+        further tickets came."""
         flow = self._flows.get(tenant)
         if flow is None:
             flow = Flow[T](weight, 0.0)
@@ -127,7 +131,7 @@ class FairQueue(Generic[T]):
         return own + self._others(flow, start + own / flow.weight)
 
     def ahead(self) -> Iterator[tuple[T, float]]:
-        """Every waiting ticket with the cost that is served before it."""
+        """Yield every waiting ticket with the cost that is served before it."""
         for _, flow in list(self._backlogged()):
             own = 0.0
             for ticket in list(flow.tickets.values()):
@@ -135,7 +139,7 @@ class FairQueue(Generic[T]):
                 own += ticket.cost
 
     def _others(self, flow: Flow[T], until: float) -> float:
-        """What the other flows get before virtual time `until`."""
+        """Return the cost that the other flows are served before virtual time `until`."""
         return sum(
             min(other.backlog, max(0.0, until - other.start) * other.weight)
             for _, other in self._backlogged()
@@ -143,8 +147,11 @@ class FairQueue(Generic[T]):
         )
 
     def _here(self) -> float:
-        """The virtual start of a tenant that comes back: that of the ticket served last, or of the
-        next ticket if corrections have made that earlier."""
+        """Return the virtual start of a tenant that comes back from idleness.
+
+        It is the start of the ticket served last, or of the next ticket if that is earlier, as it
+        may be after corrections.
+        """
         first = self._next_flow()
         return self._now if first is None else min(self._now, first.start)
 

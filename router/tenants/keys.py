@@ -1,8 +1,9 @@
 """API keys and what each may have: the grants of `--api-key` and of a key file (`--api-keys`).
 
-Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON by its
-name. It is read at the start, and again when it has changed (checked at most once in LOOK_S, when a
-request brings a key). If it cannot be read then, that is logged and nothing changes:
+Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON if its
+name ends with .json. It is read at the start, and again when it has changed (checked at most once
+in LOOK_S, when a request brings a key). If it cannot be read again, that is logged and the former
+keys stay. Its form:
 
     [[keys]]
     name = "alice"             # in logs and metrics; must be unique
@@ -59,7 +60,8 @@ _BOUNDS: Final[dict[str, tuple[float, float]]] = {
 class Grant:
     """What the bearer of a key may have. None = no limit.
 
-    `isolated`: its prefix cache is its tenant's alone, or that of `cache` where it names one.
+    `isolated`: the prefix cache is shared only within the `domain`. `cache`: the name of the
+    domain, if it is not the tenant.
     """
 
     name: str = ""
@@ -73,11 +75,11 @@ class Grant:
 
     @property
     def domain(self) -> str:
-        """Whose requests and whose cached prompts its bearer may touch."""
+        """The group of keys that share cached prompts and may touch each other's requests."""
         return self.cache or self.tenant
 
 
-EVERYBODY: Final = Grant()  # whom no key file names: one tenant without limits
+EVERYBODY: Final = Grant()  # for clients that no key file names: one tenant without limits
 
 
 class KeyRing:
@@ -109,14 +111,14 @@ class KeyRing:
         share_cache: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> KeyRing:
-        """`keys` in clear, with EVERYBODY's grant, then those of the file. Raises ConfigError.
+        """Return the ring of `keys` (in clear, with EVERYBODY's limits) and of the file at `path`.
 
-        Each tenant has a prefix cache of its own; several `keys` have one each. In a shared cache
-        the time to the first token would reveal what others have asked. `share_cache`: one cache
-        for all.
+        Each tenant, and each of several `keys`, has a prefix cache of its own. In a shared cache
+        the time to the first token would reveal what others have asked. `share_cache`: all share
+        one cache. Raises ConfigError.
         """
         digests = [digest_of(key.encode()) for key in dict.fromkeys(keys)]
-        # Salted beside tenants: no cache_salt that a client chooses can then be one of theirs.
+        # Salted if there are tenants, too: else a client's cache_salt could equal a tenant's salt.
         alone = path is None and len(digests) == 1
         other = EVERYBODY if alone else replace(EVERYBODY, isolated=True)
         owns = [(digest, other) for digest in digests]
@@ -128,17 +130,17 @@ class KeyRing:
         return len(self._grants)
 
     def overlaps(self, other: KeyRing) -> bool:
-        """Is some key in both?"""
+        """Whether some key is in both rings."""
         ours, theirs = ({digest for digest, _ in ring._grants} for ring in (self, other))
         return not ours.isdisjoint(theirs)
 
     def bearer(self, authorization: bytes) -> Grant | None:
-        """The grant of a `Bearer KEY` header; None for anything else."""
+        """Return the grant of a `Bearer KEY` header; None for an unknown key or another header."""
         scheme, _, key = authorization.partition(b" ")
         return self.match(key.strip()) if scheme.lower() == b"bearer" else None
 
     def match(self, key: bytes) -> Grant | None:
-        """The grant of a key; None for an unknown one."""
+        """Return the grant of a key; None for an unknown key."""
         digest = digest_of(key)
         # Every key is compared, so that the time reveals nothing about which one was close.
         matches = [grant for known, grant in self._known() if hmac.compare_digest(digest, known)]
@@ -150,19 +152,21 @@ class KeyRing:
         return self._grants
 
     def of_digest(self, digest: bytes) -> Grant | None:
-        """The grant of whoever holds the key of that digest, now; None if there is none."""
+        """Return the present grant of the key with this digest; None if there is no such key."""
         return next((grant for known, grant in self._known() if known == digest), None)
 
 
 def keys_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """The keys in `Authorization: Bearer` and `x-api-key`; none if one of these headers is repeated
-    or says something else."""
+    """Return the keys in `Authorization: Bearer` and `x-api-key`.
+
+    Returns none if one of these headers is repeated, or if `Authorization` has another scheme.
+    """
     keys: dict[bytes, bytes] = {}
     for name, value in headers:
         if name not in (b"authorization", b"x-api-key"):
             continue
         if name in keys:
-            return []  # two of them: which one would a proxy have checked?
+            return []  # repeated: a proxy may have checked the other one
         keys[name] = value.strip()
         if name == b"authorization":
             scheme, _, key = value.partition(b" ")
@@ -173,7 +177,7 @@ def keys_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 class _KeyFile:
-    """A key file, as it was last good."""
+    """A key file. `grants`: its keys when it was last readable."""
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         """Raises ConfigError."""
@@ -184,7 +188,7 @@ class _KeyFile:
         self.grants = _read(path)
 
     def changed(self) -> bool:
-        """Whether `grants` are new ones."""
+        """Read the file again if it has changed; return whether `grants` are new."""
         if self._now() < self._look_at:
             return False
         self._look_at = self._now() + LOOK_S
@@ -202,7 +206,7 @@ class _KeyFile:
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:
-    """What differs once somebody has written or replaced it; None if it is not there."""
+    """Return values that change when the file is written or replaced; None if it is missing."""
     try:
         found = path.stat()
     except OSError:
@@ -215,7 +219,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def _read(path: Path) -> list[tuple[bytes, Grant]]:
-    """The digest and the grant of each key in a file. Raises ConfigError."""
+    """Return the digest and the grant of each key in a file. Raises ConfigError."""
     grants = [_grant(f"{path}: keys[{index}]", it) for index, it in enumerate(_tables(path))]
     _check_once(path, "name", [grant.name for _, grant in grants])
     _check_once(path, "key", [digest.hex()[:12] for digest, _ in grants])
@@ -245,7 +249,10 @@ def _check_once(path: Path, what: str, values: Sequence[str]) -> None:
 
 
 def _grant(where: str, table: Any) -> tuple[bytes, Grant]:
-    """One table of the file. Raises ConfigError naming `where` it stands, and its field."""
+    """Return the digest and the grant of one table of the file.
+
+    Raises ConfigError that names `where` the table stands, and the field.
+    """
     if not isinstance(table, dict):
         raise _refused(f"{where} is no table")
     values = cast("dict[str, Any]", table)
@@ -278,7 +285,7 @@ def _check_value(where: str, name: str, value: Any) -> None:
 
 
 def _digest(where: str, values: dict[str, Any]) -> bytes:
-    """Of the key, which a table holds either in clear or as its digest."""
+    """Return the digest of a table's key, which the table holds in clear or as digest."""
     if ("sha256" in values) == ("key" in values):
         raise _refused(f"{where} needs either sha256 or key")
     if "key" in values:

@@ -1,18 +1,19 @@
-"""Work before the gate, fair between tenants: Turns off the event loop, Pace on it.
+"""Fairness between tenants for work before the gate: Turns for work in threads and processes, Pace
+for work on the event loop.
 
-Turns: who may use one of a few places next (threads, processes).
+Turns: who may use one of a few places (threads, processes) next.
 
     place = await turns.take(grant, cost)       now, or in turn
     place.give_back()                           once
 
-A tenant never holds all places, so another one finds a place at once. Waiting work is served by
-start-time fair queueing, by the seconds that a tenant's work took (router/tenants/fair_queue.py).
-How much work may wait is limited for each tenant. Event loop only.
+A tenant never holds all places (if there are several), so another tenant finds a place at once.
+Waiting work is served by start-time fair queueing, by the seconds that a tenant's work took
+(router/tenants/fair_queue.py). How much work may wait is limited for each tenant. Event loop only.
 
-Pace: how much of the event loop's time one tenant's large requests take from the others. Parsing a
-JSON body cannot be interrupted, and a thread that parses holds up the others as well. So a tenant
-that has kept the loop busy waits before its next large body is read, until that work was at most
-SHARE of the time. It waits only while other tenants have requests here, or had some a moment ago.
+Pace: limits the event loop's time that one tenant's large requests take from other tenants. Parsing
+a JSON body cannot be interrupted, and parsing in a thread holds up the loop as well. So a tenant
+that has kept the loop busy waits before its next large body is read, until its work was at most
+SHARE of the time. It waits only if other tenants had requests here within COMPANY_S.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from baton.protocol.errors import Overloaded
 from router.tenants.fair_queue import FairQueue
 from router.tenants.keys import Grant
 
-MAX_WAITING: Final = 64  # of one tenant
+MAX_WAITING: Final = 64  # pieces of work of one tenant
 RETRY_S: Final = 1
 SHARE: Final = 0.05
 LARGE_BYTES: Final = 64 << 10  # smaller bodies take less than a millisecond
-BYTES_PER_S: Final = 200e6  # of a large one, about; what it took is settled afterwards
+BYTES_PER_S: Final = 200e6  # estimated speed of parsing; corrected by the time that it took
 LONGEST_WAIT_S: Final = 10.0
-COMPANY_S: Final = 5.0  # so long ago is a moment
+COMPANY_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One piece of work that waits. `cost`: seconds that it may take."""
+    """One piece of work that waits. `cost`: estimated seconds. `come`: done when its turn comes."""
 
     id: str
     tenant: str
@@ -50,7 +51,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of the places. `since`: when it was taken; `cost_s`: the estimate for its work."""
+    """A place that is taken. `since`: from when on; `cost_s`: estimated seconds of its work."""
 
     turns: Turns
     tenant: str
@@ -62,7 +63,7 @@ class Place:
 
 
 class Turns:
-    """`places`: how many may work at once; whoever makes it may change it."""
+    """The places and the work that waits for one. `places`: how many there are; may be changed."""
 
     def __init__(self, places: int, clock: Clock) -> None:
         self.places = places
@@ -77,8 +78,10 @@ class Turns:
         return len(self._queue)
 
     async def take(self, grant: Grant, cost_s: float) -> Place:
-        """A place for work that takes about `cost_s`, to be given back once. Raises Overloaded if
-        too much work of the same tenant waits. A caller that gives up waiting leaves no trace."""
+        """Wait for a place for work of about `cost_s` seconds; give it back exactly once.
+
+        Raises Overloaded if too much work of the same tenant waits. Cancelling the wait is safe.
+        """
         tenant = grant.domain
         if not self._has_room(tenant):
             await self._wait(tenant, grant.weight, cost_s)
@@ -111,7 +114,7 @@ class Turns:
         except asyncio.CancelledError:
             if turn.queued:
                 self._queue.remove(turn)
-            elif not come.cancelled():  # it came in the same instant
+            elif not come.cancelled():  # the turn came in the same instant
                 self._release(tenant)
             raise
         finally:
@@ -124,28 +127,30 @@ class Turns:
         while self._held.total() < self.places and self._queue.head(self._may_go) is not None:
             turn = self._queue.pop(self._may_go)
             turn.queued = False
-            if not turn.come.done():  # else it has just given up
+            if not turn.come.done():  # else its caller has just given up
                 self._held[turn.tenant] += 1
                 turn.come.set_result(None)
 
 
 class Pace:
-    """Of all tenants of one router. Times are seconds of one monotonic clock and are passed in."""
+    """The pace of each tenant of one router. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._free_at: dict[str, float] = {}
         self._seen: dict[str, float] = {}
 
     def seen(self, tenant: str, now: float) -> None:
-        """It has a request here."""
+        """Note that a tenant has a request here now."""
         self._seen.pop(tenant, None)
         self._seen[tenant] = now  # the newest stands last
         while len(self._seen) > 2 and next(iter(self._seen.values())) < now - COMPANY_S:
             del self._seen[next(iter(self._seen))]
 
     def reserve(self, tenant: str, num_bytes: int, now: float) -> float:
-        """Seconds until a body of so many bytes may be read; bodies that come after it wait for
-        longer."""
+        """Return the seconds until a body of `num_bytes` may be read.
+
+        The tenant's next large bodies wait longer, by the time that this one is expected to take.
+        """
         if num_bytes < LARGE_BYTES or not self._in_company(tenant, now):
             return 0.0
         wait_s = max(0.0, self._free_at.get(tenant, 0.0) - now)
@@ -154,7 +159,7 @@ class Pace:
         return wait_s
 
     def spent(self, tenant: str, num_bytes: int, busy_s: float, now: float) -> None:
-        """A request with such a body has kept the loop busy for so long."""
+        """Note that a body of `num_bytes` has kept the loop busy for `busy_s`; correct the pace."""
         if num_bytes >= LARGE_BYTES:
             owed = max(now, self._free_at.get(tenant, 0.0))
             more_s = busy_s - num_bytes / BYTES_PER_S

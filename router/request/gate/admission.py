@@ -1,20 +1,21 @@
 """Admission: which requests may be under way, which wait, in which order, and which are refused.
 
-No I/O, no clock: times are seconds of one monotonic clock and are passed in; whether the nodes have
-room is asked of the caller. router/request/gate/gate.py is the asyncio around it.
+No I/O, no clock: times are seconds of one monotonic clock and are passed in. Whether the nodes have
+room is decided by a function that the caller passes in. router/request/gate/gate.py adds asyncio.
 
     offer() -> ADMITTED                    nobody waits and there is room
             -> QUEUED -> ADMITTED          in its turn, by pump()
                       -> REFUSED           it cannot begin in time, or a fairer one took its place
                       -> OVER              cancel(): its client went away
-            -> REFUSED                     no place, over its key's limits, or hopeless
-    ADMITTED -> OVER                       release(), with what it used
+            -> REFUSED                     queue full, over its key's limits, or surely too late
+    ADMITTED -> OVER                       release(), with the tokens that it used
 
 The most urgent priority (smallest number) first; within a priority tenants share by weight
-(fair_queue.py); within tenant and priority first come, first served. If the head is too large for
-the room there is, no other ticket passes it. The queue is bounded: when it is full, the newest
-ticket of the tenant with the longest queue for its weight, in the least urgent priority, makes room
-for a fairer or more urgent one. So one client's flood only ever pushes out itself.
+(fair_queue.py); within tenant and priority first come, first served. If the first ticket is too
+large for the room on the nodes, the tickets behind it wait as well. The queue is bounded. When it
+is full, a fairer or more urgent ticket takes the place of another one: of the newest ticket of the
+tenant with the longest queue for its weight, in the least urgent priority. So a client that floods
+the queue pushes out only its own requests.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ class TicketState(enum.Enum):
 class Reason(enum.StrEnum):
     """Why a request is refused; a label in the metrics."""
 
-    TOO_LARGE = "too_large"  # n x (prompt + max_tokens); not this module's
+    TOO_LARGE = "too_large"  # n x (prompt + max_tokens); used by gate.py alone
     QUEUE_FULL = "queue_full"
-    CONCURRENCY = "concurrency"  # of its key
-    TOKEN_RATE = "token_rate"  # of its key
+    CONCURRENCY = "concurrency"  # its key has too many requests
+    TOKEN_RATE = "token_rate"  # its key has used its tokens per minute
     DEADLINE = "deadline"
     SLO = "slo"
     STOPPING = "stopping"
-    PAUSED = "paused"  # by an operator; not this module's
+    PAUSED = "paused"  # by an operator; used by gate.py alone
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`retry_after_s`: whole seconds after which it may be worth another try."""
+    """Why a request was refused, and after how many whole seconds another try may succeed."""
 
     reason: Reason
     retry_after_s: int
@@ -68,20 +69,20 @@ class Refusal:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request at the gate: what it wants, and its place.
+    """One request at the gate: what it wants, and its place in the queue.
 
-    `latest_start`: when its work must begin for its deadline or its SLO to hold, None for never;
-    `by_slo`: it is the SLO that ends first. `expected_s`: from admission to token 1, as nodes
-    promise. The gate writes these three; AdmissionQueue alone writes the place, from `cost`
-    (estimated tokens) on, and `trace.admitted_at`.
+    `latest_start`: when its work must begin for its deadline or its SLO to hold, None for no limit.
+    `by_slo`: `latest_start` comes from the SLO, not from the deadline. `expected_s`: the time from
+    admission to token 1 that the nodes promise. The gate writes these three. `cost`: estimated
+    tokens. AdmissionQueue alone writes `cost`, all fields after it, and `trace.admitted_at`.
     """
 
     request: Request
     trace: RequestTrace
     grant: Grant = field(init=False)
     prompt_tokens: int = field(init=False)
-    room_tokens: int = field(init=False)  # of the prompt, those that need room to begin with
-    max_tokens: int = field(init=False)  # of each sample
+    room_tokens: int = field(init=False)  # prompt tokens for which nodes must have room at first
+    max_tokens: int = field(init=False)  # most output tokens of each sample
     samples: int = field(init=False)
     latest_start: float | None = field(init=False)
     by_slo: bool = False
@@ -90,7 +91,7 @@ class Ticket:
     arrived_at: float = 0.0
     state: TicketState = TicketState.QUEUED
     refusal: Refusal | None = None
-    level: FairQueue[Ticket] | None = None  # that it waited in: its cost is corrected there
+    level: FairQueue[Ticket] | None = None  # where it waited; its cost is corrected there
 
     def __post_init__(self) -> None:
         request, params, pooled = self.request, self.request.params, self.trace.pooled
@@ -121,7 +122,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`max_live` requests under way, `max_queued` waiting."""
+    """At most `max_live` requests are under way, and at most `max_queued` wait."""
 
     max_live: int = 1024
     max_queued: int = 0
@@ -129,8 +130,8 @@ class Bounds:
 
 @dataclass(slots=True)
 class _KeyUse:
-    """What one key has now: requests that are read and prepared, and those that wait or run.
-    `bucket` None: its rate is not limited."""
+    """What one key uses now. `preparing`: requests that are being read. `live`: requests that wait
+    or run. `bucket`: its tokens per minute; None: they are not limited."""
 
     preparing: int = 0
     live: int = 0
@@ -142,18 +143,20 @@ class AdmissionStats:
     """Counters for metrics and tests."""
 
     admitted: int = 0
-    queued: int = 0  # of these, after a wait
-    cancelled: int = 0  # while they waited
+    queued: int = 0  # those of the admitted that had to wait
+    cancelled: int = 0  # requests whose client went away while they waited
     refused: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
 
 
-# Does the cluster have room for it? Yes takes the room: then the ticket is admitted.
+# Whether the nodes have room for the ticket. True also takes the room: the ticket is admitted.
 Room = Callable[[Ticket], bool]
 
 
 class AdmissionQueue:
-    """All tickets of one router; `num_live` are ADMITTED, `num_queued` QUEUED, for others to read.
-    Time never goes back between calls."""
+    """All tickets of one router: `num_live` of them are ADMITTED, `num_queued` are QUEUED.
+
+    `now` must never be earlier than in a call before.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self.num_live = 0
@@ -178,7 +181,7 @@ class AdmissionQueue:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """How fast the queue drains, None before it was seen to."""
+        """How fast the queue drains; None until that has been measured."""
         return self._drain.tokens_per_s
 
     def queued_by_tenant(self) -> dict[str, int]:
@@ -189,21 +192,25 @@ class AdmissionQueue:
         return counts
 
     def next_expiry(self) -> float | None:
-        """When the first of the waiting tickets must have begun."""
+        """Return the earliest `latest_start` of the waiting tickets; None if none has one."""
         while self._expiries and self._expiries[0][2].state is not TicketState.QUEUED:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
     def pause(self, now: float, paused: bool) -> None:
-        """From now on nothing can leave the queue, whatever its length, or it can again."""
+        """Note that from now on no ticket can leave the queue (`paused`), or that tickets can
+        again. The drain rate is not measured in a pause."""
         self._tick(now)
         self._paused = paused
 
     # ---- tickets ----
 
     def prepare(self, grant: Grant, now: float) -> Refusal | None:
-        """May a request that has come in be read? Returns why not, or None. After None call
-        `prepared` once: when the request is offered next, or has ended."""
+        """Decide whether a request that has come in may be read: None if so, else the refusal.
+
+        After None call `prepared` exactly once: right before the request is offered, or when it has
+        ended.
+        """
         use = self._use(grant, now)
         limit = grant.max_concurrency
         if limit is not None and use.preparing + use.live >= limit:
@@ -214,14 +221,14 @@ class AdmissionQueue:
         return None
 
     def prepared(self, grant: Grant, tokens: float, now: float) -> None:
-        """The other end of `prepare`; `tokens` are what reading it alone has cost."""
+        """End what `prepare` began. `tokens`: charged to the key for reading the request."""
         use = self._keys[grant.name]
         use.preparing -= 1
         if use.bucket is not None:
             use.bucket.give_back(-tokens, now)
 
     def offer(self, ticket: Ticket, now: float, take_room: Room) -> Ticket:
-        """Returns the ticket, now ADMITTED, QUEUED or REFUSED. Call pump() next if it is QUEUED."""
+        """Admit, queue or refuse a ticket, and return it. Call pump() next if it is QUEUED."""
         expected = self._answers.expect(ticket.max_tokens, ticket.samples)
         ticket.cost, ticket.arrived_at = ticket.prompt_tokens + expected, now
         ahead = 0.0
@@ -245,8 +252,11 @@ class AdmissionQueue:
         return self._refuse(ticket, Reason.QUEUE_FULL, self._slot_wait(self.queued_tokens))
 
     def pump(self, now: float, take_room: Room) -> list[Ticket]:
-        """Admit the tickets whose turn it is, refuse those that cannot begin in time any more.
-        Returns all that have left the queue since the last call, displaced ones too."""
+        """Admit the tickets whose turn it is, and refuse those that cannot begin in time any more.
+
+        Returns all tickets that have left the queue since the last call, also those that had to
+        give their place to another ticket.
+        """
         self._tick(now)
         left, self._displaced = self._displaced, []
         left += self._expired(now)
@@ -268,7 +278,7 @@ class AdmissionQueue:
         return left
 
     def cancel(self, ticket: Ticket, now: float) -> None:
-        """Its client went away while it waited. Mutates nothing for any other state."""
+        """Remove a waiting ticket whose client went away. Do nothing unless it is QUEUED."""
         if ticket.state is TicketState.QUEUED:
             self._tick(now)
             self._drop(ticket, now)
@@ -276,7 +286,10 @@ class AdmissionQueue:
             self.stats.cancelled += 1
 
     def release(self, ticket: Ticket, used_tokens: float, output_tokens: int, now: float) -> None:
-        """An ADMITTED request has ended in any way: correct its estimate. Once per ticket."""
+        """End an ADMITTED ticket, and correct its estimated cost to `used_tokens`.
+
+        Call it once per ticket, however the request ended.
+        """
         assert ticket.state is TicketState.ADMITTED, f"released when {ticket.state.value}"
         ticket.state = TicketState.OVER
         self.num_live -= 1
@@ -287,7 +300,7 @@ class AdmissionQueue:
             self._answers.add(output_tokens / ticket.samples)
 
     def stop(self, now: float) -> list[Ticket]:
-        """Refuse all that wait; returns them."""
+        """Refuse all waiting tickets and return them."""
         waiting = list(self._waiting())
         for ticket in waiting:
             self._drop(ticket, now)
@@ -297,7 +310,7 @@ class AdmissionQueue:
     # ---- inside ----
 
     def _tick(self, now: float) -> None:
-        """Time in which nobody waits says nothing about how fast the queue drains."""
+        """Let the drain rate count the time until `now`, unless nobody waits or it is paused."""
         if self.num_queued:
             self._drain.tick(now, not self._paused)
 
@@ -310,7 +323,7 @@ class AdmissionQueue:
         return use
 
     def _end_use(self, ticket: Ticket, used_tokens: float, now: float) -> None:
-        """It is none of its key's requests any more: correct what the key was charged."""
+        """Stop counting the ticket for its key, and correct the tokens that the key was charged."""
         use = self._keys[ticket.grant.name]
         use.live -= 1
         if use.bucket is not None:
@@ -344,21 +357,21 @@ class AdmissionQueue:
         if latest is not None:
             heapq.heappush(self._expiries, (latest, self._pushes, ticket))
         if len(self._expiries) > 2 * self.num_queued + SPARE_EXPIRIES:
-            # Those that were served leave their entries behind, some with far deadlines.
+            # Tickets that were served leave entries behind, some of them with far deadlines.
             self._expiries = [it for it in self._expiries if it[2].state is TicketState.QUEUED]
             heapq.heapify(self._expiries)
         return ticket
 
     def _unqueued(self, ticket: Ticket) -> None:
-        """It has left its level."""
+        """Update counts and levels after the ticket has left its level."""
         self.num_queued -= 1
         if ticket.level is not None and not len(ticket.level):
             del self._levels[ticket.priority]
         if not self._levels:
-            self._expiries.clear()  # of tickets that were served: they hold their prompts
+            self._expiries.clear()  # entries of served tickets would keep their prompts in memory
 
     def _drop(self, ticket: Ticket, now: float) -> None:
-        """Out of the queue, without having been served: nothing is charged."""
+        """Remove a ticket from the queue unserved; its tenant and its key are charged nothing."""
         assert ticket.level is not None, "it waits"
         ticket.level.remove(ticket)
         self._unqueued(ticket)
@@ -368,8 +381,10 @@ class AdmissionQueue:
         return (ticket for level in self._levels.values() for ticket, _ in level.ahead())
 
     def _may_queue(self, ticket: Ticket) -> bool:
-        """Is there a place in the queue, or can a less fair ticket give its own? Then that one is
-        refused here."""
+        """Whether the ticket gets a place in the queue.
+
+        If the queue is full, a less fair ticket may have to give its place: that one is refused.
+        """
         if self.num_queued < self._bounds.max_queued:
             return True
         if not self._levels:
@@ -391,14 +406,17 @@ class AdmissionQueue:
     # ---- can it make it? ----
 
     def _ahead_of_new(self, ticket: Ticket) -> float:
-        """Cost that is served before it, were it to wait."""
+        """Return the cost that would be served before `ticket` if it waited."""
         mine = ticket.priority
         ahead = sum(level.backlog for priority, level in self._levels.items() if priority < mine)
         level = self._levels.get(mine)
         return ahead if level is None else ahead + level.ahead_of_new(ticket.tenant, ticket.weight)
 
     def _lateness(self, ticket: Ticket, ahead: float, now: float) -> float:
-        """Seconds by which its start would come too late; at most 0 if it can begin in time."""
+        """Return by how many seconds the ticket would begin too late; at most 0 if in time.
+
+        `ahead`: the cost that is served before it.
+        """
         latest = ticket.latest_start
         if latest is None:
             return 0.0
@@ -407,7 +425,7 @@ class AdmissionQueue:
         return now + wait_s - latest
 
     def _slot_wait(self, tokens: float) -> float:
-        """Seconds until so many tokens have left the queue; 1 while nothing is known."""
+        """Return the seconds until `tokens` have left the queue; 1 while no rate is known."""
         rate = self._drain.tokens_per_s
         return tokens / rate if rate else 1.0
 

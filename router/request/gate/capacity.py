@@ -1,13 +1,14 @@
-"""How much more the nodes can take: may one more request begin?
+"""Capacity: whether the nodes have room for one more request.
 
-Pure arithmetic over snapshots. A node's own queue is kept short, for what waits there has left the
-router's fair order; it is kept long enough that no node idles while others wait here:
+Pure arithmetic over snapshots. A node's own queue is kept short, because requests that wait there
+have left the router's fair order. It is kept long enough that no node idles while requests wait at
+the router. A request begins when both hold:
 
-    prefill   prompt tokens queued on prefill nodes (or, without any, on the decode nodes) stay
-              below `prefill_window_s` of their measured rate; an idle one takes any prompt
-    decode    some decode node has hardly anybody waiting and nobody swapped out, and the free KV
-              blocks, with a little on account (AHEAD) that is prefilled by the time it is free,
-              hold this prompt beside all that are on their way; an idle one takes any prompt
+    prefill   the prompt tokens queued on prefill nodes (or, without any, on the decode nodes) stay
+              below `prefill_window_s` of their measured rate; an idle node takes any prompt
+    decode    some decode node has no queue to speak of and no request swapped out, and the decode
+              nodes' free KV blocks, plus the share AHEAD of all blocks, hold this prompt beside all
+              that are on their way; an idle node takes any prompt
 
 What a node has not reported yet counts as room: the node can refuse by itself.
 """
@@ -22,15 +23,17 @@ from baton.protocol.handles import Role
 from router.nodes.placement import queued_tokens, requests_on
 from router.nodes.policy import NodeSnapshot, is_full
 
-AHEAD: Final = 0.1  # of the decode nodes' KV; prefill nodes keep it under their leases until then
+# Share of the decode nodes' KV blocks that prompts may need beyond the free ones. Blocks become
+# free while such prompts are computed; until then the prefill nodes keep the KV under leases.
+AHEAD: Final = 0.1
 
 
 class Capacity:
-    """All `nodes` at one moment: `prefillers` compute prompts and `decoders` decode, of those that
-    take requests; without a prefill node the decode nodes are both.
+    """All `nodes` at one moment, and what they can take.
 
-    `pause`: what operators want for new requests: "" to serve them, "hold" to let them wait,
-    "refuse".
+    `prefillers` and `decoders`: the nodes that take requests now, by what they compute. Without a
+    prefill node the decode nodes are also the `prefillers`. `pause`: what operators want for new
+    requests: "" serves them, "hold" lets them wait, "refuse" refuses them.
     """
 
     __slots__ = ("_prefill_window_s", "decoders", "nodes", "pause", "prefillers")
@@ -48,10 +51,10 @@ class Capacity:
     def has_room(
         self, prompt_tokens: int, starting: int, starting_tokens: int, *, pooled: bool = False
     ) -> bool:
-        """May a prompt of so many tokens begin? Without a node there is nothing to wait for.
+        """Whether a prompt of `prompt_tokens` may begin. True if there is no node to wait for.
 
-        `starting` requests with `starting_tokens` have been admitted and are not with a node yet.
-        Inputs that are `pooled` need no decode node.
+        `starting` requests with `starting_tokens` have been admitted and are not on a node yet.
+        `pooled`: the inputs are pooled, so they need no decode node.
         """
         if not (self.prefillers if pooled else self.decoders):
             return True
@@ -62,7 +65,10 @@ class Capacity:
         return pooled or self._decodes(prompt_tokens, ahead)
 
     def _prefills_soon(self, tokens: int) -> bool:
-        """Do all prefill nodes together compute so many tokens within the window?"""
+        """Whether all prefill nodes together compute `tokens` within the prefill window.
+
+        True if some node has not measured its rate yet.
+        """
         window = 0.0
         for node in self.prefillers:
             rate = node.load.prefill_tokens_per_s
@@ -72,7 +78,7 @@ class Capacity:
         return tokens <= window
 
     def _decodes(self, prompt_tokens: int, ahead: int) -> bool:
-        """Do the decode nodes take the prompt beside the `ahead` tokens that come before it?"""
+        """Whether the decode nodes have room for the prompt and for `ahead` tokens before it."""
         free = total = 0
         full = reported = True
         for node in self.decoders:
@@ -88,6 +94,9 @@ class Capacity:
         return not reported or prompt_tokens + ahead <= free + AHEAD * total
 
     def widest(self) -> float:
-        """Most sequences of one request that a decode node takes; infinite if that is not known."""
+        """Return the most sequences of one request that any decode node runs at once.
+
+        Infinite if some decode node has not reported its limit, or there is none.
+        """
         widths = [node.max_num_seqs for node in self.nodes if node.role is Role.DECODE]
         return max(widths) if widths and all(widths) else math.inf

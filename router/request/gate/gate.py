@@ -1,16 +1,16 @@
 """Gate: asyncio around router/request/gate/admission.py, between the front doors and the
 dispatcher.
 
-    ticket = await gate.enter(request, trace)   a slot, now or after a wait, or a refusal
+    ticket = await gate.enter(request, trace)   returns at once or after a wait; raises a refusal
     try:
         ...                                     the journey
     finally:
         gate.leave(ticket)                      every way out gives the slot back, once
 
-If there is room a request neither waits nor switches tasks. Waiting ones are let in when another
-one ends (its slot) or a node reports (its room: `poke`). A timer refuses those whose time runs out.
-While no node serves, but one is expected (router/nodes/directory.py), all requests wait. Event loop
-only. The limits are this router's own: two routers let in twice as many requests.
+If there is room, a request enters without a task switch. Waiting requests are let in when another
+request ends, or when a node reports its load (`poke`). A timer refuses requests whose time runs
+out. While no node serves but one is expected (router/nodes/directory.py), all requests wait. Event
+loop only. The limits are this router's own: two routers let in twice as many requests.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from router.tenants.keys import Grant
 from router.tenants.turns import LARGE_BYTES, LONGEST_WAIT_S, Pace
 
 MOST_REQUEST_TOKENS: Final = 1 << 20
-RETRY_PAUSED_S: Final = 10  # nobody but the operator knows
+RETRY_PAUSED_S: Final = 10  # a guess: only the operator knows when the pause ends
 COUNTED_SHARE: Final = 0.01  # a token that is only counted costs this share of one that is served
-RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
+RETRY_TPOT_S: Final = 1.0  # a guess: steps get faster when requests end
 _WORDS: Final[dict[Reason, str]] = {
     Reason.QUEUE_FULL: "the server is at its limit and its queue is full",
     Reason.CONCURRENCY: "as many requests of this key are under way as it may have at once",
@@ -59,7 +59,8 @@ _WORDS: Final[dict[Reason, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """`max_request_tokens`: most n x (prompt + max_tokens). `prefill_window_s`: see capacity.py."""
+    """Limits of one gate. `max_request_tokens`: the most n x (prompt + max_tokens) of a request.
+    `prefill_window_s`: see capacity.py."""
 
     bounds: Bounds = field(default_factory=Bounds)
     max_request_tokens: int = MOST_REQUEST_TOKENS
@@ -68,8 +69,11 @@ class GateSettings:
 
 @dataclass(slots=True)
 class GateStats:
-    """Counters for metrics and tests. `waits`: called with the seconds of each wait in the queue, 0
-    for none; `served`: tenant -> tokens."""
+    """Counters for metrics and tests.
+
+    `served`: tokens served, by tenant. `waits`: functions that are called for each admitted request
+    with the seconds that it waited, 0 if it did not wait.
+    """
 
     ttft: SloCounts = field(default_factory=SloCounts)
     tpot: SloCounts = field(default_factory=SloCounts)
@@ -78,8 +82,11 @@ class GateStats:
 
 
 class Gate:
-    """`nodes`: their snapshots now; without, only the bounds count. `expected_s(pooled)`: for how
-    long a node that serves such requests is still expected."""
+    """Lets requests in, lets them wait, or refuses them.
+
+    `nodes`: returns the snapshots of the nodes; if it returns none, only the bounds count.
+    `expected_s(pooled)`: returns for how many seconds a node for such requests is still expected.
+    """
 
     def __init__(
         self,
@@ -92,9 +99,9 @@ class Gate:
         self._settings = settings
         self._nodes = nodes
         self._expected_nodes_s = expected_s
-        self._tickets: dict[str, Ticket] = {}  # that wait or are let in
-        self._turns: dict[str, asyncio.Future[None]] = {}  # of those that wait
-        self._starting: deque[Ticket] = deque()  # let in, maybe not with a node yet
+        self._tickets: dict[str, Ticket] = {}  # tickets that wait or were let in, by request id
+        self._turns: dict[str, asyncio.Future[None]] = {}  # what waiting requests wait for
+        self._starting: deque[Ticket] = deque()  # let in, and perhaps not on a node yet
         self._starting_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
@@ -103,11 +110,11 @@ class Gate:
         self._pace = Pace()
 
     def holds(self, request_id: str) -> bool:
-        """Does such a request wait or run?"""
+        """Whether a request with this id waits or runs."""
         return request_id in self._tickets
 
     def waiting(self) -> list[tuple[Request, RequestTrace]]:
-        """Who waits to be let in, in the order of arrival."""
+        """Return the requests that wait to be let in, in the order of arrival."""
         return [
             (ticket.request, ticket.trace)
             for ticket in self._tickets.values()
@@ -117,8 +124,11 @@ class Gate:
     # ---- before a request enters ----
 
     def preparing(self, grant: Grant) -> Preparation:
-        """The context in which a request of this key is read, until it enters: there it counts as
-        one of the key's requests. Raises Overloaded."""
+        """Return the context in which a request of this key is read, until the request enters.
+
+        Within the context the request counts as one of the key's. Raises Overloaded if the key is
+        over its limits.
+        """
         now = self._clock.monotonic()
         self._pace.seen(grant.domain, now)
         refusal = self.queue.prepare(grant, now)
@@ -127,7 +137,7 @@ class Gate:
         return Preparation(self, grant)
 
     def prepared(self, preparation: Preparation) -> None:
-        """Its other end, once; `Preparation.end` calls it."""
+        """End what `preparing` began; `Preparation.end` calls this once."""
         grant, now = preparation.grant, self._clock.monotonic()
         self.queue.prepared(grant, preparation.counted * COUNTED_SHARE, now)
         num_bytes = preparation.num_bytes
@@ -135,7 +145,10 @@ class Gate:
             self._pace.spent(grant.domain, num_bytes, preparation.busy_s, now)
 
     def reserve(self, grant: Grant, num_bytes: int) -> float:
-        """Seconds until so many bytes of this key may be read. Raises Overloaded."""
+        """Return the seconds until a body of `num_bytes` of this key may be read.
+
+        Raises Overloaded if that is longer than LONGEST_WAIT_S.
+        """
         wait_s = self._pace.reserve(grant.domain, num_bytes, self._clock.monotonic())
         if wait_s > LONGEST_WAIT_S:
             message = "too many large requests of this key wait to be read"
@@ -145,8 +158,9 @@ class Gate:
     # ---- a request's way ----
 
     async def enter(self, request: Request, trace: RequestTrace) -> Ticket:
-        """Let a request in, at once or after a wait; when it has ended, call `leave`. One that is
-        refused or gives up leaves no trace.
+        """Let a request in, at once or after a wait. When the request has ended, call `leave`.
+
+        A request that is refused or cancelled here needs no `leave`.
 
         Raises InvalidRequest (too large, id in use), Overloaded (full, over its key's limits),
         Unavailable (too late, paused) and Cancelled (by `cancel`).
@@ -176,7 +190,7 @@ class Gate:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """A request that was let in has ended. Twice is safe."""
+        """End the ticket of a request that was let in. A second call does nothing."""
         if ticket.state is not TicketState.ADMITTED:
             return
         trace, tenant = ticket.trace, ticket.grant.tenant
@@ -187,18 +201,18 @@ class Gate:
         self.stats.served[tenant] = self.stats.served.get(tenant, 0.0) + used
         if trace.terms.slo is not ANY:
             self._levels.observe(ticket)
-        if not self._tickets:  # else the last ones would keep their prompts here
+        if not self._tickets:  # the last tickets would keep their prompts in memory
             self._starting.clear()
             self._starting_tokens = 0
         self.poke()
 
     def poke(self) -> None:
-        """The nodes may have more room than before: look, if anybody waits."""
+        """Let waiting requests in, if there is room now. Call it when a node reports its load."""
         if self.queue.num_queued:
             self._pump()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request's wait with Cancelled; False if none such waits."""
+        """End a request's wait with Cancelled; return False if no request with this id waits."""
         turn = self._turns.get(request_id)
         if turn is None or turn.done():
             return False
@@ -206,7 +220,7 @@ class Gate:
         return True
 
     def stop(self) -> None:
-        """Refuse all that wait."""
+        """Refuse all waiting requests."""
         if self._timer is not None:
             self._timer.cancel()
         for ticket in self.queue.stop(self._clock.monotonic()):
@@ -238,7 +252,7 @@ class Gate:
         return InvalidRequest(message, field=field)
 
     def _refused(self, reason: Reason, retry_after_s: float) -> Unavailable:
-        """For a request that has not come as far as the queue."""
+        """Return the error for a request that is refused before it reaches the queue; count it."""
         self.queue.stats.refused[reason] += 1
         return _unavailable(Refusal(reason, math.ceil(retry_after_s)))
 
@@ -252,7 +266,10 @@ class Gate:
         return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
 
     def _take_room(self, nodes: Capacity, ticket: Ticket) -> bool:
-        """Room on the nodes for a ticket, if there is any, taken until they report it."""
+        """Take room on the nodes for a ticket; return False if there is none.
+
+        The room counts as taken until the nodes report the request as part of their load.
+        """
         pooled = bool(ticket.trace.pooled)
         if nodes.pause == "hold" or self._missing_s(nodes, pooled=pooled):
             return False
@@ -267,19 +284,22 @@ class Gate:
         return True
 
     def _missing_s(self, nodes: Capacity, *, pooled: bool) -> float:
-        """For how long requests wait for a node that serves; 0: there is one, or none is
-        expected. Tokens need a decode node, pooled vectors any node."""
+        """Return for how many seconds requests still wait for a node that could serve them.
+
+        0 if there is such a node, or none is expected. Pooling can be served by any node, other
+        requests need a decode node.
+        """
         serving = nodes.prefillers if pooled else nodes.decoders
         return 0.0 if serving else self._expected_nodes_s(pooled)
 
     def _note_pause(self, nodes: Capacity, now: float) -> None:
-        """Time without a node says nothing about how fast the queue drains."""
+        """Tell the queue whether it is paused because no node serves."""
         self.queue.pause(now, bool(self._missing_s(nodes, pooled=False)))
 
     # ---- waits ----
 
     async def _wait(self, ticket: Ticket) -> None:
-        """Until the ticket's turn comes. If it comes at once there is no task switch."""
+        """Wait until the ticket's turn comes; without a task switch if that is at once."""
         turn = self._turns[ticket.id] = asyncio.get_running_loop().create_future()
         try:
             self._pump()
@@ -291,16 +311,19 @@ class Gate:
             del self._turns[ticket.id]
 
     def _give_up(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
-        """A request's wait has ended without a journey: it was refused or cancelled, or its client
-        went away. That may happen in the same instant in which it is let in."""
+        """Remove a ticket whose wait has ended without a journey.
+
+        It was refused or cancelled, or its client went away. The ticket may have been admitted in
+        the same instant; then its slot is given back.
+        """
         if turn.done() and not turn.cancelled():
-            turn.exception()  # so that asyncio does not report it if its waiter was cancelled, too
+            turn.exception()  # else asyncio reports it as never retrieved if `_wait` was cancelled
         if ticket.state is TicketState.ADMITTED:
             self.leave(ticket)
             return
         self.queue.cancel(ticket, self._clock.monotonic())
         del self._tickets[ticket.id]
-        self.poke()  # it may have been the large request that held up the others
+        self.poke()  # this may have been the large request that the others waited behind
 
     def _pump(self) -> None:
         """Let in or refuse the requests whose turn it is."""
@@ -315,7 +338,8 @@ class Gate:
         self._set_timer(nodes, now)
 
     def _set_timer(self, nodes: Capacity, now: float) -> None:
-        """To look again when the next one's time runs out, or no node is expected any more."""
+        """Set the timer for the next pump: when the next ticket's time runs out, or when no node is
+        expected any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -329,7 +353,7 @@ class Gate:
             self._timer = loop.call_later(max(0.0, min(ends)) + 0.001, self._pump)
 
     def _wake(self, ticket: Ticket) -> None:
-        """It waits no longer: it was let in, or refused."""
+        """Wake the waiting request of a ticket that was admitted or refused."""
         turn = self._turns[ticket.id]
         if ticket.state is TicketState.ADMITTED:
             self._let_in(ticket)
@@ -346,10 +370,10 @@ class Gate:
 
 @dataclass(slots=True, eq=False)
 class Preparation:
-    """One request while it is read. `end` may be called before the context ends; twice is safe.
+    """One request while it is read. `end` may be called before the context ends, and twice.
 
-    `counted`: tokens that were only counted. `busy_s`: how long it has kept the event loop busy.
-    `num_bytes`: of its body, as its head says.
+    `counted`: tokens that were counted for the client and not served. `busy_s`: for how long the
+    request has kept the event loop busy. `num_bytes`: the size of its body by its headers.
     """
 
     _gate: Gate
@@ -366,22 +390,24 @@ class Preparation:
         self.end()
 
     def reserve(self, num_bytes: int) -> float:
-        """Seconds until a body of so many bytes may be read; 0 for a second call, because a route
-        may hand the request on to another one. Raises Overloaded."""
+        """Return the seconds until a body of `num_bytes` may be read. Raises Overloaded.
+
+        A second call returns 0, because a route may hand the request on to another route.
+        """
         if self.num_bytes:
             return 0.0
         self.num_bytes = num_bytes
         return self._gate.reserve(self.grant, num_bytes) if num_bytes >= LARGE_BYTES else 0.0
 
     def end(self) -> None:
-        """It enters the gate, or needs nothing more."""
+        """End the preparation: the request enters the gate next, or needs nothing more."""
         if not self._ended:
             self._ended = True
             self._gate.prepared(self)
 
 
 def _has_started(ticket: Ticket) -> bool:
-    """Is it part of its node's load by now, or has it ended?"""
+    """Whether the ticket's request was submitted to a node, or has ended."""
     return ticket.trace.dispatched_at is not None or ticket.state is TicketState.OVER
 
 

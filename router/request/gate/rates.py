@@ -1,4 +1,4 @@
-"""What admission meters and measures: token buckets, how fast a queue drains, length of answers.
+"""Rates for admission: token buckets, how fast a queue drains, and the mean length of answers.
 
 Pure arithmetic; times are seconds of one monotonic clock and are passed in.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
-DRAIN_MEMORY_S: Final = 5.0  # how far back the drain rate looks, of what has left
-LEAST_DRAIN_S: Final = 0.05  # queued time below which the rate says nothing
-LONGEST_TICK_S: Final = (
-    2.0  # nodes report each second: in the rest of a tick this process stood still
-)
-OUTPUT_MEMORY: Final = 100  # requests that the mean answer looks back
+DRAIN_MEMORY_S: Final = 5.0  # time constant with which earlier departures fade
+LEAST_DRAIN_S: Final = 0.05  # with less queued time than this the rate is not known
+LONGEST_TICK_S: Final = 2.0  # nodes report each second: in a longer tick this process stood still
+OUTPUT_MEMORY: Final = 100  # how many requests the mean answer length looks back
 
 
 class TokenBucket:
@@ -28,9 +26,10 @@ class TokenBucket:
         self._at = now
 
     def take(self, tokens: float, now: float) -> float:
-        """Take them and return 0, or take nothing and return the seconds until they are there.
+        """Take `tokens` and return 0, or take nothing and return the seconds until they are there.
 
-        More than the bucket holds at all needs a full one, and leaves a debt.
+        A request for more tokens than the bucket can hold waits for a full bucket and leaves a
+        debt.
         """
         self._refill(now)
         missing = min(tokens, self._capacity) - self._level
@@ -40,12 +39,12 @@ class TokenBucket:
         return 0.0
 
     def give_back(self, tokens: float, now: float) -> None:
-        """Correct an estimate; negative: it was too low."""
+        """Correct an estimate: put `tokens` back, or take more if `tokens` is negative."""
         self._refill(now)
         self._level = min(self._capacity, self._level + tokens)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until there is a token at all."""
+        """Return the seconds until the bucket holds at least one token."""
         return max(0.0, 1.0 - self.level(now)) / self._per_s
 
     def level(self, now: float) -> float:
@@ -73,13 +72,13 @@ class DrainRate:
         self._at: float | None = None
 
     def tick(self, now: float, queued: bool) -> None:
-        """Time has passed until `now`; `queued`: somebody was waiting meanwhile."""
+        """Note that time has passed until `now`. `queued`: somebody was waiting all that time."""
         if queued and self._at is not None and now > self._at:
             self._since_s += min(now - self._at, LONGEST_TICK_S)
         self._at = now
 
     def add(self, tokens: float) -> None:
-        """So many left the queue."""
+        """Note that requests of `tokens` have left the queue."""
         fading = math.exp(-self._since_s / DRAIN_MEMORY_S)
         self._served = self._served * fading + tokens
         self._busy_s = self._busy_s * fading + self._since_s
@@ -87,7 +86,7 @@ class DrainRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until enough has been seen."""
+        """The drain rate; None until enough time and departures have been measured."""
         busy_s = self._busy_s + self._since_s
         if busy_s < LEAST_DRAIN_S or self._served <= 0:
             return None
@@ -95,7 +94,7 @@ class DrainRate:
 
 
 class AnswerLength:
-    """Mean output tokens of a sample, of late; None before the first."""
+    """Moving mean of the output tokens of a sample. `mean` is None before the first answer."""
 
     def __init__(self) -> None:
         self.mean: float | None = None
@@ -107,6 +106,7 @@ class AnswerLength:
             self.mean += (tokens - self.mean) / OUTPUT_MEMORY
 
     def expect(self, limit: int, samples: int) -> float:
-        """Output tokens of a request that may have `limit` in each of `samples`."""
+        """Return the expected output tokens of a request with `samples` samples of at most `limit`
+        tokens each."""
         each = limit if self.mean is None else min(limit, self.mean)
         return each * samples

@@ -1,4 +1,4 @@
-"""ServiceLevels: what the gate promises of a request's times, and what became of the promises.
+"""ServiceLevels: which times requests ask for, which the gate can promise, and which were kept.
 
 A client may limit the time to the first token (TTFT) and the mean time per further token (TPOT).
 Nodes say at admission what they expect; the request must leave the queue early enough for that.
@@ -20,12 +20,12 @@ from router.request.gate.admission import Ticket
 
 GAIN: Final = 0.1  # weight of the newest error
 DEVIATIONS: Final = 2.0
-MOST: Final = 0.5  # of the time that a request has: one that need not wait is never refused by it
+MOST: Final = 0.5  # share of a request's slack that the margin may take at most
 
 
 @dataclass(slots=True)
 class SloCounts:
-    """Requests that asked for a service level, by what became of it."""
+    """Numbers of requests that asked for a service level: it was met, missed, or refused."""
 
     met: int = 0
     missed: int = 0
@@ -39,10 +39,10 @@ class SloCounts:
 
 
 class TtftError:
-    """How much later than the nodes promised token 1 has come lately, in seconds.
+    """By how many seconds token 1 has come later, of late, than the nodes promised.
 
-    Under overload nearly every request that waits is let in as late as its service level allows. A
-    promise that is a little too good then makes nearly all of them late, although the queue works
+    Under overload nearly every waiting request is let in as late as its service level allows. If
+    promises are a little too good, nearly all of these requests are late, although the queue works
     as it should. So the gate learns the error of the promises and plans for it, the way TCP learns
     its time-out: from the mean and the mean deviation, where the newest error counts most. Pure.
     """
@@ -62,13 +62,15 @@ class TtftError:
         return max(0.0, self._mean + DEVIATIONS * self._deviation)
 
     def planned_s(self, slack_s: float) -> float:
-        """How much earlier a request that may wait for `slack_s` should begin because of it."""
+        """Return how many seconds earlier a request that may wait for `slack_s` should begin."""
         return min(self.seconds, MOST * max(0.0, slack_s))
 
 
 class ServiceLevels:
-    """Of requests with a service level, or a time limit, of their own; the others never come here.
-    Alone writes the counts."""
+    """Plans and counts the requests that bring a service level or a time limit of their own.
+
+    Other requests are never passed to it.
+    """
 
     def __init__(self, clock: Clock, ttft: SloCounts, tpot: SloCounts) -> None:
         self._clock = clock
@@ -77,8 +79,11 @@ class ServiceLevels:
         self._tpot = tpot
 
     def plan(self, ticket: Ticket, nodes: Sequence[NodeSnapshot]) -> bool:
-        """Write down when a ticket must begin, and what nodes promise it. False: it asks for a time
-        per token that no node can keep now, which is counted."""
+        """Set the ticket's `latest_start`, and the time to token 1 that the nodes promise.
+
+        Returns False, and counts a refusal, if the ticket asks for a time per token that no node
+        can keep now.
+        """
         slo = ticket.trace.terms.slo
         if slo.tpot_s is not None and not can_keep_tpot(nodes, slo.tpot_s):
             self._tpot.refused += 1
@@ -94,15 +99,21 @@ class ServiceLevels:
         return True
 
     def promise(self, ticket: Ticket, nodes: Sequence[NodeSnapshot]) -> None:
-        """Write down how long nodes promise that it takes from admission to token 1; 0 where no
-        node promises anything, and for pooled inputs."""
+        """Set the ticket's `expected_s`: the time from admission to token 1 that nodes promise.
+
+        It becomes 0 if no node promises anything. Nothing is set for pooled inputs, and for
+        requests that need token 1 at no certain time.
+        """
         first_token_by, _ = _first_token_by(ticket)
         if first_token_by is not None and not ticket.trace.pooled:
             left_s = first_token_by - self._clock.monotonic()
             ticket.expected_s = best_ttft_s(ticket.request, nodes, left_s) or 0.0
 
     def observe(self, ticket: Ticket) -> None:
-        """An admitted request has ended: learn from it, and count it if it was not cancelled."""
+        """Learn from the times of an admitted request that has ended.
+
+        Count its service levels as met or missed, unless it was cancelled.
+        """
         request, trace = ticket.request, ticket.trace
         slo, first = trace.terms.slo, trace.first_token_at
         if slo.ttft_s is not None and first is not None:
@@ -120,8 +131,8 @@ class ServiceLevels:
 
 
 def _first_token_by(ticket: Ticket) -> tuple[float | None, bool]:
-    """When a request needs token 1, None for never; and does its service level say so, not its
-    deadline?"""
+    """Return when a request needs token 1 (None: no limit), and whether that comes from its service
+    level (True) or its deadline (False)."""
     deadline, ttft_s = ticket.request.deadline, ticket.trace.terms.slo.ttft_s
     if ttft_s is None:
         return deadline, False
@@ -130,9 +141,9 @@ def _first_token_by(ticket: Ticket) -> tuple[float | None, bool]:
 
 
 def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float) -> float | None:
-    """The shortest time to token 1 that a node promises; None: no node promises anything.
+    """Return the shortest time to token 1 that a node promises; None if some node cannot promise.
 
-    Prefixes are looked up only if nothing is within `limit_s` without.
+    Cached prefixes are looked up only if no node promises a time within `limit_s` without them.
     """
     usable = [node for node in nodes if node.takes_requests]
     prefillers = [node for node in usable if node.role is Role.PREFILL]
@@ -152,11 +163,12 @@ def _best_ttft(
     length = len(request.known_ids)
     expected = [expected_ttft_s(node, length - cached.get(node.boot_id, 0)) for node in nodes]
     known = [seconds for seconds in expected if seconds is not None]
-    # One that has measured nothing may be fast.
+    # A node that has not measured its rate may be fast, so then nothing is promised.
     return min(known) if known and len(known) == len(expected) else None
 
 
 def can_keep_tpot(nodes: Sequence[NodeSnapshot], limit_s: float) -> bool:
-    """Does some decode node take steps within `limit_s`? An idle one does."""
+    """Whether some decode node's steps take at most `limit_s`. True for an idle node, and if there
+    is no decode node."""
     decoders = [n for n in nodes if n.role is Role.DECODE and n.takes_requests]
     return not decoders or any(meets(expected_tpot_s(node), limit_s) for node in decoders)

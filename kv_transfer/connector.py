@@ -299,7 +299,9 @@ class Connector:
                     lane.want_back(wanted or self._draining)
 
     def let_go(self) -> None:
-        """Close old idle connections and unmap the memory of dead peers. Called at each heartbeat."""
+        """Close old idle connections and unmap the memory of dead peers. Called at each
+        heartbeat.
+        """
         self._wires.drop_old()
         for lane in self.lanes:
             if isinstance(lane, LendingLane):

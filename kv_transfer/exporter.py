@@ -105,7 +105,9 @@ class Exporter:
         return reader.num_bytes + 1 if whole else self.burst_bytes
 
     def serve(self, lane: str, peer: Incoming) -> Iterator[Buffer]:
-        """Yield the parcels that answer `peer`, from its first HELLO to the end of the connection."""
+        """Yield the parcels that answer `peer`, from its first HELLO to the end of the
+        connection.
+        """
         return _Connection(self, lane, peer).run()
 
 
@@ -260,7 +262,9 @@ class _Connection:
         return Progress(snapshot.upto, snapshot.first_tokens, round(self._waited_s * 1000))
 
     def _perform(self, action: ExporterAction) -> tuple[Buffer | None, ExporterEvent | None]:
-        """Perform `action`. Return the frame to send and the event to feed back; each may be None."""
+        """Perform `action`. Return the frame to send and the event to feed back; each may
+        be None.
+        """
         match action:
             case Send(message):
                 if isinstance(message, End):

@@ -160,7 +160,9 @@ class ExportTable:
             return None if export is None else export.blocks
 
     def complete(self, export_seq: int, first_tokens: Sequence[FirstToken]) -> None:
-        """Record the first tokens, which END carries to the fetcher. Does nothing after a release."""
+        """Record the first tokens, which END carries to the fetcher. Does nothing after a
+        release.
+        """
         with self._lock:
             export = self._live.get(export_seq)
             if export is not None:
@@ -301,7 +303,9 @@ class ExportTable:
         return self.release(export_seq, KVStale("acknowledged"))
 
     def _break_promise(self, export_seq: int, epoch: int) -> Export | None:
-        """End the promise to `epoch`. Return the export if the caller must now free it, else None."""
+        """End the promise to `epoch`. Return the export if the caller must now free it,
+        else None.
+        """
         with self._lock:
             export = self._live.get(export_seq) or self._draining.get(export_seq)
             if export is None or export.promises.pop(epoch, None) is None:

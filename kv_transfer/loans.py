@@ -32,11 +32,15 @@ class Promise:
         self._loan: Loan | None = None
 
     def renewed(self, asked_at: float) -> None:
-        """Note that the exporter has confirmed a renewal that was asked for at `asked_at` or later."""
+        """Note that the exporter has confirmed a renewal that was asked for at `asked_at`
+        or later.
+        """
         self._until = max(self._until, asked_at + self._lease_s)
 
     def left(self) -> float:
-        """Return the seconds for which the promise still holds, whatever happens to the exporter."""
+        """Return the seconds for which the promise still holds, whatever happens to the
+        exporter.
+        """
         return max(0.0, self._until - self._clock.monotonic())
 
     def is_long(self) -> bool:

@@ -62,7 +62,9 @@ class Pipe:
             self._changed.notify_all()
 
     def break_(self, why: str) -> None:
-        """Drop the frames in flight; both ends then raise KVLost. The first reason `why` is kept."""
+        """Drop the frames in flight; both ends then raise KVLost. The first reason `why` is
+        kept.
+        """
         with self._changed:
             self._broken = self._broken or why
             self._changed.notify_all()

@@ -137,7 +137,9 @@ class Agent:
             raise KVLost(f"NIXL peer lost: {error}") from error
 
     def release(self, handle: Any) -> bool:
-        """Release a read's handle. Return False if the read is still running and cannot be stopped."""
+        """Release a read's handle. Return False if the read is still running and cannot be
+        stopped.
+        """
         try:
             self._agent.release_xfer_handle(handle)
         except Exception:  # noqa: BLE001 - NIXL's own

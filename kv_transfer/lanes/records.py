@@ -124,7 +124,9 @@ class HangupWatch:
         self._thread.start()
 
     def add(self, connection: socket.socket, callback: Callable[[], None]) -> None:
-        """Call `callback`, which must not block, when the peer hangs up. Does nothing after `stop`."""
+        """Call `callback`, which must not block, when the peer hangs up. Does nothing after
+        `stop`.
+        """
         with self._lock:
             if not self._epoll.closed:
                 self._callbacks[connection.fileno()] = callback

@@ -131,7 +131,9 @@ class ShmLoan:
 
 
 class ShmWire:
-    """Implements base.DirectWire. Frames use the inner wire; the first pull maps the peer's file."""
+    """Implements base.DirectWire. Frames use the inner wire; the first pull maps the peer's
+    file.
+    """
 
     def __init__(self, inner: Wire, arena: ShmArena, find: Callable[[], _ShmPeer]) -> None:
         """`find` returns where the peer's pool is, or raises KVCorrupt."""

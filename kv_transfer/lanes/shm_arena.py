@@ -218,7 +218,9 @@ class ShmArena:
                         del self._attached[place]
 
     def _open(self, place: ArenaPlace) -> int:
-        """Return a descriptor of a peer's file, checked against its announced name, inode and size."""
+        """Return a descriptor of a peer's file, checked against its announced name, inode
+        and size.
+        """
         if not _NAME.fullmatch(place.name):
             raise KVRefused("not the name of an arena")
         try:
@@ -250,7 +252,9 @@ class ShmArena:
         return Attached(place, offset, size, descriptor, self._board_at(offset + size))
 
     def _gap(self, size: int) -> int:
-        """Return the first offset where `size` bytes are free. Raises KVRefused if there is none."""
+        """Return the first offset where `size` bytes are free. Raises KVRefused if there is
+        none.
+        """
         start = _up(self._own_bytes, self._unit)
         for peer in sorted(self._attached.values(), key=lambda peer: peer.offset):
             if start + size <= peer.offset:

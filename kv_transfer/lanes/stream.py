@@ -262,7 +262,9 @@ class StreamWire:
     def _dial(
         self, family: int, target: str | tuple[str, int], tls: ssl.SSLContext | None
     ) -> FramedSocket:
-        """Return a connection, after the TLS handshake if any. Raises KVLost, KVTimeout, KVRefused."""
+        """Return a connection, after the TLS handshake if any. Raises KVLost, KVTimeout,
+        KVRefused.
+        """
         connection = FramedSocket(socket.socket(family, socket.SOCK_STREAM))
         self._adopt(connection)
         try:

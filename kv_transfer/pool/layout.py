@@ -257,5 +257,7 @@ class ArenaMemory:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that can be indexed: an fp8 tensor's bytes, as torch cannot index fp8 itself."""
+    """Return a tensor that can be indexed: an fp8 tensor's bytes, as torch cannot index fp8
+    itself.
+    """
     return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

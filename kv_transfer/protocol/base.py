@@ -454,7 +454,9 @@ Serve: TypeAlias = Callable[[str, Incoming], Iterator[Buffer]]
 
 
 class Lane(Protocol):
-    """One way for frames between two processes. It has threads of its own and uses no event loop."""
+    """One way for frames between two processes. It has threads of its own and uses no event
+    loop.
+    """
 
     @property
     def name(self) -> str: ...

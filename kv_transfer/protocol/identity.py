@@ -1,4 +1,6 @@
-"""The two processes of a KV handshake: whether they may exchange KV, and the proof of the secret."""
+"""The two processes of a KV handshake: whether they may exchange KV, and the proof of the
+secret.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,16 @@ class Identity:
         return None
 
     def proven(self, peer: Hello, side: Side, own_nonce: bytes) -> bool:
-        """Whether the peer answered our challenge with the same secret (compared in constant time)."""
+        """Whether the peer answered our challenge with the same secret (compared in
+        constant time).
+        """
         expected = prove(self.secret, side, own_nonce, peer.boot_id, peer.layout_fingerprint)
         return hmac.compare_digest(expected, peer.mac)
 
 
 def prove(secret: bytes, side: Side, peer_nonce: bytes, boot_id: str, fingerprint: str) -> bytes:
-    """Return HMAC-SHA256(secret, side | peer's nonce | own boot id | fingerprint), joined by 0x7c."""
+    """Return HMAC-SHA256(secret, side | peer's nonce | own boot id | fingerprint), joined
+    by 0x7c.
+    """
     body = b"|".join((side.value.encode(), peer_nonce, boot_id.encode(), fingerprint.encode()))
     return hmac.new(secret, body, hashlib.sha256).digest()

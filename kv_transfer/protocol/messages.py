@@ -43,7 +43,9 @@ _ERRORS: Final[dict[FailureCode, type[KVError]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who the sender is. `mac` is empty in a conversation's first HELLO: no challenge is known yet."""
+    """Who the sender is. `mac` is empty in a conversation's first HELLO: no challenge is
+    known yet.
+    """
 
     protocol_version: int
     boot_id: str
@@ -75,7 +77,9 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlockTables:
-    """Sent under codec `direct` before any DATA: the sequence's blocks, one table per layer group."""
+    """Sent under codec `direct` before any DATA: the sequence's blocks, one table per layer
+    group.
+    """
 
     block_size: int
     tables: tuple[tuple[int, ...], ...]

@@ -242,8 +242,8 @@ class DecodeRole:
         return handle
 
     def on_step(self, report: StepReport) -> None:
-        """Pass failpoints, and tell exporters whether blocks are short. Tokens need no
-        completing.
+        """Pass failpoints, and tell nodes that have adopted our blocks whether we are short of
+        room.
         """
         if FAILPOINTS.armed and report.events:
             self._pass_step({event.request_id for event in report.events})

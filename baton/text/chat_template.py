@@ -91,7 +91,7 @@ class ChatTemplate:
             self._harmless = is_harmless(source, tree)
         own = RESERVED_NAMES | OWN_NAMES | self.special_tokens.keys()
         self.parameters = frozenset(read) - own
-        """The names that this template reads besides: all that a client may set."""
+        """The other names that this template reads: all that a client may set."""
         self._reads_documents = "documents" in read
 
     @classmethod

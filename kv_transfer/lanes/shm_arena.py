@@ -9,9 +9,9 @@ the KV pool. Peers' files are attached and detached as conversations and adopted
 close unlinks the file; processes that have it mapped keep its bytes, so a peer that dies takes
 nothing away.
 
-An owner holds an exclusive flock for as long as it lives; the kernel releases it even after kill
--9. A pid would mean nothing between containers, which share the directory but not the process
-table.
+An owner holds an exclusive flock for as long as it lives. The kernel releases the lock with the
+process, even after kill -9. A pid would mean nothing between containers, which share the directory
+but not the process table.
 
 Who owns which page is known to the engine's block pool; leases and fences are in exports.py.
 """

@@ -31,7 +31,7 @@ NEVER: Final = 1 << 62  # Table.first_whole of a table that may not offer blocks
 
 
 class BlockMemory(Protocol):
-    """The bytes behind the blocks, as KVArena has them. Host copies are opaque to their holders."""
+    """The bytes behind the blocks, as in KVArena. Host copies are opaque to their holders."""
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block. `source` may be an adopted one."""
@@ -53,7 +53,7 @@ class BlockMemory(Protocol):
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Tables with a reference to each of their blocks. The KV of the first `num_hits` blocks is
-    there (if windowed: of those still seen). `num_found`: blocks from the prefix map, over all
+    there (if windowed: of those still seen). `num_found`: blocks from the prefix map, in all
     groups."""
 
     tables: list[Table]
@@ -116,8 +116,7 @@ class BlockTables:
     @property
     def may_adopt(self) -> bool:
         """Whether tables can name other pools' pages: if there is one group that sees all
-        tokens.
-        """
+        tokens."""
         return self.windows == (0,)
 
     def take_to_adopt(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
@@ -271,9 +270,7 @@ class BlockTables:
         return count // self.pool.block_size
 
     def fork(self, parent: SequenceState, child: SequenceState, num_tokens: int) -> None:
-        """Let `child` share the blocks of the first `num_tokens` tokens, computed ones from
-        now on.
-        """
+        """Let `child` share the blocks of the first `num_tokens` tokens, which are computed."""
         count, whole = self.pool.blocks_for(num_tokens), num_tokens // self.pool.block_size
         if any(table.adoption is not None for table in parent.tables):
             raise InternalError(f"{parent.request.id}: adopted pages are one sequence's")

@@ -1,11 +1,11 @@
 """DecodeRole: reserve blocks, fetch the KV, admit the request as computed, stream tokens.
 
 Life of a request with a handle:
-  ticket in line  -> its lease on the exporter is renewed while it waits for blocks
-  reserved        -> Subscribed goes to the router: now the exporter's death is ours to report
-  fetched         -> every digest was checked and END held: only now do the blocks count
-  added           -> forks to its samples; their first events repeat END's tokens, then token 2
-                     of each follows
+    ticket in line  -> its lease on the exporter is renewed while it waits for blocks
+    reserved        -> Subscribed goes to the router: now the exporter's death is ours to report
+    fetched         -> every digest was checked and END held: only now do the blocks count
+    added           -> forks to its samples; their first events repeat END's tokens, then token 2
+                       of each follows
 
 Without a handle the prompt is computed here (local prefill). Every exit frees blocks, place in the
 queue and slot.

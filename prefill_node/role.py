@@ -1,11 +1,11 @@
 """PrefillRole: prompt in, token 1 (of each sample) and KV blocks out.
 
 Life of a request here:
-  serve()          -> validated and added as Task.PREFILL (engine thread)
-  admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
-  layer_written()  -> each layer of each chunk is published: a receiver may read it already
-  on_step()        -> token 1 goes to the router with the step's message
-  written()        -> it is on the wire: the export is complete, and what was not sent yet follows
+    serve()          -> validated and added as Task.PREFILL (engine thread)
+    admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
+    layer_written()  -> each layer of each chunk is published: a receiver may read it already
+    on_step()        -> token 1 goes to the router with the step's message
+    written()        -> it is on the wire: the export is complete, and what was not sent yet follows
 
 The export outlives the request: the receiver's ACK, the router's release or the end of the lease
 unpins the blocks. Requests for vectors instead of tokens are served by baton/node/pooling.py.

@@ -1,8 +1,8 @@
 """Python client of the router's gRPC API (protos/serve.proto), synchronous and asynchronous.
 
-  with Client("127.0.0.1:50051") as client:
-    for event in client.stream("What is prefill?", SamplingParams(temperature=0.0)):
-      ...
+    with Client("127.0.0.1:50051") as client:
+        for event in client.stream("What is prefill?", SamplingParams(temperature=0.0)):
+        ...
 
 Several addresses, `Client("10.0.0.1:50051,10.0.0.2:50051")`, are tried in turn. When its router
 dies, a call with `resumable_s` continues at another one, with no token lost or sent twice. Without

@@ -1,10 +1,10 @@
 """NodeControl: carries out operators' orders, which reach a node through its routers.
 
-  reset_prefix_cache   forget the cached blocks of the pool; running requests keep theirs
-  pause, resume        routers are told with the load: they refuse new requests, or queue them.
-                       On "hold" a decode node makes no step; else running requests may end
-  sleep, wake          requests and exports end first; then weights and KV memory are given back
-  load_adapter, unload_adapter     LoRA; running requests keep the weights they began with
+    reset_prefix_cache   forget the cached blocks of the pool; running requests keep theirs
+    pause, resume        routers are told with the load: they refuse new requests, or queue them.
+                         On "hold" a decode node makes no step; else running requests may end
+    sleep, wake          requests and exports end first; then weights and KV memory are given back
+    load_adapter, unload_adapter     LoRA; running requests keep the weights they began with
 
 Orders run one after another; one Controlled answers each. The state ends with the process. Event
 loop only.

@@ -1,11 +1,11 @@
 """PoolingDesk: computes vectors of prompts on a node, in turns with the engine's steps.
 
 Life of a SubmitPool:
-  serve()  -> a PoolingJob is made on the engine thread: lengths, ids and adapter are checked
-  step     -> one forward per call on that thread, and one call at a time of all jobs: every
-              running request steps in between
-  no room  -> the job waits until blocks are given back, at most until its deadline
-  end      -> one Pooled to the router; however the job ends, its blocks are free at once
+    serve()  -> a PoolingJob is made on the engine thread: lengths, ids and adapter are checked
+    step     -> one forward per call on that thread, and one call at a time of all jobs: every
+                running request steps in between
+    no room  -> the job waits until blocks are given back, at most until its deadline
+    end      -> one Pooled to the router; however the job ends, its blocks are free at once
 
 A node of either role serves it: nothing is exported or decoded. `vectors` does all of this except
 the message to the router, for callers that have an engine without a node.

@@ -3,9 +3,9 @@
 With each heartbeat the engine thread is asked a question, which it answers between two steps, and
 the layers that its steps have gone through are counted. There is no progress in these cases:
 
-  no answer    a step (or a call) has not come back, and went through no layer, for `limit_s`
-  no step      it answers, has work that nobody else holds up, and made no step for `limit_s`
-  no question  the heartbeat itself has stopped for `stall_s`: the event loop hangs
+    no answer    a step (or a call) has not come back, and went through no layer, for `limit_s`
+    no step      it answers, has work that nobody else holds up, and made no step for `limit_s`
+    no question  the heartbeat itself has stopped for `stall_s`: the event loop hangs
 
 `limit_s` is `stall_s`, or more on a machine where longer pauses were measured. A step may take as
 long as it likes: a chunk of a large model on a few cores takes minutes.

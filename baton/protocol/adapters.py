@@ -1,6 +1,6 @@
 """The two names of a LoRA adapter: clients use its name, nodes and routers its id. Pure functions.
 
-  "law"  ->  "law@3f9a01c2d4e5b607"       the name, and 16 hex digits of its contents' digest
+    "law"  ->  "law@3f9a01c2d4e5b607"       the name, and 16 hex digits of its contents' digest
 
 Whatever depends on an adapter's weights (KV, the node that holds them) is keyed by the id. So a
 name may get other weights while requests with the old ones are under way.

@@ -1,9 +1,9 @@
 """Failpoints: places in the code where a test makes this process die, stop, fail, wait or lie.
 
-  BATON_FAILPOINT=name:nth:action[,name:nth:action...]   on the nth passage (from 1), once;
-                              `*` for nth: on each passage
-  BATON_FAILPOINT=@FILE                                  the same, read anew at each passage
-  BATON_FAILPOINT_LOG=FILE                               a line per fault, written before it acts
+    BATON_FAILPOINT=name:nth:action[,name:nth:action...]   on the nth passage (from 1), once;
+                                                           `*` for nth: on each passage
+    BATON_FAILPOINT=@FILE                                  the same, read anew at each passage
+    BATON_FAILPOINT_LOG=FILE                               a line per fault, written before it acts
 
 Actions: kill9 (SIGKILL to itself), stop (SIGSTOP to itself), raise (InternalError), delay=MS (the
 passing thread sleeps), corrupt (the caller damages its data). docs/chaos.md says where each name

@@ -1,9 +1,9 @@
 """The health port: a process's answers to health probes over plain HTTP, and nothing else.
 
-  GET /startupz   it has started: its model is loaded, its other ports are open
-  GET /livez      it is alive: its event loop turned within `stall_s`, and its engine, if it has
-                  one, makes progress (baton/node/progress.py). If not, only a restart helps
-  GET /readyz     it is alive and would take new work: it has started and does not drain
+    GET /startupz   it has started: its model is loaded, its other ports are open
+    GET /livez      it is alive: its event loop turned within `stall_s`, and its engine, if it has
+                    one, makes progress (baton/node/progress.py). If not, only a restart helps
+    GET /readyz     it is alive and would take new work: it has started and does not drain
 
 200 is yes, 503 no. The port is open from the process's first moment, without TLS and keys. Its own
 threads answer from what the event loop noted last, so a busy loop, a busy machine or mutual TLS do

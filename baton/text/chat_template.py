@@ -7,10 +7,10 @@ values and the functions that transformers offers a template, no more.
 Jinja's sandbox stops a template from running code, but not from using time and memory. So a
 template is rendered
 
-  at once     in this process, if it is harmless (baton/text/template_rules.py) and the
-              conversation is not large: within limits that a thread can keep
-              (baton/text/template_limits.py)
-  else        in a child, which can be given up (baton/text/rendering.py); the child calls `render`
+    at once     in this process, if it is harmless (baton/text/template_rules.py) and the
+                conversation is not large: within limits that a thread can keep
+                (baton/text/template_limits.py)
+    else        in a child, which can be given up (baton/text/rendering.py) and calls `render`
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ process would stop (baton/text/template_rules.py has an example), and a client's
 good template do so. The child ends when its time or its memory is used up: then that chat is
 refused, and no other request notices.
 
-  renderer.render(template, chat)             the model's own template
-  renderer.render_by(source, tokens, chat)    any source, as by a request's own `chat_template`
+    renderer.render(template, chat)             the model's own template
+    renderer.render_by(source, tokens, chat)    any source, as by a request's own `chat_template`
 
 Both are for threads; long chats go through a pipe, which takes a millisecond per megabyte.
 """

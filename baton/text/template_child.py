@@ -1,6 +1,6 @@
 """The child of baton/text/rendering.py: renders chats by any template.
 
-  python -m baton.text.template_child CPU_S BYTES
+    python -m baton.text.template_child CPU_S BYTES
 
 A question is JSON: the template's source, the special tokens, a Chat's fields. The answer is `=`
 and the text, or `!` and JSON: {"message", "field"} of an InvalidRequest; its field is

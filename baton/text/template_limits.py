@@ -3,9 +3,9 @@
 A harmless template (baton/text/template_rules.py) nests no value that it has made itself. So all
 its values stay small if each string and each list does. They are checked as they are made:
 
-  loop and macro bodies   tick() at each turn: the time, and the literal text in there
-  what is written         finalize: all characters, those inside `set` blocks as well
-  calls, filters, + * ~   no large text, no long list as result
+    loop and macro bodies   tick() at each turn: the time, and the literal text in there
+    what is written         finalize: all characters, those inside `set` blocks as well
+    calls, filters, + * ~   no large text, no long list as result
 
 A template that exceeds a limit raises OverBudget, which is no error: a child, which has more room,
 then renders it (baton/text/rendering.py). Time is that of the rendering thread, as other threads

@@ -1,10 +1,10 @@
 """The pairs that a lane keeps, and how two processes agree on the pair for a conversation.
 
-  exporter                        fetcher
-   WANTED             -->          takes an idle pair with us, or proposes a new one
-            <--          OFFER id (or nothing: no room)
-   USE                -->          as offered | build it under this id | none
-   STORE *            <->          STORE *             (building: a few addresses)
+    exporter                        fetcher
+      WANTED             -->          takes an idle pair with us, or proposes a new one
+                         <--          OFFER id (or nothing: no room)
+      USE                -->          as offered | build it under this id | none
+      STORE *            <->          STORE *             (building: a few addresses)
 
 Either end may have closed a pair that the other still thinks idle: then they build a new one.
 """

@@ -1,8 +1,8 @@
 """A KV pool in a file that other processes of this host can map: own pages first, theirs behind.
 
-  addresses:  | own file, writable | free | peer A's file, read-only | free | peer B's ... |
-  a file:     | pool | to a whole system page | board: its owner's signals to readers |
-  page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
+    addresses:  | own file, writable | free | peer A's file, read-only | free | peer B's ... |
+    a file:     | pool | to a whole system page | board: its owner's signals to readers |
+    page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
 
 Life: an arena is created, after files whose owner has died were swept away. memory() is given to
 the KV pool. Peers' files are attached and detached as conversations and adopted pages need them.

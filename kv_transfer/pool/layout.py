@@ -1,10 +1,10 @@
 """Where the tokens of a sequence lie in a paged arena, and how they become wire bytes and back.
 
-A block (a page) of an arena holds a slot for each layer of its layer group. A slot is `[2,
-block_size, kv_heads, head_dim]`: all K rows, then all V rows (`[block_size, kv_heads, k_dim]` alone
-for MLA). The wire carries the K rows, then the V rows of a token range, token-major. Both are
+A block (a page) of an arena holds a slot for each layer of its layer group. A slot is
+`[2, block_size, kv_heads, head_dim]`: all K rows, then all V rows (`[block_size, kv_heads, k_dim]`
+alone for MLA). The wire carries the K rows, then the V rows of a token range, token-major. Both are
 row-major in the token, so any two block sizes interoperate by a list of byte ranges alone.
-  slot:  | K row 0 .. K row B-1 | V row 0 .. V row B-1 |     row = kv_heads * dim * item bytes
+    slot:  | K row 0 .. K row B-1 | V row 0 .. V row B-1 |     row = kv_heads * dim * item bytes
 
 Whole rows are read as views. A slice of heads (for a peer of another tensor-parallel size) is
 packed into a host copy, as its pieces are too small to send one by one. int8 scales lie behind the

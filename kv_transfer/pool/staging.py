@@ -3,10 +3,10 @@
 The engine's thread only marks what it has enqueued. The data plane's threads copy, on streams of
 their own, and wait only for the work whose results they copy:
 
-  read    written(): mark on the compute stream -> copy stream waits for that mark
-        -> gather into a slot -> host waits for the copy -> views of the slot
-  write   payload -> slot -> copy stream waits for the compute stream, once per conversation
-        -> scatter into the pool -> landed(): the compute stream waits for all of it
+    read    written(): mark on the compute stream -> copy stream waits for that mark
+                -> gather into a slot -> host waits for the copy -> views of the slot
+    write   payload -> slot -> copy stream waits for the compute stream, once per conversation
+                -> scatter into the pool -> landed(): the compute stream waits for all of it
 
 A slot is one pinned buffer of the ring with a copy stream of its own. It is not given out again
 while any view of it is alive. If no slot is free, the next copy waits: back-pressure on the data

@@ -1,7 +1,7 @@
 """LoRA adapters that are added and removed while an engine runs. Engine thread, between steps.
 
-  add      read() on any thread -> attach(): requests may use it from the next step on
-  remove   the node no longer publishes it -> detach() once no request here uses it
+    add      read() on any thread -> attach(): requests may use it from the next step on
+    remove   the node no longer publishes it -> detach() once no request here uses it
 
 Weights are distinguished by id (baton/protocol/adapters.py), so a name's old and new contents can
 be in memory together. The ranks of a tensor-parallel model would have to change in step: refused

@@ -1,10 +1,10 @@
 """LiveRequests: the requests of one engine, each from add() to its last event.
 
-  add()       -> present; events that need no computing wait here for the next step
-  finished()  -> its last event is part of a step's events
-  abort()     -> no further event
-  fail...()   -> ends with an error: RequestFailed from take_failed(), or fail_step()'s result
-  take_out()  -> goes on in another engine
+    add()       -> present; events that need no computing wait here for the next step
+    finished()  -> its last event is part of a step's events
+    abort()     -> no further event
+    fail...()   -> ends with an error: RequestFailed from take_failed(), or fail_step()'s result
+    take_out()  -> goes on in another engine
 
 While a step is planned and run, the sequences of a request that ends early keep their blocks;
 step_ended() frees them. Which request computes what is in scheduler.py.

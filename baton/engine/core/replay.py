@@ -4,8 +4,8 @@ Kernels may choose their order of sums by the shape of their input, so KV made i
 prompt and emitted tokens is not bit for bit what prefill and decode steps made before. A request
 with `resume="exact"` is computed in shapes that depend on its own tokens only:
 
-  prompt   [ chunk ][ chunk ][ rest ]     whole chunks counted from token 0, never a prefix hit
-  output   t t t t t t t                  one row each, whether sampled now or known already
+    prompt   [ chunk ][ chunk ][ rest ]     whole chunks counted from token 0, never a prefix hit
+    output   t t t t t t t                  one row each, whether sampled now or known already
 
 So after a node was lost (or after a preemption) the prompt is prefilled alone. The emitted tokens
 follow in decode steps that sample nothing: a replay. Such a request is not speculated on. With

@@ -1,9 +1,9 @@
 """An engine that sleeps: without its weights and without the memory of its KV, until it wakes.
 
-  fall_asleep()  engine thread, without requests: model and draft are forgotten, the pool's memory
-                 goes back to the machine, every cached prefix with it
-  reload()       any thread: weights from the checkpoint again, its adapters included
-  wake()         engine thread: as before, with nothing cached
+    fall_asleep()  engine thread, without requests: model and draft are forgotten, the pool's memory
+                   goes back to the machine, every cached prefix with it
+    reload()       any thread: weights from the checkpoint again, its adapters included
+    wake()         engine thread: as before, with nothing cached
 
 The pool's addresses stay, so transfers need not know of it. On a GPU the pool's memory stays as
 well: lanes have published its addresses to peers.

@@ -1,9 +1,9 @@
 """Steps: plans each step and runs it; with `ahead`, plans the next one while it runs.
 
 Life of a step:
-  plan()   requests that cannot go on end, adopted pages are copied, the scheduler decides
-  run()    the runner's results; those of a request count only if its pages were safe throughout
-  count()  how long it took, into the statistics
+    plan()   requests that cannot go on end, adopted pages are copied, the scheduler decides
+    run()    the runner's results; those of a request count only if its pages were safe throughout
+    count()  how long it took, into the statistics
 
 Between plan() and LiveRequests.step_ended() no sequence of the step loses its blocks.
 """

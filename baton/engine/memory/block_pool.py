@@ -1,11 +1,11 @@
 """BlockPool: who holds which KV block. Integers only: it knows neither tensors nor requests.
 
 Life of a block:
-  free, plain --allocate--> used --register(hash)--> used, in the prefix map
-  used --last unref--> free, plain           (no hash: its content is worthless)
-  used --last unref--> free, cached          (hash: still answers lookups, until evicted)
-  free, cached --ref--> used                 (a prefix hit brings it back)
-  free, cached --allocate--> used            (least recently used first; EVICTED is reported)
+    free, plain --allocate--> used --register(hash)--> used, in the prefix map
+    used --last unref--> free, plain           (no hash: its content is worthless)
+    used --last unref--> free, cached          (hash: still answers lookups, until evicted)
+    free, cached --ref--> used                 (a prefix hit brings it back)
+    free, cached --allocate--> used            (least recently used first; EVICTED is reported)
 
 Every block is in exactly one of used, free plain, free cached, so free + used == total. A block in
 the prefix map is full and is never written again; only a sequence's last block, which is not

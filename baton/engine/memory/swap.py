@@ -1,10 +1,10 @@
 """Swapper: how a preempted group loses its blocks, by a copy to host memory or by recomputation.
 
 Life of a swapped group:
-  swap_out -> every block of its tables is copied once, shared ones as well; all references go back
-  swap_in  -> blocks that the prefix map still has are taken from there, the others are copied
-              back; the tables are as they were, forks share again what they shared
-  drop     -> it was aborted: its copy is forgotten
+    swap_out -> every block of its tables is copied once, also shared ones; all references go back
+    swap_in  -> blocks that the prefix map still has are taken from there, the others are copied
+                back; the tables are as they were, forks share again what they shared
+    drop     -> it was aborted: its copy is forgotten
 
 A group is swapped as a whole, never in part. Host memory is taken as it is needed, for at most as
 many blocks as the pool has.

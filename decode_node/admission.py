@@ -1,11 +1,11 @@
-"""FetchAdmission: which hand-over may reserve blocks next. A bounded line before the block pool.
+"""FetchAdmission: which hand-over may reserve blocks next. A bounded queue before the block pool.
 
-The life of a ticket: admission.ticket() -> admit(try_reserve) -> ... fetch ... -> release().
-A prefill node's leased memory is the queue: who waits here holds no blocks. The line is strictly
-first come, first served, so that a long prompt is never starved by short ones. A fetch that begins
-at once streams with the prefill and is as slow as that, so it takes none of the few slots; one that
-had to wait (or whose prefill is known to be over) moves at line rate and needs a slot.
-Event loop only.
+Life of a ticket: admission.ticket() -> admit(try_reserve) -> ... fetch ... -> release(). The KV
+waits in the prefill node's leased memory: a hand-over that waits here holds no blocks. The queue is
+strictly first come, first served, so that short prompts never starve a long one. A fetch that
+begins at once streams along with the prefill, so it is as slow as the prefill and takes none of the
+few slots. A fetch that had to wait (or whose prefill is known to be over) runs at line rate and
+needs a slot. Event loop only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from baton.protocol.errors import Overloaded
 
 
 class FetchAdmission:
-    """`max_queued` tickets may wait; `max_ready` fetches whose bytes are ready run at once."""
+    """The queue and the slots.
+
+    `max_queued` tickets may wait; at most `max_ready` fetches whose bytes are ready run at once.
+    """
 
     def __init__(self, max_queued: int, max_ready: int) -> None:
         self._max_queued = max_queued
@@ -30,7 +33,7 @@ class FetchAdmission:
 
     @property
     def num_active(self) -> int:
-        """Fetches under way or waiting."""
+        """The number of fetches under way or waiting."""
         return self._active
 
     @property
@@ -38,11 +41,13 @@ class FetchAdmission:
         return len(self._line)
 
     def wake(self) -> None:
-        """Blocks may have become free: whoever is first in line tries again."""
+        """Let the first in the queue try again: blocks may have become free."""
         self._room.set()
 
     def ticket(self, *, ready: bool) -> FetchTicket:
-        """A place at the end of the line. `ready`: the prefill is over. Raises Overloaded."""
+        """Return a ticket at the end of the queue. `ready`: the prefill is over. Raises
+        Overloaded.
+        """
         if len(self._line) >= self._max_queued:
             raise Overloaded(f"{self._max_queued} hand-overs wait here already")
         ticket = FetchTicket(self, ready)
@@ -51,7 +56,7 @@ class FetchAdmission:
         return ticket
 
     async def wait_for_turn(self, ticket: FetchTicket) -> bool:
-        """Until `ticket` is first; False if it was at once."""
+        """Wait until `ticket` is first in the queue. Return False if it was first already."""
         if self._line[0] is ticket:
             return False
         await ticket.first.wait()
@@ -60,9 +65,10 @@ class FetchAdmission:
     async def reserve(
         self, try_reserve: Callable[[], Awaitable[Reservation | None]]
     ) -> Reservation:
-        """Try now and whenever blocks become free."""
+        """Try to reserve now, and again whenever blocks become free, until it succeeds."""
         while True:
-            self._room.clear()  # before the try: what is freed during it is not missed
+            # cleared before the try, so that blocks freed during it are not missed
+            self._room.clear()
             reservation = await try_reserve()
             if reservation is not None:
                 return reservation
@@ -79,7 +85,7 @@ class FetchAdmission:
 
 
 class FetchTicket:
-    """One hand-over's place in line, then its slot. `release` is idempotent and ends both."""
+    """One hand-over's place in the queue, then its slot. `release` is idempotent and ends both."""
 
     def __init__(self, admission: FetchAdmission, ready: bool) -> None:
         self.first = asyncio.Event()
@@ -89,7 +95,7 @@ class FetchTicket:
         self._released = False
 
     async def admit(self, try_reserve: Callable[[], Awaitable[Reservation | None]]) -> Reservation:
-        """Blocks for the hand-over, once it is this ticket's turn and there is room."""
+        """Return blocks for the hand-over, once it is this ticket's turn and there is room."""
         waited = await self._admission.wait_for_turn(self)
         if not (waited or self._ready):
             reservation = await try_reserve()

@@ -1,16 +1,17 @@
-"""DecodeRole: reserve blocks, fetch the KV, admit as already computed, stream tokens.
+"""DecodeRole: reserve blocks, fetch the KV, admit the request as computed, stream tokens.
 
-The life of a request with a handle:
+Life of a request with a handle:
     ticket in line  -> its lease on the exporter is renewed while it waits for blocks
     reserved        -> Subscribed goes to the router: now the exporter's death is ours to report
     fetched         -> every digest was checked and END held: only now do the blocks count
     added           -> forks to its samples; their first events repeat END's tokens, then token 2
                        of each follows
-Without a handle the prompt is computed here (local prefill). Every exit gives back blocks, place in
-line and slot.
 
-A running request may leave again, to another decode node: `hand_on` exports its blocks as a prefill
-node would, complete at once.
+Without a handle the prompt is computed here (local prefill). Every exit frees blocks, place in the
+queue and slot.
+
+A running request may move to another decode node: `hand_on` exports its blocks as a prefill node
+would, complete at once.
 """
 
 from __future__ import annotations
@@ -50,32 +51,38 @@ class Seat:
         self._added = False
 
     def add(self, engine: Engine) -> None:
-        """Compute the prompt here. Raises InvalidRequest."""
+        """Let the engine compute the prompt. Raises InvalidRequest."""
         engine.add(self._entry.wanted, Task.LOCAL)
         self._added = True
 
     def reserve(
         self, engine: Engine, num_tokens: int, precision: str | None, adopting: bool
     ) -> Reservation | None:
-        """`precision`: what the KV went through on its way here, None if nothing. `adopting`: full
-        blocks can stay where they are."""
+        """Reserve blocks for KV that comes from elsewhere; return None if there is no room.
+
+        `precision`: the precisions that the KV has passed through on its way here, None if none.
+        `adopting`: full blocks can stay where they are.
+        """
         request = self._entry.request
-        # Forks share blocks of this pool only.
+        # A request of several samples cannot adopt: forks share blocks of this pool only.
         adopting = adopting and engine.may_adopt and request.params.width == 1
         self._reservation = engine.reserve(request, num_tokens, precision, adopting)
         return self._reservation
 
     def adopt(self, adoption: Adoption) -> None:
-        """What `leave` gives back if it does not enter. Event loop, before `add_computed`."""
+        """Set the adoption that `leave` ends if the request does not enter the engine.
+
+        Event loop, before `add_computed`.
+        """
         self._adoption = adoption
 
     def add_computed(self, engine: Engine, first_tokens: Sequence[FirstToken]) -> None:
-        """Enter with the reserved blocks, whose KV was fetched and verified."""
+        """Enter the engine with the reserved blocks, whose KV was fetched and verified."""
         engine.add(self._entry.wanted, Task.LOCAL, self._reservation, first_tokens, self._adoption)
         self._added = True
 
     def leave(self, engine: Engine) -> None:
-        """Give back whatever is held; nothing if the request has ended by itself."""
+        """Free whatever is held; nothing if the request has ended by itself."""
         if self._added:
             engine.abort(self._entry.request.id)
         elif self._reservation is not None:
@@ -85,13 +92,13 @@ class Seat:
 
 
 class DecodeRole:
-    """baton.node.role.NodeRole of a decode node."""
+    """Implements baton.node.role.NodeRole for a decode node."""
 
     def __init__(self, context: RoleContext, make_thread: MakeThread) -> None:
         self._context = context
         self.thread = make_thread(None)
         self._pooling = PoolingDesk(self)
-        self._stepped: set[str] = set()  # requests of the last step, kept for failpoints alone
+        self._stepped: set[str] = set()  # requests of the last step; only for failpoints
         self._admission = FetchAdmission(
             context.config.max_queued_fetches, context.config.max_ready_fetches
         )
@@ -116,7 +123,7 @@ class DecodeRole:
                 await self.thread.call(seat.add)
             else:
                 await self._hand_over(entry, entry.handle, seat)
-            del grammar  # kept until the engine had it
+            del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)
         finally:
             self.thread.post(lambda engine: self._leave(engine, seat))
@@ -147,7 +154,9 @@ class DecodeRole:
     async def _admitted(
         self, entry: NodeRequest, handle: KVHandle, seat: Seat, ticket: FetchTicket
     ) -> Reservation:
-        """Blocks for the export, when it is time to fetch it: of a small one, after token 1."""
+        """Return blocks for the export when it is time to fetch: of a small export, after
+        token 1.
+        """
         connector = self._context.connector
         precision, adopting = connector.precision_of(handle), connector.adopts(handle)
         reservation = await ticket.admit(
@@ -164,13 +173,16 @@ class DecodeRole:
         context = self._context
 
         def release() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the lease frees it
+            # the loop is closed: the end of the lease frees the export
+            with contextlib.suppress(RuntimeError):
                 context.loop.call_soon_threadsafe(lambda: context.spawn(held.release()))
 
         return Adoption(request_id, pages, release, held.safe, held.wanted)
 
     async def _while_leased(self, handle: KVHandle, epoch: int, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` while the lease is renewed; raises what ends the lease first."""
+        """Await `work` while the lease is renewed; raise the error that ends the lease, if that
+        comes first.
+        """
         loop = asyncio.get_running_loop()
         keeper = loop.create_task(self._keep_lease(handle, epoch))
         worker = loop.create_task(work)
@@ -186,14 +198,14 @@ class DecodeRole:
             await asyncio.gather(keeper, worker, return_exceptions=True)
 
     async def _keep_lease(self, handle: KVHandle, epoch: int) -> None:
-        """Renew each third of the lease. Raises KVError when it is lost.
+        """Renew the lease each third of it. Raises KVError when it is lost.
 
         One renewal without an answer is no loss yet: the exporter may be busy for a moment.
         """
         lease_s = handle.lease_ms / 1000
         renewed_at = self._context.clock.monotonic()
         while True:
-            await asyncio.sleep(lease_s / 3)  # whoever passed the handle on has just renewed it
+            await asyncio.sleep(lease_s / 3)  # the sender of the handle has just renewed the lease
             try:
                 async with asyncio.timeout(lease_s / 3):
                     await self._context.connector.renew(handle, epoch)
@@ -206,7 +218,7 @@ class DecodeRole:
         return event.finish_reason is not None and entry.sample_ended(event.sample)
 
     def written(self, events: Sequence[TokenEvent]) -> None:
-        """Nothing waits for it."""
+        """Do nothing: nothing waits for these events."""
 
     def blocks_freed(self) -> None:
         self._admission.wake()
@@ -222,7 +234,7 @@ class DecodeRole:
         try:
             handle = connector.export(request, 0, departure.blocks, num_tokens)
         except Exception:
-            engine.unpin(departure.blocks)  # no export exists that could return it
+            engine.unpin(departure.blocks)  # no export exists that could return them
             raise
         for layer in range(len(engine.info.layers)):
             connector.publish(handle, layer, num_tokens)
@@ -230,7 +242,9 @@ class DecodeRole:
         return handle
 
     def on_step(self, report: StepReport) -> None:
-        """A decode node's tokens need no completing."""
+        """Pass failpoints, and tell nodes that have adopted our blocks whether we are short of
+        room.
+        """
         if FAILPOINTS.armed and report.events:
             self._pass_step({event.request_id for event in report.events})
         self._context.connector.want_back(report.short_of_room)
@@ -244,13 +258,16 @@ class DecodeRole:
 
     def _leave(self, engine: Engine, seat: Seat) -> None:
         seat.leave(engine)
-        # It may have been the one who waited for room, and no step may follow to say so.
+        # This request may have been the one that waited for room, and no step may follow to report
+        # it.
         self._context.connector.want_back(engine.short_of_room)
         self._context.loop.call_soon_threadsafe(self.blocks_freed)
 
 
 def check_handle(request: Request, handle: KVHandle) -> None:
-    """Raise InvalidRequest for a handle of another request, or of more tokens than it has."""
+    """Raise InvalidRequest for a handle of another request, or of more tokens than the
+    request has.
+    """
     if handle.request_id != request.id or handle.epoch > request.epoch:
         raise InvalidRequest("the handle belongs to another request or epoch", field="handle")
     if not 0 < handle.num_tokens <= len(request.known_ids):

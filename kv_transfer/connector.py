@@ -1,8 +1,8 @@
-"""Both halves of a node's KV exchange: exports its own blocks, fetches other nodes'.
+"""The connector of a node: it exports the node's own KV blocks and fetches those of other nodes.
 
-Life: start() opens the lanes and watches the leases; export/publish/complete run on the engine's
-thread and never block; fetch/renew/release run on the event loop and keep bytes off it (threads of
-the data plane); stop() releases every export and breaks every conversation.
+start() opens the lanes and begins to watch the leases. export, publish and complete run on the
+engine's thread and never block. fetch, renew and release run on the event loop; threads of the data
+plane move the bytes. stop() releases every export and breaks every conversation.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ IDLE_FACTOR = 2  # progress deadlines that a connection is kept for; the exporte
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """What a deployment may choose.
+    """What an operator may choose about KV transfers.
 
     `wire_codec`: raw, int8, or auto (int8 to peers behind a slow link). `max_export_bytes`: the
-    budget of room_for, None = the size of the pool. `burst_bytes`: the progress of a prefill is
-    sent in bursts of at least so many bytes; an export of only a few bursts is sent after token 1.
-    `adopt`: read an exporter's pages where they lie, if a lane can do that.
+    budget that room_for checks; None means the size of the pool. `burst_bytes`: while a prefill
+    runs, its KV is sent in bursts of at least this size. An export of only a few bursts is sent
+    after token 1. `adopt`: read an exporter's pages where they lie, if a lane can do that.
     """
 
     wire_codec: str = RAW
@@ -57,19 +57,22 @@ class TransferOptions:
 
     @property
     def small_bytes(self) -> int:
-        """Exports of up to so many bytes (8 MiB: 3 ms of a Unix socket) are sent after token 1.
-        Sent earlier they would take these milliseconds from the core that computes token 1."""
+        """The largest export that is sent only after token 1 (8 MiB: 3 ms of a Unix socket).
+
+        Sending such an export earlier would take these milliseconds from the core that computes
+        token 1.
+        """
         return SMALL_BURSTS * self.burst_bytes
 
 
 @dataclass(eq=False, repr=False)
 class Connector:
-    """base.KVConnector.
+    """Implements base.KVConnector.
 
-    `lanes`: best first; they are also all that is used. `boot_id`: hex of 16 random bytes, new at
-    every start. `fingerprint`: baton.protocol.kv_spec.layout_fingerprint. `secret`: the
-    deployment's. `on_released(handle, blocks, why)` fires exactly once per export, on any thread,
-    when nobody touches its blocks any more; it must not block.
+    `lanes`: the lanes to use, best first; no other lane is used. `boot_id`: hex of 16 random bytes,
+    new at every start. `fingerprint`: see baton.protocol.kv_spec.layout_fingerprint. `secret`: the
+    secret of the deployment. `on_released(handle, blocks, why)` is called exactly once per export,
+    on any thread, when nobody reads its blocks any more; it must not block.
     """
 
     memory: KVMemory
@@ -132,7 +135,9 @@ class Connector:
 
     # ---- life ----------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Open the lanes. Raises ConfigError if one cannot be; those opened are closed again."""
+        """Open the lanes. If a lane cannot be opened, close those already open and raise
+        ConfigError.
+        """
         self._loop = asyncio.get_running_loop()
         addresses: list[LaneAddress] = []
         try:
@@ -148,7 +153,7 @@ class Connector:
         self._lease_task = asyncio.create_task(self._watch_leases(), name="kv-leases")
 
     async def stop(self) -> None:
-        """Release every export, break every conversation. Idempotent."""
+        """Release every export and break every conversation. Idempotent."""
         if self._lease_task is not None:
             self._lease_task.cancel()
             await asyncio.wait([self._lease_task])
@@ -170,8 +175,11 @@ class Connector:
         return self._endpoint
 
     def join_group(self, ranks: Sequence[Endpoint]) -> None:
-        """Make this the leader of a tensor-parallel group: its endpoint (and so every handle) names
-        the endpoint of each rank, in rank order. After all of them have started."""
+        """Make this connector the leader of a tensor-parallel group.
+
+        From then on its endpoint, and so every handle, names the endpoint of each rank in rank
+        order. Call it after all ranks have started.
+        """
         formats = [(rank.format.tp_size, rank.format.tp_rank) for rank in ranks]
         if formats != [(len(ranks), index) for index in range(len(ranks))]:
             raise InternalError(f"not the ranks of one group: {formats}")
@@ -184,12 +192,12 @@ class Connector:
 
     @property
     def export_bytes(self) -> int:
-        """KV bytes of the active exports, as they travel."""
+        """Bytes of KV in all active exports, in the pool's dtype."""
         return self._table.export_bytes
 
     @property
     def links(self) -> LinkSpeeds:
-        """How fast the links to peers have been."""
+        """The measured speeds of the links to peers."""
         return self._fetches.links
 
     # ---- exporting -----------------------------------------------------------------------------
@@ -203,7 +211,9 @@ class Connector:
         return False
 
     def bytes_of(self, num_tokens: int) -> int:
-        """KV bytes of an export of so many tokens: what room_for wants to know."""
+        """Return the KV bytes of an export of `num_tokens` tokens, the argument that room_for
+        takes.
+        """
         return num_tokens * sum(self._layer_bytes)
 
     def export(self, request: Request, sample: int, blocks: Blocks, num_tokens: int) -> KVHandle:
@@ -222,8 +232,11 @@ class Connector:
         return handle
 
     def export_share(self, handle: KVHandle, blocks: Blocks) -> None:
-        """Offer this rank's part of an export that the leader of its group has named `handle`.
-        From then on publish, complete and release take that handle here too. Any thread."""
+        """Offer this rank's part of an export whose `handle` the leader of its group has made.
+
+        From then on publish, complete and release accept that handle on this rank as well. Any
+        thread.
+        """
         self._offer(handle, blocks)
 
     def _offer(self, handle: KVHandle, blocks: Blocks) -> None:
@@ -252,8 +265,9 @@ class Connector:
         self._table.complete(handle.export_seq, first_tokens)
 
     def expire(self, now: float) -> int:
-        """Release the exports whose lease has lapsed by `now` (monotonic seconds). Returns their
-        number."""
+        """Release the exports whose lease has lapsed by `now` (monotonic seconds); return their
+        number.
+        """
         lanes = self._table.expire(now)
         for lane in lanes:
             self.stats.expired(lane)
@@ -262,8 +276,10 @@ class Connector:
         return len(lanes)
 
     async def _watch_leases(self) -> None:
-        """Sleep until the next lease can end. A renewal only makes that later; a new export wakes
-        this task."""
+        """Release lapsed exports forever, sleeping until the next lease can end.
+
+        A renewal only moves that moment back; a new export wakes this task.
+        """
         while True:
             self.expire(self.clock.monotonic())
             self._exported.clear()
@@ -283,14 +299,16 @@ class Connector:
                     lane.want_back(wanted or self._draining)
 
     def let_go(self) -> None:
-        """Let go of old connections, and of the memory of dead peers. Called at each heartbeat."""
+        """Close old idle connections and unmap the memory of dead peers. Called at each
+        heartbeat.
+        """
         self._wires.drop_old()
         for lane in self.lanes:
             if isinstance(lane, LendingLane):
                 lane.let_go()
 
     def drain(self) -> None:
-        """From now on blocks are wanted back. Any thread."""
+        """Ask borrowers to give blocks back from now on, whatever want_back says. Any thread."""
         self._draining = True
         self.want_back(True)
 
@@ -323,7 +341,7 @@ class Connector:
         return await self._fetches.fetch(call)
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
-        """See base.KVConnector.renew. At every rank of the exporter."""
+        """See base.KVConnector.renew. Renews at every rank of the exporter."""
         epoch = handle.epoch if epoch is None else epoch
         await asyncio.gather(*(self._renew_at(rank, epoch) for rank in ranks_of(handle)))
 
@@ -334,8 +352,10 @@ class Connector:
             await self._fetches.renew(rank, epoch)
 
     async def release(self, handle: KVHandle, why: str, epoch: int | None = None) -> None:
-        """See base.KVConnector.release. At every rank of the exporter; an exporting rank asked to
-        release its own answers for itself alone."""
+        """See base.KVConnector.release. Releases at every rank of the exporter.
+
+        If this node is one of those ranks, only this rank's own export is released.
+        """
         epoch = handle.epoch if epoch is None else epoch
         ranks = ranks_of(handle)
         own = [rank for rank in ranks if self._is_ours(rank)]

@@ -1,7 +1,8 @@
 """Serves connections on the exporting side: performs what ExporterSession asks for.
 
-One generator per connection, run by a thread of the lane: it yields parcels of frames and blocks in
-`Incoming.receive` or, while the prefill computes, in Reader.wait. The engine thread is never here.
+A thread of the lane runs one generator per connection. The generator yields parcels of frames. It
+blocks in `Incoming.receive` or, while the prefill computes, in Reader.wait. The engine thread never
+runs this code.
 """
 
 from __future__ import annotations
@@ -69,17 +70,19 @@ from kv_transfer.stats import TransferStats
 log = logging.getLogger(__name__)
 
 
-SMALL_FRAME: Final = 1 << 16  # payloads up to so many bytes share a parcel: joining costs a copy
-IDLE_FACTOR: Final = 3  # a connection between two conversations may be silent for longer
+# payloads of at most so many bytes are joined to one parcel: joining costs a copy
+SMALL_FRAME: Final = 1 << 16
+# progress deadlines for which a connection between two conversations may be silent
+IDLE_FACTOR: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
-    """The exporting half of a connector: everything its connections share.
+    """The exporting half of a connector: what all its connections share.
 
-    `direct`: names of the lanes that read our memory themselves. `burst_bytes`: progress is sent
-    once it has so many bytes, or with token 1. An export of up to `small_bytes` is sent with token
-    1 only.
+    `direct`: names of the lanes whose fetchers read our memory themselves. `burst_bytes`: new KV is
+    sent once there are so many bytes of it, or with token 1. An export of up to `small_bytes` is
+    sent with token 1 only.
     """
 
     identity: Identity
@@ -93,25 +96,30 @@ class Exporter:
     small_bytes: int = 0
 
     def burst_of(self, reader: Reader, adopting: bool) -> int:
-        """Bytes of progress that are worth a switch of threads before token 1 is there. For a
-        fetcher that adopts the blocks no number is: it waits for the end only."""
+        """Return how many new bytes wake the sending thread before token 1 is there.
+
+        For a small export, and for a fetcher that adopts the blocks, the number is larger than the
+        export: the thread sleeps until the export is complete.
+        """
         whole = adopting or reader.num_bytes <= self.small_bytes
         return reader.num_bytes + 1 if whole else self.burst_bytes
 
     def serve(self, lane: str, peer: Incoming) -> Iterator[Buffer]:
-        """The parcels that answer `peer`, from its first HELLO to the end of the connection."""
+        """Yield the parcels that answer `peer`, from its first HELLO to the end of the
+        connection.
+        """
         return _Connection(self, lane, peer).run()
 
 
 class _Parcels:
-    """Small frames that go out together."""
+    """Joins small frames, so that they are sent as one parcel."""
 
     def __init__(self) -> None:
         self._frames: list[Buffer] = []
         self._num_bytes = 0
 
     def add(self, frame: Buffer) -> Iterator[Buffer]:
-        """Yields the parcels that are to be sent now."""
+        """Take a frame; yield the parcels that must be sent now."""
         big = len(frame) > SMALL_FRAME + HEADER_BYTES
         if big or self._num_bytes + len(frame) > MAX_PAYLOAD:
             yield from self.flush()
@@ -144,12 +152,14 @@ class _Connection:
         )
         self._inbox: deque[memoryview] = deque()  # frames of the peer's last parcel
         self._reader: Reader | None = None
-        self._seen: int | None = None  # last version of the export's progress fed to the session
+        # last version of the export's progress that the session has received
+        self._seen: int | None = None
         self._deadline: float | None = None
         self._adopting = False
         self._opened_at = 0.0
         self._waited_s = 0.0
-        self._rows_sent = self._rows_wanted = 0  # of this fetch, over all layers: for failpoints
+        # rows (token and layer) of this fetch; for failpoints
+        self._rows_sent = self._rows_wanted = 0
         self._lock = threading.Lock()
         self._closed = False
 
@@ -163,12 +173,13 @@ class _Connection:
                 event = answer or self._next_at_once()
                 waited = event is None
                 if event is None:
-                    yield from parcels.flush()  # something may be waited for now
+                    yield from parcels.flush()  # the next event may take time: send what is there
                     event = self._next_event()
                 answer = None
                 actions = session.receive(event)
                 if waited and isinstance(event, Progress) and not actions:
-                    # Progress without anything for this fetcher: it still needs a sign of life.
+                    # The progress has nothing for this fetcher, which needs a sign of life all the
+                    # same.
                     actions = session.receive(Idle())
                 for action in actions:
                     frame, answer = self._perform(action)
@@ -190,7 +201,7 @@ class _Connection:
             self._on_closed()
 
     def _on_closed(self) -> None:
-        """The connection is over: nobody waits for progress any more. Any thread."""
+        """Mark the connection as closed and wake the thread that waits for progress. Any thread."""
         with self._lock:
             self._closed = True
             reader = self._reader
@@ -198,7 +209,10 @@ class _Connection:
             reader.close()
 
     def _next_at_once(self) -> ExporterEvent | None:
-        """An event that needs no waiting: its frames travel with others that are sent anyway."""
+        """Return an event that is there without waiting, or None.
+
+        The frames that answer it travel in one parcel with those that are sent anyway.
+        """
         reader = self._reader
         if self._session.state is not ExporterState.STREAMING or self._seen is not None:
             return None
@@ -248,7 +262,9 @@ class _Connection:
         return Progress(snapshot.upto, snapshot.first_tokens, round(self._waited_s * 1000))
 
     def _perform(self, action: ExporterAction) -> tuple[Buffer | None, ExporterEvent | None]:
-        """Returns the frame to send and the event to feed back, if there are any."""
+        """Perform `action`. Return the frame to send and the event to feed back; each may
+        be None.
+        """
         match action:
             case Send(message):
                 if isinstance(message, End):
@@ -276,7 +292,7 @@ class _Connection:
         memory = self._shared.memory
         header = data_header(span, self._session.export_seq, self._session.epoch)
         try:
-            # The frame is a copy: the blocks are free of us before the network is waited for.
+            # The frame is a copy: the blocks may be freed while the network is waited for.
             with self._reader.reading():
                 fragments = memory.read(
                     span.layer, self._reader.blocks, span.start, span.end, span.heads
@@ -292,8 +308,9 @@ class _Connection:
         return self._pass_data(span, frame), None
 
     def _build(self, header: Header, fragments: Sequence[Buffer]) -> Buffer:
-        """A big frame is built in the lane's own memory if it has any; small frames are joined
-        instead."""
+        """Build a frame: a big one in the lane's own memory if it has any, otherwise by joining the
+        parts.
+        """
         buffer = self._peer.buffer
         if buffer is None or sum(map(len, fragments)) <= SMALL_FRAME:
             return encode(header, fragments, self._seed)
@@ -312,7 +329,9 @@ class _Connection:
         return self._pass_data(span, encode(header, [], self._seed)), None
 
     def _pass_data(self, span: KVSpan, frame: Buffer) -> Buffer:
-        """`frame` as it leaves: a failpoint may damage it, behind its digest."""
+        """Return `frame`, or a damaged copy if a failpoint asks for it (its digest then does not
+        match).
+        """
         if not FAILPOINTS.armed:
             return frame
         before, self._rows_sent = self._rows_sent, self._rows_sent + span.end - span.start
@@ -360,7 +379,9 @@ class _Connection:
         return LeaseHeld()
 
     def _promise(self) -> ExporterEvent:
-        """The fetcher will read the blocks where they lie; its hand-over ends here."""
+        """Promise the blocks to a fetcher that reads them where they lie. Its part of the transfer
+        ends here.
+        """
         assert self._reader is not None
         try:
             self._reader.promise()
@@ -373,7 +394,7 @@ class _Connection:
         if reader.completed_at is not None:
             ready_at = max(reader.completed_at, self._opened_at)
             self._shared.stats.tail(self._lane, self._shared.clock.monotonic() - ready_at)
-        self._reader = None  # one tail per fetch
+        self._reader = None  # the time after token 1 is counted once per fetch
 
     def _release(self, action: Release) -> None:
         shared, reader = self._shared, self._reader

@@ -1,15 +1,16 @@
-"""The export table: which blocks of this node others may read, until when, how far they are filled.
+"""The export table: which blocks of this node others may read, how far they are filled, until when.
 
 Life of an export: add -> publish* -> complete -> released -> freed. It is released by ACK,
 release(), the end of its lease, or stop(); from then on no read may begin. It is freed, once, when
-the last read has ended: then `on_released` fires and the caller unpins the blocks. Reads of a
-direct lane do not count: they happen in the fetcher, which asks about the lease after its last one.
-A reader that adopts the blocks has a promise instead: whoever releases the export, the blocks are
-not freed before that reader lets go, or the last lease that was reported to it is over.
+the last read has ended: then `on_released` is called and the caller unpins the blocks. Reads over a
+direct lane do not count: the fetcher does them, and checks the lease after its last read. A reader
+that adopts the blocks has a promise instead: the blocks are not freed before that reader lets go,
+or before the last lease that was reported to it is over, whoever releases the export.
 
 Two fences: (boot id, sequence) names the memory, and every reader speaks for an epoch of the
-request: one below the highest seen for that request is refused, also in mid-transfer.
-Threads: everything is guarded by one lock held for microseconds; only Reader.wait blocks.
+request. A reader whose epoch is below the highest seen for that request is refused, also in the
+middle of a transfer. Threads: one lock, held for microseconds, guards everything; only Reader.wait
+blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """One export; written by its table only, under the table's lock."""
+    """One export. Only its table writes it, under the table's lock."""
 
     handle: KVHandle
     blocks: Blocks
@@ -46,17 +47,17 @@ class Export:
     upto: list[int]  # by layer: tokens [0, upto) are published
     changed: threading.Condition
     published_bytes: int = 0
-    wake_at: float = math.inf  # published bytes that a waiting reader waits for
+    wake_at: float = math.inf  # a waiting reader is woken at so many published bytes
     first_tokens: tuple[FirstToken, ...] | None = None
     completed_at: float | None = None
-    version: int = 0  # grows with every change a reader may wait for
+    version: int = 0  # grows with every change that a reader may wait for
     urgent: int = 0  # grows with the changes that wake every reader at once
     readers: int = 0  # reads in progress: the blocks must not be reused
     promises: dict[int, float] = field(default_factory=dict[int, float])  # epoch -> until
-    acks: _Acks | None = None  # of a tensor-parallel fetcher
-    lane: str = NO_LANE  # on which it was last asked for
-    end: KVError | None = None  # why it was released; what later reads raise
-    freeing: bool = False  # one caller is to free it now
+    acks: _Acks | None = None  # which ranks of a tensor-parallel fetcher have acknowledged
+    lane: str = NO_LANE  # the lane that last asked for this export
+    end: KVError | None = None  # why it was released; later reads raise this error
+    freeing: bool = False  # True once a caller has taken on to free it
     freed: Future[None] = field(default_factory=Future[None])
 
 
@@ -80,7 +81,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Fence:
-    """Highest epoch seen of one request; kept while the request has an export here."""
+    """The highest epoch seen of a request; kept while the request has an export here."""
 
     epoch: int
     num_exports: int = 0
@@ -90,7 +91,7 @@ _ALONE: Final = frozenset((0,))
 
 
 class ExportTable:
-    """`layer_bytes`: of one token, by layer."""
+    """All exports of a node. `layer_bytes`: the KV bytes of one token, by layer."""
 
     def __init__(
         self, layer_bytes: Sequence[int], leases: Leases, clock: Clock, on_released: OnReleased
@@ -102,7 +103,7 @@ class ExportTable:
         self._lock = threading.Lock()
         self._sequence = itertools.count(1)
         self._live: dict[int, Export] = {}
-        self._draining: dict[int, Export] = {}  # released, still being read
+        self._draining: dict[int, Export] = {}  # released, but still being read or promised
         self._fences: dict[str, _Fence] = {}
 
     @property
@@ -114,8 +115,9 @@ class ExportTable:
         return next(self._sequence)
 
     def add(self, handle: KVHandle, blocks: Blocks, num_bytes: int) -> None:
-        """Offer `blocks` under a fresh lease. `num_bytes` counts in `export_bytes` until freed.
-        Raises InternalError for a sequence number that is taken."""
+        """Offer `blocks` under a fresh lease. `export_bytes` counts `num_bytes` until the export is
+        freed. Raises InternalError for a sequence number that is taken.
+        """
         with self._lock:
             seq = handle.export_seq
             if seq in self._live or seq in self._draining:
@@ -134,8 +136,11 @@ class ExportTable:
             self._leases.grant(handle.export_seq, self._clock.monotonic())
 
     def publish(self, export_seq: int, layer: int, upto: int) -> bool:
-        """Tokens [0, upto) of `layer` may be read now. False once released or lapsed. Raises
-        InternalError beyond the export's tokens."""
+        """Let readers read tokens [0, upto) of `layer`, and renew the lease.
+
+        Return False if the export is released or its lease has lapsed. Raises InternalError if
+        `upto` exceeds the export's tokens.
+        """
         with self._lock:
             export = self._live.get(export_seq)
             if export is None or not self._leases.renew(export_seq, self._clock.monotonic()):
@@ -149,13 +154,15 @@ class ExportTable:
             return True
 
     def blocks_of(self, export_seq: int) -> Blocks | None:
-        """Where a held export lies; None once released."""
+        """Return the blocks of an export, or None if it has been released."""
         with self._lock:
             export = self._live.get(export_seq)
             return None if export is None else export.blocks
 
     def complete(self, export_seq: int, first_tokens: Sequence[FirstToken]) -> None:
-        """What END carries. Ignored once released."""
+        """Record the first tokens, which END carries to the fetcher. Does nothing after a
+        release.
+        """
         with self._lock:
             export = self._live.get(export_seq)
             if export is not None:
@@ -164,8 +171,11 @@ class ExportTable:
                 self._changed(export)
 
     def release(self, export_seq: int, end: KVError) -> Future[None] | None:
-        """No read begins any more, and readers get `end`. The future is done when the blocks are
-        free; a promise may delay that. None if they are free already (or never were exported)."""
+        """Let no new read begin; waiting readers get the error `end`.
+
+        Return a future that is done when the blocks are free (a promise may delay that), or None if
+        the blocks are free already or there never was such an export.
+        """
         with self._lock:
             export = self._live.pop(export_seq, None)
             if export is None:
@@ -177,7 +187,7 @@ class ExportTable:
         return export.freed
 
     def release_all(self, end: KVError) -> list[Future[None]]:
-        """Release all, without regard to promises: nobody may write into the blocks any more."""
+        """Release every export and drop all promises: readers must not use the blocks any more."""
         with self._lock:
             exports = [*self._live.values(), *self._draining.values()]
             for export in exports:
@@ -187,8 +197,11 @@ class ExportTable:
         return [future for future in futures if future is not None]
 
     def expire(self, now: float) -> list[str]:
-        """Release every export whose lease has lapsed by `now`, and return their lanes. Also free
-        the exports that only promises have kept, if these are over."""
+        """Release every export whose lease has lapsed by `now`, and return the lanes that asked for
+        them.
+
+        Also free the released exports that only promises have kept, if these promises are over.
+        """
         with self._lock:
             due = [seq for seq in self._leases.due(now) if seq in self._live]
             lanes = [self._live[seq].lane for seq in due]
@@ -200,7 +213,7 @@ class ExportTable:
         return lanes
 
     def next_expiry(self) -> float | None:
-        """When `expire` has something to do, unless a lease is extended."""
+        """Return when `expire` next has something to do if no lease is extended; None if never."""
         with self._lock:
             kept = [max(e.promises.values()) for e in self._draining.values() if e.promises]
             lease = self._leases.next_expiry()
@@ -223,7 +236,8 @@ class ExportTable:
         self, export_seq: int, secret: bytes, request_id: str, epoch: int, lane: str = NO_LANE
     ) -> Reader:
         """Begin to read. Raises KVStale for an unknown, released or lapsed export or an old epoch,
-        KVRefused for a wrong secret."""
+        and KVRefused for a wrong secret.
+        """
         with self._lock:
             export = self._admit(export_seq, secret, epoch)
             if export.handle.request_id != request_id:
@@ -232,14 +246,16 @@ class ExportTable:
             return Reader(self, export, epoch)
 
     def renew(self, export_seq: int, secret: bytes, epoch: int) -> None:
-        """Extend the lease, and the promise if `epoch` has one. Raises as `open`."""
+        """Extend the lease, and the promise if `epoch` has one. Raises the errors of `open`."""
         with self._lock:
             export = self._admit(export_seq, secret, epoch)
             self._renew(export, epoch, promise=epoch in export.promises)
 
     def confirm(self, export_seq: int, secret: bytes, epoch: int) -> None:
-        """Whether the export is held, if only for a promise to `epoch`, without extending it.
-        Raises as `open`."""
+        """Check, without extending the lease, that the export is held or promised to `epoch`.
+
+        Raises the errors of `open` if it is not.
+        """
         with self._lock:
             kept = self._draining.get(export_seq)
             if kept is None or epoch not in kept.promises:
@@ -248,7 +264,9 @@ class ExportTable:
                 raise KVRefused(f"wrong secret for export {export_seq}")
 
     def promise(self, export: Export, epoch: int) -> None:
-        """Extend the lease; until it is over the blocks stay as they are, whatever happens."""
+        """Extend the lease, and keep the blocks as they are until its end even if the export is
+        released.
+        """
         with self._lock:
             self.verify_locked(export, epoch)
             self._renew(export, epoch, promise=True)
@@ -262,9 +280,11 @@ class ExportTable:
     def acknowledge(
         self, export_seq: int, epoch: int, rank: int = 0, ranks: frozenset[int] = _ALONE
     ) -> Future[None] | None:
-        """Release the export for a receiver, once each of its group's `ranks` has acknowledged;
-        ignored if a newer epoch has taken over. None while ranks are missing, else as `release`.
-        The promise to `epoch` ends in any case."""
+        """Release the export once each of the receiving group's `ranks` has acknowledged it.
+
+        Does nothing if a newer epoch has taken over. Return None while ranks are missing, else what
+        `release` returns. The promise to `epoch` ends in any case.
+        """
         kept = self._break_promise(export_seq, epoch)
         if kept is not None:
             self._free(kept)
@@ -283,7 +303,9 @@ class ExportTable:
         return self.release(export_seq, KVStale("acknowledged"))
 
     def _break_promise(self, export_seq: int, epoch: int) -> Export | None:
-        """The export, if nothing but this promise has kept it: then the caller must free it."""
+        """End the promise to `epoch`. Return the export if the caller must now free it,
+        else None.
+        """
         with self._lock:
             export = self._live.get(export_seq) or self._draining.get(export_seq)
             if export is None or export.promises.pop(epoch, None) is None:
@@ -291,7 +313,9 @@ class ExportTable:
             return export if self._freeable(export, self._clock.monotonic()) else None
 
     def _freeable(self, export: Export, now: float) -> bool:
-        """Under the lock: must the caller free it now? True for one caller only."""
+        """Whether the caller must free the export now. True for one caller only. Called under the
+        lock.
+        """
         if export.end is None or export.freeing:
             return False
         export.promises = {e: until for e, until in export.promises.items() if now < until}
@@ -311,7 +335,9 @@ class ExportTable:
         return export
 
     def _raise_fence(self, request_id: str, epoch: int) -> None:
-        """Readers of older epochs that wait for progress must learn that they are fenced."""
+        """Raise the request's fence to `epoch` and wake its waiting readers: those of older epochs
+        then learn that they are fenced.
+        """
         fence = self._fences[request_id]
         if epoch <= fence.epoch:
             return
@@ -324,7 +350,7 @@ class ExportTable:
         return epoch < self._fences[export.handle.request_id].epoch
 
     def verify_locked(self, export: Export, epoch: int) -> None:
-        """Under the lock: raise unless `epoch` may read this export right now."""
+        """Raise unless `epoch` may read this export right now. Called under the lock."""
         if export.end is not None:
             raise type(export.end)(export.end.message)  # each reader its own instance
         if self._fenced(export, epoch):
@@ -333,9 +359,11 @@ class ExportTable:
             raise KVStale("the lease is over")
 
     def _published(self, export: Export) -> None:
-        """Wake readers for whole bursts only. Sending takes time from the core that computes token
-        1, and a switch of threads costs more than the bytes of a small layer. The rest follows
-        token 1."""
+        """Count a change, and wake readers only if a whole burst is published.
+
+        Sending takes time from the core that computes token 1, and a switch of threads costs more
+        than the bytes of a small layer. The rest is sent after token 1.
+        """
         export.version += 1
         if export.published_bytes >= export.wake_at:
             export.urgent += 1
@@ -348,7 +376,9 @@ class ExportTable:
         export.changed.notify_all()
 
     def _close(self, export: Export, end: KVError) -> bool:
-        """Under the lock: no new reads. True if the caller must free it."""
+        """Let no new read begin. Return True if the caller must free the export. Called under the
+        lock.
+        """
         export.end = end
         self._leases.drop(export.handle.export_seq)
         self._changed(export)
@@ -368,7 +398,9 @@ class ExportTable:
             self._free(export)
 
     def _free(self, export: Export) -> None:
-        """Exactly once per export: only the caller to which `_freeable` has said True gets here."""
+        """Free the export. Runs once per export: only for the caller to which `_freeable` returned
+        True.
+        """
         handle = export.handle
         with self._lock:
             del self._draining[handle.export_seq]
@@ -385,7 +417,7 @@ class ExportTable:
 
 
 class Reader:
-    """One conversation's access to one export, speaking for one epoch."""
+    """The access of one conversation to one export, for one epoch."""
 
     def __init__(self, table: ExportTable, export: Export, epoch: int) -> None:
         self.handle = export.handle
@@ -407,15 +439,18 @@ class Reader:
         return self._export.completed_at
 
     def close(self) -> None:
-        """The conversation is over: wake the thread that waits for progress. Any thread."""
+        """Wake the thread that waits for progress: the conversation is over. Any thread."""
         with self._export.changed:
             self._closed = True
             self._export.changed.notify_all()
 
     def wait(self, seen: int | None, timeout_s: float, burst_bytes: int = 0) -> Snapshot | None:
-        """Wait for progress after version `seen`; None after `timeout_s` without any, or once
-        closed. Progress of fewer than `burst_bytes` does not count until the export is complete.
-        Raises KVStale or KVLost when released, lapsed or fenced."""
+        """Wait for progress after version `seen`.
+
+        Return None after `timeout_s` without progress, or once closed. Progress of fewer than
+        `burst_bytes` does not count until the export is complete. Raises KVStale or KVLost if the
+        export is released, lapsed or fenced.
+        """
         export, table = self._export, self._table
         with export.changed:
 
@@ -438,17 +473,17 @@ class Reader:
             return Snapshot(export.version, tuple(export.upto), export.first_tokens)
 
     def promise(self) -> None:
-        """As ExportTable.promise. Raises as `wait`."""
+        """Call ExportTable.promise. Raises the errors of `wait`."""
         self._table.promise(self._export, self._epoch)
 
     def verify(self) -> None:
-        """Raise unless the lease is held and the epoch current right now."""
+        """Raise unless the lease is held and the epoch is current right now."""
         with self._export.changed:
             self._table.verify_locked(self._export, self._epoch)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The blocks stay as they are inside. Raises as `wait`."""
+        """Keep the blocks from being freed inside the context. Raises the errors of `wait`."""
         self._table.begin_read(self._export, self._epoch)
         try:
             yield

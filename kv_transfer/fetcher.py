@@ -1,8 +1,8 @@
 """The fetching side of one conversation: performs what FetcherSession asks for.
 
-Blocking by design: fetches.py runs it in a data-plane thread and bridges the result to asyncio.
-`cancel` may be called from any thread at any time; after `run` has returned nothing touches the
-blocks.
+It blocks by design: fetches.py runs it in a thread of the data plane and bridges the result to
+asyncio. `cancel` may be called from any thread at any time. After `run` has returned, no thread
+touches the blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from kv_transfer.stats import TransferStats
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """The fetching half of a connector: everything its conversations share."""
+    """The fetching half of a connector: what all its conversations share."""
 
     identity: Identity
     memory: KVMemory
@@ -69,8 +69,11 @@ class Fetcher:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a conversation brought; `end` is None unless it was a fetch, `remote` unless it was a
-    direct one."""
+    """The result of a conversation.
+
+    `end` is None unless the conversation was a fetch. `remote` is None unless it was a direct
+    fetch.
+    """
 
     end: End | None
     num_bytes: int
@@ -79,7 +82,7 @@ class Fetched:
 
 
 class Conversation:
-    """One conversation with an exporter: fetch, renew or release, as `wanted` says."""
+    """One conversation with an exporter: `wanted.intent` says if it fetches, renews or releases."""
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Conversation:
         self._session = self._new_session(None)
         self._inbox: deque[memoryview] = deque()  # frames of the last parcel
         self._num_bytes = 0
-        self._answered = False  # the exporter has answered in this conversation
+        self._answered = False  # the exporter has sent something in this conversation
         self._unsuited = False
         self._scatter: ScatterWire | None = None
         self._lock = threading.Lock()
@@ -111,12 +114,14 @@ class Conversation:
 
     @property
     def elsewhere(self) -> bool:
-        """After a failure: may another lane be tried, because this one did not begin to serve?"""
-        greeted = self._answered and self._session.peer is not None  # not just turned away
+        """Whether another lane may be tried after a failure: true if this one did not begin to
+        serve.
+        """
+        greeted = self._answered and self._session.peer is not None  # not turned away before HELLO
         return self._unsuited or not greeted
 
     def cancel(self) -> None:
-        """Break it; `run` raises KVLost soon. Any thread, any time, idempotent."""
+        """Break the conversation: `run` soon raises KVLost. Any thread, any time, idempotent."""
         with self._lock:
             self._cancelled = True
             wire = self._wire
@@ -124,8 +129,10 @@ class Conversation:
             wire.cancel()
 
     def run(self, on_progress: Callable[[], None]) -> Fetched:
-        """Hold the conversation to its end; `on_progress` is called at the start and at each
-        parcel. Raises the KVError that ended it."""
+        """Hold the conversation to its end. Raises the KVError that ended it.
+
+        `on_progress` is called at the start and at each parcel.
+        """
         on_progress()
         wires, key = self._shared.wires, (self._lane.name, self._address.address, self._boot_id)
         kept = wires.take(key)
@@ -135,7 +142,8 @@ class Conversation:
             try:
                 self._hold(kept.wire, on_progress)
             except KVLost:
-                # The exporter may have closed it meanwhile; then it has received nothing of ours.
+                # The exporter may have closed the kept connection; then it has received nothing of
+                # ours.
                 if self._answered or self._cancelled:
                     raise
                 kept = None
@@ -209,8 +217,11 @@ class Conversation:
             raise
 
     def _receive_payload(self, wire: ScatterWire, head: Announced) -> FetcherEvent:
-        """Straight into the pool, if its bytes need no conversion. Damaged bytes do no harm there:
-        nobody uses the blocks before END."""
+        """Receive a payload straight into the pool if its bytes need no conversion, else into a
+        buffer.
+
+        Damaged bytes do no harm in the pool: nobody uses the blocks before END.
+        """
         header, num_bytes = head.header, head.num_bytes
         if header.kind is Kind.DATA and num_bytes and self._session.in_pool_dtype:
             span = self._session.expect(header, num_bytes)
@@ -232,7 +243,7 @@ class Conversation:
         for action in actions:
             self._perform(action, wire)
         if frames:
-            wire.send(b"".join(frames))  # after all else: Settle comes before CONFIRM
+            wire.send(b"".join(frames))  # sent last: Settle comes before CONFIRM
 
     def _perform(self, action: FetcherAction, wire: Wire) -> None:
         match action:

@@ -1,8 +1,8 @@
 """The fetching half of a connector on the event loop: lanes, ranks, retries, leases, deadlines.
 
-A fetch is one conversation with every exporting rank that has something for us, each on a thread of
-the data plane (fetcher.py); it is complete when all are, and when one fails all are broken off.
-However a call ends, no thread touches the blocks afterwards.
+A fetch is one conversation with every exporting rank that has KV for this rank, each on a thread of
+the data plane (fetcher.py). The fetch is complete when all conversations are; when one fails, all
+are broken off. However a call ends, no thread touches the blocks afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from kv_transfer.protocol.shares import first_sent, meets, rows_bytes, share
 log = logging.getLogger(__name__)
 
 MAX_FETCHES: Final = 64  # conversations in flight; most of them wait for a prefill
-MAX_CONTROL: Final = 8  # renewals and releases in flight: never queued behind fetches
+# renewals and releases in flight; they have threads of their own, not those of fetches
+MAX_CONTROL: Final = 8
 MAX_CHOICES: Final = 4096  # codecs chosen by precision_of for fetches that have not begun
 
 
@@ -51,7 +52,7 @@ class FetchCall:
 
 
 def ranks_of(handle: KVHandle) -> list[KVHandle]:
-    """The handle at each exporting rank; all ranks name an export by the same number and secret."""
+    """Return the handle for each exporting rank; all ranks share the export's number and secret."""
     ranks = handle.endpoint.ranks
     if not ranks:
         return [handle]
@@ -59,7 +60,9 @@ def ranks_of(handle: KVHandle) -> list[KVHandle]:
 
 
 class Fetches:
-    """`lanes`: all that are used. `wire_codec`: links.WIRE_CODECS."""
+    """All fetches of a node. `lanes`: those that may be used. `wire_codec`: one of
+    links.WIRE_CODECS.
+    """
 
     def __init__(
         self, shared: Fetcher, lanes: Sequence[Lane], timing: Timing, clock: Clock, wire_codec: str
@@ -77,7 +80,9 @@ class Fetches:
         self._control_threads = ThreadPoolExecutor(MAX_CONTROL, thread_name_prefix="kv-control")
 
     async def stop(self) -> None:
-        """After the lanes have been stopped: give back every thread. Idempotent."""
+        """Abandon every fetch and end every thread. Call it after the lanes have stopped.
+        Idempotent.
+        """
         self._shared.wires.close()
         for held in list(self._held):
             await held.abandon()
@@ -89,7 +94,7 @@ class Fetches:
 
     # ---- precision -----------------------------------------------------------------------------
     def precision_of(self, handle: KVHandle) -> str | None:
-        """base.KVConnector.precision_of. Decides the codec of the fetch that follows."""
+        """See base.KVConnector.precision_of. It also fixes the codec of the fetch that follows."""
         codec = self._choose_codec(handle)
         self._choices[handle.boot_id, handle.export_seq] = codec
         if len(self._choices) > MAX_CHOICES:
@@ -102,7 +107,7 @@ class Fetches:
     def _choose_codec(self, handle: KVHandle) -> str:
         theirs = handle.endpoint.format
         lanes = self._common(ranks_of(handle)[0].endpoint)
-        # int8 KV travels as it is, and bytes that cross no wire need not be made smaller.
+        # int8 KV is sent unchanged, and bytes that cross no wire need not be made smaller.
         direct = bool(lanes) and lanes[0][0].direct
         if direct or theirs.dtype == INT8 or INT8 not in theirs.codecs:
             return RAW
@@ -112,7 +117,7 @@ class Fetches:
 
     # ---- adoption ------------------------------------------------------------------------------
     def adopts(self, handle: KVHandle) -> bool:
-        """base.KVConnector.adopts."""
+        """See base.KVConnector.adopts."""
         theirs, ours = handle.endpoint.format, self._shared.memory.format
         alike = (theirs.block_size, theirs.dtype) == (ours.block_size, ours.dtype)
         windowed = any(layer.window for layer in self._shared.memory.layers)
@@ -126,7 +131,9 @@ class Fetches:
         return isinstance(lane, LendingLane) and lane.lends(address)
 
     def follows_prefill(self, handle: KVHandle, small_bytes: int) -> bool:
-        """base.KVConnector.follows_prefill: few bytes, which the exporter must send itself."""
+        """See base.KVConnector.follows_prefill: true for few bytes that the exporter must send
+        itself.
+        """
         common = self._common(ranks_of(handle)[0].endpoint)
         sent = bool(common) and not common[0][0].direct
         return sent and self._all_bytes(handle) <= small_bytes
@@ -134,7 +141,7 @@ class Fetches:
     async def _borrow(
         self, call: FetchCall, fetched: Fetched, promise: Promise, started: float
     ) -> Loan:
-        """The export's pages, safe to read when this returns. Raises KVError."""
+        """Return a loan of the export's pages, which may be read from then on. Raises KVError."""
         handle, remote, end = call.handle, fetched.remote, fetched.end
         if end is not None and end.lease_ms >= handle.lease_ms:
             promise.renewed(started)
@@ -162,9 +169,9 @@ class Fetches:
 
     # ---- fetch ---------------------------------------------------------------------------------
     async def fetch(self, call: FetchCall) -> KVReady:
-        """base.KVConnector.fetch."""
+        """See base.KVConnector.fetch."""
         handle = call.handle
-        if call.adopt:  # then only the place of the pages is fetched, once all of them are written
+        if call.adopt:  # an adoption fetches only where the pages lie, once all of them are written
             call = replace(call, start_token=handle.num_tokens)
         started = self._clock.monotonic()
         promise = Promise(self._clock, handle.lease_ms / 1000)
@@ -195,7 +202,9 @@ class Fetches:
     async def _deliver(
         self, call: FetchCall, promise: Promise, started: float
     ) -> tuple[list[Fetched], Loan | None]:
-        """The parts of all ranks; for an adoption also the loan. Counts and raises a KVError."""
+        """Return what each rank has sent and, for an adoption, the loan. Counts and re-raises a
+        KVError.
+        """
         try:
             parts = await self._fetch_with_retry(call)
             loan = await self._borrow(call, parts[0], promise, started) if call.adopt else None
@@ -208,7 +217,7 @@ class Fetches:
     def _count(
         self, call: FetchCall, parts: Sequence[Fetched], num_bytes: int, seconds: float
     ) -> None:
-        """A fetch that succeeded: into the statistics, and into what is known of the link."""
+        """Count a fetch that succeeded, and record the speed of its link."""
         stats, lane = self._shared.stats, parts[0].lane
         stats.fetched(lane, seconds)
         stats.skipped(self._bytes_out_of_sight(call))
@@ -219,7 +228,9 @@ class Fetches:
             self.links.observe(call.handle.boot_id, num_bytes, seconds - waited_ms / 1000)
 
     async def _fetch_with_retry(self, call: FetchCall) -> list[Fetched]:
-        """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
+        """Fetch; after a corrupt frame fetch once more from the start, which is cheaper than a
+        prefill.
+        """
         key = (call.handle.boot_id, call.handle.export_seq)
         chosen = self._choices.pop(key, None)
         codec = RAW if call.adopt else chosen or self._choose_codec(call.handle)
@@ -231,7 +242,7 @@ class Fetches:
         return await self._fetch_parts(call, codec)
 
     async def _fetch_parts(self, call: FetchCall, codec: str) -> list[Fetched]:
-        """From every rank that has something for us, at once. If one fails, all are broken off."""
+        """Fetch from every rank that has KV for this one, at once. If one fails, break off all."""
         memory = self._shared.memory
         ranks = ranks_of(call.handle)
         sources = [r for r in ranks if meets(memory.layers, r.endpoint.format, memory.format)]
@@ -276,22 +287,27 @@ class Fetches:
 
     # ---- leases and releases -------------------------------------------------------------------
     async def renew(self, handle: KVHandle, epoch: int) -> None:
-        """At this one exporting rank. Raises KVStale, KVLost, KVTimeout."""
+        """Renew the lease at this one exporting rank. Raises KVStale, KVLost, KVTimeout."""
         await self._converse(self._control_threads, WantedExport(handle, epoch, Intent.RENEW), ())
 
     async def release(self, handle: KVHandle, epoch: int, why: str, part: bool = False) -> None:
-        """At this one exporting rank, wholly or (`part`) as far as we are concerned. Never raises
-        KVError."""
+        """Release the export at this one exporting rank; log a KVError instead of raising it.
+
+        With `part` the exporter frees the blocks only once all ranks of our group have released
+        them.
+        """
         wanted = WantedExport(handle, epoch, Intent.RELEASE, part=part)
         try:
             await self._converse(self._control_threads, wanted, ())
         except KVError as error:
-            # Gone already, taken over by a newer epoch, or out of reach: the lease frees it.
+            # The export is gone, taken over by a newer epoch, or out of reach: then the lease frees
+            # it.
             log.debug("request %s: release (%s): %s", handle.request_id, why, error)
 
     async def let_go(self, handle: KVHandle, epoch: int) -> None:
-        """End a fetch that held its ranks: release each of them. The first of our ranks also
-        releases those that none of us needed."""
+        """End a fetch that held its ranks: release each exporting rank that sent us KV. Our rank 0
+        also releases the exporting ranks that no rank of our group needed.
+        """
         memory = self._shared.memory
         part = memory.format.tp_size > 1
         letting_go: list[Coroutine[Any, Any, None]] = []
@@ -312,7 +328,7 @@ class Fetches:
         task.add_done_callback(self._background.discard)
 
     async def _keep_lease(self, handle: KVHandle, epoch: int, promise: Promise) -> None:
-        """Renew at all ranks each third of the lease; returns when it is lost."""
+        """Renew the lease at all ranks each third of it; return when it is lost."""
         ranks = ranks_of(handle)
         lease_s = handle.lease_ms / 1000
         renewed_at = self._clock.monotonic()
@@ -332,8 +348,9 @@ class Fetches:
 
     # ---- one conversation ----------------------------------------------------------------------
     def _common(self, endpoint: Endpoint) -> list[tuple[Lane, LaneAddress]]:
-        """The lanes that lead to `endpoint`, in the order that the exporter prefers: it knows its
-        memory."""
+        """Return the lanes that lead to `endpoint`, in the exporter's order, as it knows its memory
+        best.
+        """
         ours = {lane.name: lane for lane in self._lanes}
         return [
             (lane, address)
@@ -344,7 +361,7 @@ class Fetches:
     async def _converse(
         self, threads: ThreadPoolExecutor, wanted: WantedExport, blocks: Blocks
     ) -> Fetched:
-        """Hold one conversation, over the best lane that reaches the exporter."""
+        """Hold one conversation over the best lane that reaches the exporter."""
         endpoint = wanted.handle.endpoint
         common = self._common(endpoint)
         if not common:
@@ -375,7 +392,9 @@ class Fetches:
     async def _hold(
         self, threads: ThreadPoolExecutor, conversation: Conversation, lane: Lane
     ) -> Fetched:
-        """Hold one conversation on a thread. However it ends, the thread has left the blocks."""
+        """Hold one conversation on a thread. However it ends, that thread touches the blocks no
+        more.
+        """
         progress, patience_s = _Progress(), self._timing.kv_progress_s
         running = threads.submit(conversation.run, progress.made)
         finished = asyncio.wrap_future(running)
@@ -391,23 +410,24 @@ class Fetches:
         finally:
             if not finished.done():
                 conversation.cancel()
-                running.cancel()  # if it still waits for a thread
+                running.cancel()  # in case it still waits for a thread
                 await _settled(finished)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """When a thread of the data plane last made progress; None: it has not begun."""
+    """When a thread of the data plane last made progress; `at` is None before its first."""
 
     at: float | None = None
 
     def made(self) -> None:
-        """Any thread. Wakes nobody: a waking event loop would take the interpreter from this
-        thread."""
+        """Record progress without waking the event loop, which would take the interpreter from this
+        thread. Any thread.
+        """
         self.at = time.monotonic()
 
     async def until(self, finished: asyncio.Future[Any], patience_s: float) -> bool:
-        """Wait for its end. False when it has made no progress for `patience_s`."""
+        """Wait for the end of `finished`. Return False after `patience_s` without progress."""
         left_s = patience_s
         while left_s > 0:
             await asyncio.wait([finished], timeout=left_s)
@@ -418,14 +438,17 @@ class _Progress:
 
 
 def _first_tokens(parts: Sequence[Fetched]) -> tuple[FirstToken, ...]:
-    """Every rank's END may carry them; the first that does is as good as any."""
+    """Return the first tokens of the first END that carries any: those of all ranks are equal."""
     ends = (part.end for part in parts if part.end is not None)
     return next((end.first_tokens for end in ends if end.first_tokens), ())
 
 
 async def _all_or_none(conversations: Sequence[Coroutine[Any, Any, Fetched]]) -> list[Fetched]:
-    """What all conversations bring. When one fails the others are broken off, and its error is
-    raised. However this ends, the threads of all conversations have left the blocks."""
+    """Return the results of all conversations.
+
+    When one fails, the others are broken off and its error is raised. However this ends, no thread
+    of the conversations touches the blocks any more.
+    """
     tasks = [asyncio.create_task(conversation) for conversation in conversations]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -445,9 +468,10 @@ async def _all_or_none(conversations: Sequence[Coroutine[Any, Any, Fetched]]) ->
 
 
 async def _settled(finished: asyncio.Future[Any]) -> None:
-    """Wait until the threads have left the blocks, whatever happens; the caller re-raises."""
+    """Wait until the threads have left the blocks, even if cancelled; the caller re-raises."""
     while not finished.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([finished])
     if not finished.cancelled():
-        finished.exception()  # so that asyncio does not report it: the caller is cancelled
+        # retrieved, so that asyncio does not report it: the caller is cancelled
+        finished.exception()

@@ -1,8 +1,8 @@
-"""How fast the link to each peer is, as past fetches have shown, and which codec that asks for.
+"""How fast the link to each peer is, measured by past fetches, and which codec suits that speed.
 
-A fetch is as slow as the prefill that it follows. So the time in which the exporter had nothing to
-send does not count; END says how long that was. Time that overlaps with it counts in favour of the
-link, so `auto` rather chooses exact KV than int8. Any thread.
+A fetch is as slow as the prefill that it follows, so the time in which the exporter had nothing to
+send does not count; END says how long that was. Bytes sent during that time still count, which
+makes the link look faster, so `auto` tends to choose exact KV. Any thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from kv_transfer.protocol.messages import INT8, RAW
 
 AUTO: Final = "auto"
 WIRE_CODECS: Final = (RAW, INT8, AUTO)
-FAST_LINK: Final = 3e9  # bytes/s from which int8 costs more than it saves (docs/kv_transfer.md)
-MIN_BYTES: Final = 4 << 20  # less says more about round trips than about the link
-WEIGHT: Final = 0.3  # of the newest fetch in the moving average
+# bytes/s; on faster links int8 costs more than it saves (docs/kv_transfer.md)
+FAST_LINK: Final = 3e9
+MIN_BYTES: Final = 4 << 20  # the time of a smaller fetch is mostly round trips
+WEIGHT: Final = 0.3  # weight of the newest fetch in the moving average
 PROBE_EVERY: Final = (
     32  # fetches of a slow link; one raw, to see whether quantising is what is slow
 )
@@ -25,7 +26,7 @@ MAX_PEERS: Final = 1024
 
 
 class LinkSpeeds:
-    """Bytes per second by peer (its boot id), a moving average."""
+    """The speed of the link to each peer (by boot id): a moving average of bytes per second."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +34,9 @@ class LinkSpeeds:
         self._choices: OrderedDict[str, int] = OrderedDict()
 
     def observe(self, peer: str, num_bytes: int, seconds: float) -> None:
-        """A fetch moved `num_bytes` in `seconds`, without the time of waiting for the prefill."""
+        """Record a fetch of `num_bytes` in `seconds`; time spent waiting for the prefill is not in
+        `seconds`.
+        """
         if num_bytes < MIN_BYTES or seconds <= 0:
             return
         speed = num_bytes / seconds
@@ -44,12 +47,19 @@ class LinkSpeeds:
                 self._speeds.popitem(last=False)
 
     def speed(self, peer: str) -> float | None:
-        """Bytes per second; None before the first fetch worth measuring."""
+        """Return the bytes per second; None before the first fetch that was large enough to
+        measure.
+        """
         with self._lock:
             return self._speeds.get(peer)
 
     def codec(self, peer: str) -> str:
-        """The codec that `auto` takes for the next fetch: int8 once the link has proved slow."""
+        """Return the codec that `auto` takes for the next fetch: int8 if the link has proved slow,
+        else raw.
+
+        One of PROBE_EVERY fetches over a slow link is raw, to measure the link without
+        quantisation.
+        """
         speed = self.speed(peer)
         if speed is None or speed >= FAST_LINK:
             return RAW

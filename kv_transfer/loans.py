@@ -1,11 +1,12 @@
-"""Exports that a fetch keeps: how long their pages are safe, and their release.
+"""Exports that a fetch keeps: how long their pages are safe to read, and their release.
 
 An exporter keeps its pages for as long as their lease is held. A renewal that it confirms moves the
 end of the lease to at least the time at which the renewal was asked for, plus the lease. Both
 processes of a host read the same clock, so until then nobody else gets the pages, whatever happens
-to us. Afterwards the pages are safe only if the exporter is dead, for then nobody writes to them.
+to this process. Afterwards the pages are safe only if the exporter is dead, as nobody writes to
+them then.
 
-Not here: mapping memory (lanes/shm.py), renewing leases (fetches.py).
+Mapping memory is in lanes/shm.py, renewing leases in fetches.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Final
 from baton.protocol.clock import Clock
 from kv_transfer.protocol.base import Loan
 
-LONG_PROMISE: Final = 0.5  # of a lease: the pages can be used without another renewal
+# share of a lease; if so much is left, the pages can be used without another renewal
+LONG_PROMISE: Final = 0.5
 
 
 class Promise:
-    """Until when an export is kept. Written on the event loop, read on any thread."""
+    """The time until which an export is kept. Written on the event loop, read on any thread."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self._clock = clock
@@ -30,19 +32,23 @@ class Promise:
         self._loan: Loan | None = None
 
     def renewed(self, asked_at: float) -> None:
-        """The exporter has confirmed a renewal that was asked for at `asked_at` or later."""
+        """Note that the exporter has confirmed a renewal that was asked for at `asked_at`
+        or later.
+        """
         self._until = max(self._until, asked_at + self._lease_s)
 
     def left(self) -> float:
-        """Seconds for which the promise still holds, whatever happens to the exporter."""
+        """Return the seconds for which the promise still holds, whatever happens to the
+        exporter.
+        """
         return max(0.0, self._until - self._clock.monotonic())
 
     def is_long(self) -> bool:
-        """Does it hold for at least half a lease from now on?"""
+        """Whether the promise holds for at least half a lease from now on."""
         return self.left() >= self._lease_s * LONG_PROMISE
 
     def covers(self, loan: Loan) -> None:
-        """`loan` is of the promised pages: `holds` then asks it whether the exporter is dead."""
+        """Set the loan of the promised pages: `holds` asks it whether the exporter is dead."""
         self._loan = loan
 
     def holds(self) -> bool:
@@ -55,9 +61,10 @@ class Promise:
 
 
 class HeldFetch:
-    """base.HeldExport: an unacknowledged export, which `renewal` renews until it is released.
+    """Implements base.HeldExport: an export without an ACK; `renewal` renews its lease until its
+    release.
 
-    `let_go` releases the export at its ranks; `forget` is called once this is over.
+    `let_go` releases the export at its ranks. `forget` is called when the export is given up.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class HeldFetch:
         await asyncio.wait([self._renewal])
 
     def wanted(self) -> bool:
-        # A promise that nobody renews is given up well before its last moment.
+        # The blocks are given up well before the last moment of a promise that nobody renews.
         if self._renewal.done() or not self._promise.is_long():
             return True
         return self._loan is not None and self._loan.wanted()
@@ -93,7 +100,7 @@ class HeldFetch:
             await self._let_go()
 
     async def abandon(self) -> None:
-        """Neither use nor renew it any more; its lease runs out by itself."""
+        """Neither use nor renew the export any more, and send no release: its lease runs out."""
         self._released = True
         self._forget(self)
         if self._loan is not None:
@@ -102,6 +109,6 @@ class HeldFetch:
 
 
 async def end_task(task: asyncio.Task[None]) -> None:
-    """Cancel it and wait for its end. Never raises what it raised."""
+    """Cancel a task and wait for its end; its exception is not raised."""
     task.cancel()
     await asyncio.wait([task])

@@ -11,11 +11,12 @@ NO_LANE: Final = "none"  # stands for the lane of an export that nobody has aske
 
 @dataclass(slots=True)
 class LaneStats:
-    """Of one lane. Bytes are payload; `fetches` ended well, `fetch_seconds` is their time.
+    """The counters of one lane. Bytes are payload.
 
-    `tail_seconds` sums, over `tails` acknowledged fetches, the time from "prefill complete" (or,
-    for a late fetch, from its FETCH) to the ACK, as the exporter sees it; to END where the fetcher
-    adopts, however long it reads the pages then. `expired` counts by the lane of the last FETCH.
+    `fetches` counts those that succeeded; `fetch_seconds` is their time. `tail_seconds` sums, over
+    `tails` acknowledged fetches, the time from "prefill complete" (or, for a late fetch, from its
+    FETCH) to the ACK, as the exporter sees it; for a fetcher that adopts, to END, however long it
+    then reads the pages. `expired` counts by the lane of the last FETCH.
     """
 
     bytes_sent: int = 0
@@ -27,7 +28,7 @@ class LaneStats:
     fetch_seconds: float = 0.0
     tails: int = 0
     tail_seconds: float = 0.0
-    corrupt: int = 0  # frames refused, either side
+    corrupt: int = 0  # frames refused by either side
     retries: int = 0  # fetches started again after a corrupt frame
     fallbacks: int = 0  # conversations that went on to the next lane
     connections: int = 0  # opened from here
@@ -37,7 +38,9 @@ class LaneStats:
 
 @dataclass(slots=True)
 class TransferStats:
-    """Fields are read without the lock; they are written by the methods only, from any thread."""
+    """The counters of a connector. Fields are read without the lock; only the methods write them,
+    from any thread.
+    """
 
     lanes: dict[str, LaneStats] = field(default_factory=dict[str, LaneStats])
     failures: dict[str, int] = field(default_factory=dict[str, int])  # of fetches, by error code
@@ -47,7 +50,7 @@ class TransferStats:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def lane(self, name: str) -> LaneStats:
-        """The counters of one lane; under the lock if they are written."""
+        """Return the counters of one lane. Whoever writes them must hold the lock."""
         found = self.lanes.get(name)
         return found if found is not None else self.lanes.setdefault(name, LaneStats())
 
@@ -57,12 +60,12 @@ class TransferStats:
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """By lane; lanes that sent nothing are left out."""
+        """Bytes sent, by lane; lanes that sent nothing are left out."""
         return {name: s.bytes_sent for name, s in dict(self.lanes).items() if s.bytes_sent}
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """By lane; lanes that received nothing are left out."""
+        """Bytes received, by lane; lanes that received nothing are left out."""
         return {name: s.bytes_received for name, s in dict(self.lanes).items() if s.bytes_received}
 
     @property
@@ -79,7 +82,7 @@ class TransferStats:
 
     @property
     def total_failures(self) -> int:
-        """Failed fetches of every code."""
+        """The number of failed fetches, of every error code."""
         return sum(dict(self.failures).values())
 
     @property
@@ -156,7 +159,7 @@ class TransferStats:
             self.lane(lane).retries += 1
 
     def fell_back(self, lane: str) -> None:
-        """From `lane` to the next one."""
+        """Count a conversation that went on from `lane` to the next one."""
         with self._lock:
             self.lane(lane).fallbacks += 1
 

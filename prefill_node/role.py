@@ -1,13 +1,14 @@
 """PrefillRole: prompt in, token 1 (of each sample) and KV blocks out.
 
-The life of a request here:
+Life of a request here:
     serve()          -> validated and added as Task.PREFILL (engine thread)
     admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
     layer_written()  -> each layer of each chunk is published: a receiver may read it already
     on_step()        -> token 1 goes to the router with the step's message
     written()        -> it is on the wire: the export is complete, and what was not sent yet follows
-The export outlives the request: the receiver's ACK, the router's release or the lease's end unpin
-the blocks. Vectors instead of tokens are baton/node/pooling.py's.
+
+The export outlives the request: the receiver's ACK, the router's release or the end of the lease
+unpins the blocks. Requests for vectors instead of tokens are served by baton/node/pooling.py.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class PrefillExports:
-    """EngineHooks: exports of prompts whose token 1 is not sampled yet. Engine thread only.
+    """Implements EngineHooks: exports of prompts whose token 1 is not sampled yet. Engine thread
+    only.
 
-    Called on that thread: `exported(request, handle)` when an export begins, `lost(request, error)`
-    when nobody can fetch it any more, so computing on would be for nothing.
+    It calls, on that thread, `exported(request, handle)` when an export begins, and `lost(request,
+    error)` when nobody can fetch it any more, so that computing on would be useless.
     """
 
     def __init__(
@@ -55,13 +57,16 @@ class PrefillExports:
         self._open: dict[str, tuple[Request, KVHandle]] = {}
 
     def may_admit(self, num_tokens: int, num_pending: int) -> bool:
-        """Back-pressure: prompts are computed as receivers take them. One alone always may."""
+        """Whether there is room for one more export; a single one always fits.
+
+        So prompts are computed only as fast as receivers take them.
+        """
         alone = num_pending == 0 and self._connector.export_bytes == 0
         connector = self._connector
         return alone or connector.room_for(connector.bytes_of(num_tokens + num_pending))
 
     def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
-        """Export the pinned blocks. If that raises, the engine unpins them and fails the step."""
+        """Export the pinned blocks. If this raises, the engine unpins them and fails the step."""
         handle = self._connector.export(request, 0, blocks, num_tokens)
         self._open[request.id] = (request, handle)
         self._exported(request, handle)
@@ -80,27 +85,35 @@ class PrefillExports:
     def computed(
         self, request_id: str, events: Sequence[TokenEvent]
     ) -> tuple[KVHandle, tuple[FirstToken, ...]] | None:
-        """Token 1 of each sample ends the computing of an export: it is due for `complete`, which
-        puts those tokens into END (none, if all samples have theirs). None: it has no export."""
+        """End the computing of an export with token 1 of each sample.
+
+        Return the arguments of `complete`, which puts those tokens into END (none, if all samples
+        have theirs already); None if the request has no export.
+        """
         _, handle = self._open.pop(request_id, (None, None))
         return None if handle is None else (handle, first_tokens(events))
 
     def complete(self, request_id: str, events: Sequence[TokenEvent]) -> None:
-        """Both at once, where nobody waits for token 1."""
+        """Call `computed` and complete the export at once, for callers that send token 1 to
+        nobody.
+        """
         due = self.computed(request_id, events)
         if due is not None:
             self._connector.complete(*due)
 
     def give_up(self, request_id: str) -> KVHandle | None:
-        """Nobody computes `request_id` further; returns its unfinished export for the caller to
-        release."""
+        """Forget `request_id`, which is computed no further; return its unfinished export, to be
+        released.
+        """
         _, handle = self._open.pop(request_id, (None, None))
         return handle
 
 
 def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
-    """What END carries of one request's events: token 1 of each sample, or the candidates that its
-    search begins with."""
+    """Return what END carries of one request's events.
+
+    That is token 1 of each sample, or the candidates with which its beam search begins.
+    """
     tokens: list[FirstToken] = []
     for event in events:
         last = len(event.token_ids) - 1
@@ -127,13 +140,13 @@ def _add(engine: Engine, request: Request) -> None:
 
 
 class PrefillRole:
-    """baton.node.role.NodeRole of a prefill node."""
+    """Implements baton.node.role.NodeRole for a prefill node."""
 
     def __init__(self, context: RoleContext, make_thread: MakeThread) -> None:
         self._context = context
         self._serving: dict[str, NodeRequest] = {}
-        # Computed, with token 1 on its way to the router: added to by the engine thread only, and
-        # taken from by the event loop only.
+        # Computed exports whose token 1 is on its way to the router. Only the engine thread adds to
+        # it, and only the event loop removes from it.
         self._unwritten: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
         self._exports = PrefillExports(context.connector, self._handle_ready, self._export_lost)
         self.thread = make_thread(self._exports)
@@ -155,12 +168,12 @@ class PrefillRole:
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
             await self.thread.call(lambda engine: _add(engine, request))
-            del grammar  # kept until the engine had it
+            del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)
-            entry.export = None  # from now on it has a life of its own
+            entry.export = None  # from now on the export outlives the request
         finally:
             del self._serving[request.id]
-            # Idempotent, and behind the add in the thread's order; after token 1 it finds nothing.
+            # Idempotent, and after the add in the thread's order; after token 1 it finds nothing.
             self.thread.post(lambda engine: self._gone(engine, request.id))
             if entry.export is not None:
                 self._release(entry.export)
@@ -169,20 +182,22 @@ class PrefillRole:
         return True  # all samples' events come in one step
 
     def written(self, events: Sequence[TokenEvent]) -> None:
-        # Not before: the data plane would send megabytes on the core that is to send token 1.
+        # Not earlier: the data plane would send megabytes on the core that is to send token 1.
         for event in events:
             due = self._unwritten.pop((event.request_id, event.epoch), None)
             if due is not None:
                 self._context.connector.complete(*due)
 
     def blocks_freed(self) -> None:
-        """The engine looks for room itself."""
+        """Let pooling jobs try again; the engine looks for room itself."""
         self._pooling.blocks_freed()
 
     # ---- engine thread ----
 
     def hand_on(self, engine: Engine, request: Request) -> KVHandle | None:
-        """What a prompt has computed is exported already; nothing more can leave."""
+        """Return None: what a prompt has computed is exported already, so nothing more can
+        leave.
+        """
         return None
 
     def on_step(self, report: StepReport) -> None:
@@ -206,7 +221,8 @@ class PrefillRole:
 
     def _gone(self, engine: Engine, request_id: str) -> None:
         self._leave(engine, request_id)
-        # It may have been the one who waited for room, and no step may follow to say so.
+        # This request may have been the one that waited for room, and no step may follow to report
+        # it.
         self._context.connector.want_back(engine.short_of_room)
 
     def _handle_ready(self, request: Request, handle: KVHandle) -> None:

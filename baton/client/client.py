@@ -2,13 +2,12 @@
 
     with Client("127.0.0.1:50051") as client:
         for event in client.stream("What is prefill?", SamplingParams(temperature=0.0)):
-            ...
+        ...
 
-Several addresses, `Client("10.0.0.1:50051,10.0.0.2:50051")`, are tried in turn; a call with
-`resumable_s` goes on at another one when its router dies, with no token lost or told twice.
-
-Without SamplingParams a call sends none, and the server's defaults for the model hold. Both raise
-Baton's own errors (baton/protocol/errors.py). Protobuf stays inside this file.
+Several addresses, `Client("10.0.0.1:50051,10.0.0.2:50051")`, are tried in turn. When its router
+dies, a call with `resumable_s` continues at another one, with no token lost or sent twice. Without
+SamplingParams a call sends none, and the server's defaults for the model apply. Both clients raise
+Baton's own errors (baton/protocol/errors.py). Protobuf stays inside this package.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ _CODE_OF: Final = {
     grpc.StatusCode.ABORTED: "fenced",
 }
 
-# By name, so that a call can be made again at another router.
+# Looked up by name, so that a call can be made again at another router.
 _METHODS: Final[dict[str, Callable[[Any], Any]]] = {
     "Abort": lambda stub: stub.Abort,
     "Models": lambda stub: stub.Models,
     "ServerInfo": lambda stub: stub.ServerInfo,
 }
 
-# What gRPC (1.76 to 1.85) says when no connection came about, before any server's word.
+# The text of gRPC (1.76 to 1.85) when no connection could be made, so no server has answered.
 _NOBODY_THERE: Final = "failed to connect to all addresses"
 
 
 class Client:
-    """Blocking client, a context manager; `close` twice is safe. Safe in several threads."""
+    """Blocking client, a context manager. Safe in several threads; `close` may be called twice."""
 
     def __init__(
         self,
@@ -80,13 +79,14 @@ class Client:
         timing: Timing | None = None,
         tls: ClientTls | None = None,
     ) -> None:
-        """`address` is HOST:PORT, or several; `timeout_s` bounds models, server_info and abort.
-        `tls` None: without."""
+        """`address`: HOST:PORT, or several. `timeout_s` bounds models, server_info and abort.
+        `tls`: None = without TLS.
+        """
         self._addresses = addresses_of(address)
         options = channel_options(timing or CLIENT_TIMING)
         self._channels = [_channel(each, tls, options) for each in self._addresses]
         self._stubs: list[Any] = [serve_pb2_grpc.InferenceStub(each) for each in self._channels]
-        self._index = 0  # of the router that answered last
+        self._index = 0  # index of the router that answered last
         self._closed = threading.Event()
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
@@ -113,8 +113,11 @@ class Client:
         params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generator[GenerateEvent, None, None]:
-        """Events as they come; closing the generator aborts the request, or begins its grace.
-        Raises BatonError."""
+        """Yield events as they come. Raises BatonError.
+
+        Closing the generator aborts the request or, with `resumable_s`, lets its grace period
+        begin.
+        """
         message = _prepared(prompt, params, options)
         attempts = _attempts(len(self._addresses), self._index, options)
         while True:
@@ -140,11 +143,11 @@ class Client:
         params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generation:
-        """The whole output. Raises BatonError."""
+        """Return the whole output. Raises BatonError."""
         return collect(list(self.stream(prompt, params, options)))
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request; False if it is not known (any more)."""
+        """Stop a request. Return False if it is not known (any more)."""
         return self._call("Abort", serve_pb2.AbortRequest(request_id=request_id)).found
 
     def models(self) -> list[Model]:
@@ -168,7 +171,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same for asyncio; made and used within one event loop."""
+    """Client for asyncio; it must be made and used within one event loop."""
 
     def __init__(
         self,
@@ -208,8 +211,11 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Events as they come; closing the generator aborts the request, or begins its grace.
-        Raises BatonError."""
+        """Yield events as they come. Raises BatonError.
+
+        Closing the generator aborts the request or, with `resumable_s`, lets its grace period
+        begin.
+        """
         message = _prepared(prompt, params, options)
         attempts = _attempts(len(self._addresses), self._index, options)
         while True:
@@ -235,11 +241,11 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generation:
-        """The whole output. Raises BatonError."""
+        """Return the whole output. Raises BatonError."""
         return collect([event async for event in self.stream(prompt, params, options)])
 
     async def abort(self, request_id: str) -> bool:
-        """Stop a request; False if it is not known (any more)."""
+        """Stop a request. Return False if it is not known (any more)."""
         message = serve_pb2.AbortRequest(request_id=request_id)
         return (await self._call("Abort", message)).found
 
@@ -281,7 +287,9 @@ def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def _prepared(prompt: Prompt, params: SamplingParams | None, options: GenerateOptions) -> Any:
-    """The call's message; a resumable one has a request id of its own, to be asked for again."""
+    """Return the call's message; a resumable call gets a request id, by which to ask for it
+    again.
+    """
     if options.resumable_s and not options.request_id:
         options = replace(options, request_id=draw_request_id())
     return generate_request(prompt, params, options)
@@ -292,19 +300,23 @@ def _attempts(num_addresses: int, start: int, options: GenerateOptions) -> Attem
 
 
 def _from(message: Any, attempts: Attempts) -> Any:
-    """The message, from where the stream broke. Mutates it."""
+    """Set in `message` how many events of each sample were seen before the stream broke;
+    return it.
+    """
     if message.resumable_s:
         message.starting_after[:] = attempts.steps
     return message
 
 
 def _next_attempt(error: Any, attempts: Attempts, addresses: Sequence[str]) -> float:
-    """Seconds until the next attempt. Raises the BatonError behind a call that failed for good."""
+    """Return the seconds until the next attempt. Raises the BatonError of a call that failed for
+    good.
+    """
     nobody = error.code() is grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE in (
         error.details() or ""
     )
     if nobody:
-        # gRPC's own words about it fill a screen and say no more.
+        # gRPC's own text fills a screen and says no more.
         found: BatonError = Unavailable(
             f"no router at {' or '.join(addresses)}; is `./run up` running?"
         )
@@ -317,7 +329,7 @@ def _next_attempt(error: Any, attempts: Attempts, addresses: Sequence[str]) -> f
 
 
 def _error(error: Any) -> BatonError:
-    """The BatonError behind a failed call: by the server's own code, else by gRPC's status."""
+    """Return the BatonError of a failed call: by the server's own code, else by gRPC's status."""
     trailing = {item[0]: item[1] for item in error.trailing_metadata() or ()}
     message = error.details() or str(error.code())
     code = trailing.get(ERROR_CODE_METADATA) or _CODE_OF.get(error.code(), "internal")

@@ -1,8 +1,9 @@
-"""Attempts: how a client goes on when a connection breaks, over several routers. No I/O.
+"""Attempts: how a client continues over several routers when a connection breaks. No I/O.
 
-A plain call goes to the next router only if nobody answered at all. A resumable one, asked again
-under its request id with the positions it has seen, continues there; after as long as its grace
-without a word of it, the last failure is raised. Used by both clients of baton/client/client.py.
+A plain call goes to the next router only if no router answered at all. A resumable call is made
+again under its request id with the number of events it has seen, and continues there. If it hears
+nothing for as long as its grace period, the last failure is raised. Both clients of
+baton/client/client.py use this.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ LAST_WAIT_S: Final = 1.0
 
 
 def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """HOST:PORT, several of them separated by commas, or a sequence. Raises ValueError for none."""
+    """Return the addresses of "HOST:PORT,HOST:PORT" or of a sequence. Raises ValueError for
+    none.
+    """
     parts = given.split(",") if isinstance(given, str) else given
     found = tuple(part.strip() for part in parts if part.strip())
     if not found:
@@ -28,7 +31,9 @@ def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Attempts:
-    """One call. `index`: the address to ask now; `steps`: events seen of each sample."""
+    """The attempts of one call. `index`: the address to ask now. `steps`: events seen of each
+    sample.
+    """
 
     def __init__(
         self,
@@ -48,14 +53,14 @@ class Attempts:
         self._deadline = now() + timeout_s
         self._heard_at = now()
         self._wait_s = FIRST_WAIT_S
-        self._failed = 0  # in a row
+        self._failed = 0  # failures in a row
 
     @property
     def remaining_s(self) -> float:
         return max(0.001, self._deadline - self._now())
 
     def saw(self, sample: int) -> None:
-        """An event of a sample came."""
+        """Count an event of a sample."""
         self.steps += [0] * (sample + 1 - len(self.steps))
         self.steps[sample] += 1
         self._heard_at = self._now()
@@ -63,14 +68,15 @@ class Attempts:
         self._failed = 0
 
     def failed(self, error: BatonError, *, nobody: bool, said: bool = True) -> float:
-        """Seconds to wait before the next attempt, at `index`; raises `error` if there is none.
+        """Return the seconds to wait before the next attempt, at `index`; raise `error` if there is
+        none.
 
-        `nobody`: no router answered at all. `said`: the error is a router's own word.
+        `nobody`: no router answered at all. `said`: a router itself sent the error.
         """
         now = self._now()
         self._failed += 1
         passing = nobody or isinstance(error, Unavailable | StoreUnavailable)
-        if not said:  # a connection that a router took along when it stopped
+        if not said:  # a router that stops breaks its connections
             passing = passing or isinstance(error, Cancelled)
         if self._grace_s:
             goes_on = passing and now - self._heard_at < self._grace_s
@@ -81,7 +87,7 @@ class Attempts:
         self.index = (self.index + 1) % self._num_addresses
         self.reconnects += 1
         if self._failed < self._num_addresses:
-            return 0.0  # the next router may be there
+            return 0.0  # the next router may answer
         wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, LAST_WAIT_S)
         return min(wait_s, max(0.0, self._deadline - now))
 

@@ -1,6 +1,7 @@
-"""What the Python client's calls take and give, and the same as protobuf (protos/serve.proto).
+"""Arguments and results of the Python client's calls, and their protobuf forms
+(protos/serve.proto).
 
-Not here: calls, connections and errors (baton/client/client.py).
+Calls, connections and errors are in baton/client/client.py.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from protos import node_pb2, serve_pb2
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What a call asks beyond its prompt and SamplingParams. `timeout_s` bounds the whole call.
+    """Options of a call beside its prompt and SamplingParams.
 
-    `resumable_s` > 0: routers keep the request for so long while nobody reads it, and the client
-    reconnects by itself.
+    `timeout_s` bounds the whole call. `resumable_s` > 0: routers keep the request for so many
+    seconds while nobody reads it, and the client reconnects by itself.
     """
 
     stop: tuple[str, ...] = ()
@@ -48,10 +49,11 @@ Logprobs = tuple[tuple[TokenLogprob, ...], ...]  # per token: itself first, then
 
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
-    """New tokens and text of one sample; `usage` with the last event of the request.
+    """New tokens and text of one sample. `usage` comes with the last event of the request, else
+    None.
 
     `logprobs[i]` belongs to token_ids[i], `prompt_logprobs[i]` (in the first event) to prompt token
-    i + 1; both are empty unless they were asked for.
+    i + 1; both are empty unless the request asked for them.
     """
 
     request_id: str
@@ -68,8 +70,10 @@ class GenerateEvent:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request: its first answer, and the `others` if there are several (their `usage` is
-    the request's, the same for all)."""
+    """A finished request: its first sample, and the further samples in `others`.
+
+    `usage` is that of the whole request, the same in all samples.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -101,17 +105,19 @@ class Node:
     free_blocks: int
     total_blocks: int
     draining: bool
-    mbu: float = 0.0  # share of its read bandwidth, over the last steps; 0 = not measured
-    mfu: float = 0.0  # share of its rate of matrix products
-    precision: str = ""  # what it computes and keeps KV in
+    # share of the memory's read bandwidth that the last steps used; 0 = not measured
+    mbu: float = 0.0
+    mfu: float = 0.0  # share of the rate of matrix products
+    precision: str = ""  # dtypes of computing and of KV
 
 
 @dataclass(frozen=True, slots=True)
 class Migrations:
-    """Running requests that changed their decode node with their KV, since the router's start.
+    """Running requests that moved to another decode node with their KV, since the router's start.
 
-    `failed`: node or KV were lost on the way. `seconds`: from the question to the new node's first
-    token, summed. `given_back`: requests that moved without KV, having none worth it.
+    `failed`: node or KV were lost on the way. `seconds`: the sum of the times from the order to
+    leave to the new node's first token. `given_back`: requests that moved without KV, having none
+    worth moving.
     """
 
     done: int = 0
@@ -136,7 +142,9 @@ Prompt = str | Sequence[int]
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, options: GenerateOptions
 ) -> serve_pb2.GenerateRequest:
-    """No `params`: their fields stay absent, so the server's defaults hold."""
+    """Build the message of a call. Without `params` their fields stay absent: the server's defaults
+    apply.
+    """
     message = serve_pb2.GenerateRequest(
         request_id=options.request_id,
         model=options.model,
@@ -148,7 +156,8 @@ def generate_request(
         resumable_s=options.resumable_s,
     )
     if params is not None:
-        message.MergeFrom(_sampling_fields(params))  # stop texts of both
+        # the stop texts of options and params are joined
+        message.MergeFrom(_sampling_fields(params))
         message.skip_special_tokens &= params.skip_special_tokens
     if isinstance(prompt, str):
         message.text = prompt
@@ -158,7 +167,9 @@ def generate_request(
 
 
 def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
-    """Raises UnsupportedFeature for what the protocol has no field for."""
+    """Build a message from `params`. Raises UnsupportedFeature for a parameter that has no field in
+    it.
+    """
     if params.include_stop_str_in_output:
         field = "include_stop_str_in_output"
         raise UnsupportedFeature(f"{field} is not served over gRPC", field=field)
@@ -187,7 +198,7 @@ def _usage(message: Any) -> Usage:
 
 
 def collect(events: Sequence[GenerateEvent]) -> Generation:
-    """One Generation of all events. Raises InternalError if none of them was the last."""
+    """Return one Generation of all events. Raises InternalError if none of them was the last."""
     usage = events[-1].usage if events else None
     if usage is None:
         raise error_from_code("internal", "the stream ended without a finish reason")

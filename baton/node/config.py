@@ -1,7 +1,7 @@
-"""NodeConfig: every option of a node that is not the engine's; EngineConfig stands beside it.
+"""NodeConfig: every option of a node except the engine's, which are in EngineConfig.
 
-Flags, environment and help are generated from it (baton/runtime/config.py). `NodeConfig.check`
-holds the rules of what may be bound where, and with which secret.
+Flags, environment and help are generated from it (baton/runtime/config.py). `NodeConfig.check` says
+which addresses may be bound, and when a secret or TLS is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.runtime.tls import TlsFiles
 WILDCARDS: Final = ("0.0.0.0", "::")
 CODECS: Final = ("raw", "int8", "auto")  # kv_transfer/links.py
 LEVELS: Final = ("debug", "info", "warning", "error")
-# Every number a node may be given: (minimum, maximum).
+# The bounds of every number among the options: (minimum, maximum).
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65535),
     "kv_port": (0, 65535),
@@ -37,7 +37,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """How one node process meets the rest of the deployment."""
+    """How one node process connects to the rest of the deployment."""
 
     host: str = option("127.0.0.1", "address to listen on (node service and KV transfer)")
     port: int = option(0, "port of the node service, 0 = any free one")
@@ -100,8 +100,8 @@ class NodeConfig:
             parse_cores(self.cpu_cores)
         if self.redis_url:
             check_redis_url(self.redis_url)
-        encrypted = self.tls is not None  # and then KV is, too
-        _ = self.kv_tls  # complete, or refused
+        encrypted = self.tls is not None  # KV transfer is then encrypted as well
+        _ = self.kv_tls  # raises ConfigError if a file is missing
         if is_loopback(self.host):
             return
         if not self.secret:
@@ -116,12 +116,17 @@ class NodeConfig:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """Of sessions and metrics; always mutual. Raises ConfigError if a file is missing."""
+        """The TLS files of sessions and metrics, always mutual; None without TLS.
+
+        Raises ConfigError if a file is missing.
+        """
         return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca, "tls")
 
     @property
     def kv_tls(self) -> TlsFiles | None:
-        """Of KV transfer: its own files, else `tls`. Raises ConfigError if a file is missing."""
+        """The TLS files of KV transfer: its own, else `tls`. Raises ConfigError if a file is
+        missing.
+        """
         own = TlsFiles.of(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "kv_tls")
         return own or self.tls
 
@@ -132,5 +137,5 @@ class NodeConfig:
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
+    """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

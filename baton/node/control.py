@@ -1,11 +1,13 @@
-"""NodeControl: what operators do to a node through its routers. Event loop only.
+"""NodeControl: carries out operators' orders, which reach a node through its routers.
 
-    reset_prefix_cache   what the pool has cached is forgotten; those who run keep theirs
-    pause, resume        sent to routers with the load: they refuse new requests, or let them queue;
-                         held, a decode node makes no step. What is under way may end
+    reset_prefix_cache   forget the cached blocks of the pool; running requests keep theirs
+    pause, resume        routers are told with the load: they refuse new requests, or queue them.
+                         On "hold" a decode node makes no step; else running requests may end
     sleep, wake          requests and exports end first; then weights and KV memory are given back
-    load_adapter, unload_adapter     LoRA; requests under way keep what they began with
-One order after another; each is answered by one Controlled. The state lives with the process.
+    load_adapter, unload_adapter     LoRA; running requests keep the weights they began with
+
+Orders run one after another; one Controlled answers each. The state ends with the process. Event
+loop only.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from baton.protocol.messages import ControlNode
 from baton.protocol.wire_control import TAGS
 
 log = logging.getLogger(__name__)
-LEAVING_S: Final = 60.0  # an adapter's weights stay so long behind the last request that wants them
-_TRIES: Final = 100  # a step that is planned already may still be under way, or an abort posted
+LEAVING_S: Final = 60.0  # how long an adapter's weights stay after the last request that uses them
+_TRIES: Final = 100  # a planned step may still be running, or an abort be waiting to run
 
 
 class ControlledShell(Protocol):
-    """What of the shell is needed."""
+    """What NodeControl needs of the shell."""
 
     @property
     def thread(self) -> EngineThread: ...
@@ -63,41 +65,42 @@ class ControlledShell(Protocol):
 
 
 class NodeControl:
-    """The life: act() for each order; sweep() with each heartbeat; stop()."""
+    """Carries out orders. Life: act() for each order; sweep() with each heartbeat; stop()."""
 
     def __init__(self, shell: ControlledShell, engine: Engine) -> None:
         self.pause = ""
         self._shell = shell
-        self._engine = engine  # frozen values of it alone; all else goes through the thread
-        self._released: set[str] = set()  # of TAGS: what is not in memory
+        # only its frozen values are read here; all else goes through the thread
+        self._engine = engine
+        self._released: set[str] = set()  # those of TAGS that are not in memory
         self._falling = False
-        self._leaving: dict[str, float] = {}  # adapter id -> when a request last wanted it
+        self._leaving: dict[str, float] = {}  # adapter id -> when a request last used it
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reported: AdapterList | None = None
 
     @property
     def asleep(self) -> bool:
-        """It serves nothing: also while it falls asleep, or wakes."""
+        """True while the node serves nothing: asleep, falling asleep or waking."""
         return self._falling or bool(self._released)
 
     @property
     def adapters(self) -> AdapterList:
-        """What requests may ask for now."""
+        """The adapters that requests may use now."""
         held = self._engine.info.adapters
         return AdapterList(held, tuple(id_ for id_ in held if id_ in self._leaving))
 
     def attached(self, session: RouterSession) -> None:
-        """A router that comes may have read an older record."""
+        """Send the adapters to a new session, whose router may have read an older record."""
         if self._reported is not None:
             session.send(NodeStep(adapters=self._reported))
 
     def act(self, session: RouterSession, order: ControlNode) -> None:
-        """Carry out an order, and answer it on its session."""
+        """Carry out an order and answer it on the session that sent it."""
         self._spawn(self._answer(session, order))
 
     def sweep(self) -> None:
-        """Free adapters that are leaving and that nobody has wanted for a while."""
+        """Free adapters that are leaving and that no request has used for LEAVING_S."""
         now = self._shell.clock.monotonic()
         wanted = {entry.request.adapter for entry in self._shell.requests}
         for id_, last in list(self._leaving.items()):
@@ -107,7 +110,7 @@ class NodeControl:
                 self._spawn(self._detach(id_))
 
     async def stop(self) -> None:
-        """Break off what is under way."""
+        """Cancel the orders under way."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -121,7 +124,7 @@ class NodeControl:
                 await self._do(order)
             log.info("%s: done", order.action)
         except BatonError as error:
-            if isinstance(error, ConfigError):  # of files that an operator named
+            if isinstance(error, ConfigError):  # the operator named a wrong file
                 error = InvalidRequest(error.message, field=error.field)
             log.warning("%s: %s", order.action, error.message)
             answer = Controlled(order.number, error.code, error.message, error.field)
@@ -153,14 +156,17 @@ class NodeControl:
 
     def _set_pause(self, mode: str) -> None:
         self.pause = mode
-        # A prefill node goes on: what it has begun has receivers, who would give it up.
+        # A prefill node goes on: receivers wait for the prompts that it has begun, and would give
+        # it up.
         self._shell.thread.hold(mode == "hold" and self._shell.kind is Role.DECODE)
         self._shell.send_load()
 
     # ---- sleep ----
 
     async def _sleep(self) -> None:
-        """Raises UnsupportedFeature, Unavailable if requests do not end in time."""
+        """Fall asleep. Raises UnsupportedFeature, and Unavailable if requests do not end in
+        time.
+        """
         if self._released:
             return
         shell = self._shell
@@ -190,7 +196,7 @@ class NodeControl:
         return True
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
-        """Raises ConfigError for a checkpoint that is no longer what it was."""
+        """Wake what `tags` name. Raises ConfigError if the checkpoint has changed."""
         thread = self._shell.thread
         if "kv_cache" in tags and "kv_cache" in self._released:
             await thread.call(lambda engine: engine.arena.take_again())
@@ -206,7 +212,7 @@ class NodeControl:
     # ---- adapters ----
 
     async def _load_adapter(self, name: str, path: Path, *, in_place: bool) -> None:
-        """Raises ModelRefused, InvalidRequest, Unavailable."""
+        """Load an adapter under `name`. Raises ModelRefused, InvalidRequest, Unavailable."""
         if self._released:
             raise Unavailable("the node is asleep")
         thread = self._shell.thread
@@ -219,7 +225,7 @@ class NodeControl:
         self._retire(id_ for id_ in self._named(name) if id_ != adapter.id)
 
     async def _unload_adapter(self, name: str) -> None:
-        """Raises ModelNotFound."""
+        """Publish the adapter no more. Raises ModelNotFound."""
         adapters.model_of(self._engine)
         named = self._named(name)
         if not named:
@@ -228,7 +234,7 @@ class NodeControl:
         self._retire(named)
 
     def _named(self, name: str) -> list[str]:
-        """Ids that new requests may get by this name."""
+        """Return the adapter ids that new requests may get by this name."""
         return [id_ for id_ in ids_named(name, self.adapters.held) if id_ not in self._leaving]
 
     def _retire(self, ids: Iterable[str]) -> None:

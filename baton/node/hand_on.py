@@ -1,6 +1,6 @@
-"""HandOn: requests that leave for another node, and the leases of exports. Event loop only.
+"""HandOn: requests that move to another node, and the leases of exports. Event loop only.
 
-Before its router has heard of an export, an abort of the request is the export's end: `forget`.
+An abort that comes before the router has heard of an export ends that export: see `forget`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class HandOn:
-    """`role`: whose exports they are; `spawn`: a task that the shell keeps."""
+    """Exports requests that move away. `role`: makes the exports. `spawn`: runs a task for the
+    shell.
+    """
 
     def __init__(
         self,
@@ -35,11 +37,13 @@ class HandOn:
         self._connector = connector
         self._role = role
         self._spawn = spawn
-        self._exports: dict[str, KVHandle] = {}  # of requests that left with their KV
+        self._exports: dict[str, KVHandle] = {}  # exports of requests that left with their KV
 
     async def leave(self, entry: NodeRequest) -> None:
-        """Let `entry` go: with its KV under a lease if it decodes, else just so. Either way that is
-        its last event, behind all its tokens: steps reach this loop in the engine thread's order.
+        """Let `entry` go: with its KV under a lease if it decodes, otherwise without KV.
+
+        What is sent here is the request's last event, after all its tokens: steps reach this loop
+        in the engine thread's order.
         """
         request = entry.request
         try:
@@ -59,13 +63,15 @@ class HandOn:
             entry.end()
 
     def forget(self, message: AbortRequest) -> None:
-        """The request was aborted before its router had heard of the export."""
+        """Release the export of a request that was aborted before its router had heard of the
+        export.
+        """
         handle = self._exports.get(message.request_id)
         if handle is not None and handle.epoch <= message.epoch:
             self._spawn(self.release(handle, "the request was aborted"))
 
     def freed(self, handle: KVHandle) -> None:
-        """Nobody reads this export any more."""
+        """Forget an export that nobody reads any more."""
         if self._exports.get(handle.request_id) is handle:
             del self._exports[handle.request_id]
 
@@ -73,7 +79,8 @@ class HandOn:
         try:
             await self._connector.renew(handle)
         except BatonError as error:
-            # Its receiver may have just acknowledged it: only a failed fetch is worth a report.
+            # Its receiver may just have acknowledged it, so this is no error: a failed fetch is
+            # reported anyway.
             log.debug("request %s: no renewal: %s", handle.request_id, error.message)
 
     async def release(self, handle: KVHandle, why: str) -> None:

@@ -1,7 +1,7 @@
 """Heartbeat: each interval the node refreshes its load and reports it to its routers and Redis.
 
-Redis is optional twice: a node without `--redis-url` is given to routers by address, and a Redis
-that is away costs one log line; the record comes back with the first beat that reaches it.
+A node works without Redis: without `--redis-url`, routers are given its address. If Redis is away,
+one line is logged; the record comes back with the first heartbeat that reaches Redis.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from baton.runtime.redis_connections import heed_cancellation
 from baton.runtime.timing import Timing
 
 log = logging.getLogger(__name__)
-SPARE_LOOKS: Final = 2  # heartbeats beyond a record's life before its node is said to live
+SPARE_LOOKS: Final = 2  # heartbeats beyond a record's lifetime before its node counts as alive
 
 
 class Registry(Protocol):
-    """Where node records live, by the names of the nodes."""
+    """The store of node records, by the nodes' names."""
 
     async def claim(self, record: NodeRecord) -> None:
-        """The first announcement. Raises ConfigError if a node that lives has this name."""
+        """Announce the node for the first time. Raises ConfigError if another live node has this
+        name.
+        """
         ...
 
     async def announce(self, record: NodeRecord) -> None:
-        """Store the record for `node_record_s`. Never raises for a store that is away."""
+        """Store the record for `node_record_s`. Does not raise if the store is away."""
         ...
 
     async def withdraw(self, record: NodeRecord) -> None: ...
@@ -43,8 +45,10 @@ class Registry(Protocol):
 
 
 class RedisRegistry:
-    """`SET {pd}:node:<id> record PX`; every call ends within one heartbeat. No record of another
-    boot is overwritten or deleted while it is there."""
+    """Keeps records in Redis: `SET {pd}:node:<id> record PX`; every call ends within one heartbeat.
+
+    While a record of another boot is there, it is neither overwritten nor deleted.
+    """
 
     def __init__(self, url: str, timing: Timing) -> None:
         self._timing = timing
@@ -58,8 +62,10 @@ class RedisRegistry:
         self._redis = heed_cancellation(client)
 
     async def claim(self, record: NodeRecord) -> None:
-        """See Registry. The record of a node that has just died is waited for until it runs out;
-        not if it was at this node's own address."""
+        """See Registry. Waits until the record of a node that has just died runs out.
+
+        It does not wait if that node was at this node's own address.
+        """
         timing, where = self._timing, ""
         for _ in range(math.ceil(timing.node_record_s / timing.heartbeat_s) + SPARE_LOOKS):
             other = await self._other(record)
@@ -90,25 +96,27 @@ class RedisRegistry:
         await self._redis.aclose()
 
     async def _other(self, record: NodeRecord) -> NodeRecord | None:
-        """The record under that name, if it is of another boot."""
+        """Return the record under this name if it is of another boot, else None."""
         reply: Any = await self._try(
             lambda: self._redis.mget([redis_keys.node_key(record.node_id)])
         )
         try:
             found = wire.record_from_bytes(reply[0]) if reply and reply[0] else None
         except InvalidRequest:
-            return None  # of another version
+            return None  # a record of another version
         return None if found is None or found.boot_id == record.boot_id else found
 
     async def _set(self, record: NodeRecord, *, first: bool = False) -> bool:
-        """Whether it is there now, or Redis is away; the `first` one only if there is none."""
+        """Store the record; with `first` only if there is none. Return whether it is stored or
+        Redis is away.
+        """
         lifetime_ms = int(self._timing.node_record_s * 1000)
         key, value = redis_keys.node_key(record.node_id), wire.record_to_bytes(record)
         done = await self._try(lambda: self._redis.set(key, value, px=lifetime_ms, nx=first))
         return bool(done) or self._away
 
     async def _try(self, command: Callable[[], Awaitable[object]]) -> object:
-        """Its answer, None while Redis is away."""
+        """Return the command's answer; None while Redis is away."""
         try:
             async with asyncio.timeout(self._timing.heartbeat_s):
                 answer = await command()
@@ -124,7 +132,7 @@ class RedisRegistry:
 
 
 class Heartbeat:
-    """Runs `beat` each interval until stopped. The life: start() -> beats -> stop()."""
+    """Calls `beat` each interval until stopped. Life: start() -> beats -> stop()."""
 
     def __init__(self, beat: Callable[[], Awaitable[None]], interval_s: float) -> None:
         self._beat = beat
@@ -136,7 +144,7 @@ class Heartbeat:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="heartbeat")
 
     async def stop(self) -> None:
-        """Let the beat under way end. Twice is safe."""
+        """Wait for the end of the beat under way. May be called twice."""
         self._stopping.set()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -146,7 +154,7 @@ class Heartbeat:
             try:
                 await self._beat()
             except Exception:
-                # The next beat may succeed, and a node that goes silent would be given up.
+                # The next beat may succeed, and routers would give up a silent node.
                 log.exception("a heartbeat failed")
             try:
                 async with asyncio.timeout(self._interval_s):

@@ -1,4 +1,6 @@
-"""Which KV lanes a node opens: `--kv-lanes` by name, best first, and how each is made."""
+"""The KV lanes that a node opens: `--kv-lanes` names them, best first, and this module
+makes them.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,19 @@ log = logging.getLogger(__name__)
 
 SHM: Final = "shm"
 AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
-AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}  # their ports, counted from its
+# distance of a lane's port from the stream lane's
+AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """What lanes are made of. `port` is the grpc lane's, `stream_port` the stream lane's, which the
-    others' follow (`own_port`); 0 = any free one. `unix_dir` None: a private directory. `pool`: for
-    lanes that read it themselves, `shared`: what it lies in, where PoolPlace has put it there."""
+    """What lanes are made from.
+
+    `port`: of the grpc lane. `stream_port`: of the stream lane; the ports of other lanes follow it
+    (see `own_port`); 0 = any free one. `unix_dir`: None = a private directory. `pool`: for lanes
+    that read the pool themselves. `shared`: the shared memory of the pool, if PoolPlace has put it
+    there.
+    """
 
     timing: Timing
     host: str = "127.0.0.1"
@@ -52,12 +59,12 @@ class LaneSettings:
     nixl_devices: str = "lo"
 
     def own_port(self, name: str) -> int:
-        """Where lane `name` listens beside a lane `stream` of this node."""
+        """Return the port of lane `name`, counted from the stream lane's; 0 = any free one."""
         return self.stream_port and self.stream_port + AFTER_STREAM[name]
 
     @staticmethod
     def of(config: NodeConfig, timing: Timing) -> LaneSettings:
-        """What a checked configuration says."""
+        """Return the settings of a checked configuration."""
         return LaneSettings(
             timing=timing,
             host=config.host,
@@ -71,11 +78,11 @@ class LaneSettings:
 
 
 class PoolPlace:
-    """Where the KV pool of a node lies: in shared memory if lane `shm` is wanted, else anywhere.
+    """Where the KV pool of a node lies: in shared memory if lane `shm` is wanted, else elsewhere.
 
-    `optional`: without room for it there the pool lies elsewhere, and lane `shm` is done without.
-    Life: `memory` is given to the engine, which may call it once; `shared` is there afterwards;
-    `close` unlinks.
+    `optional`: if shared memory has no room, the pool lies elsewhere and lane `shm` is left out.
+    Life: the engine gets `memory` and may call it once; afterwards `shared` is set; `close` unlinks
+    the file.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, *, optional: bool = False) -> None:
@@ -89,20 +96,22 @@ class PoolPlace:
         return self._make if self._wanted else None
 
     def usable(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of `names` that can be opened, once the pool is where it is."""
+        """Return those of `names` that can be opened, once the pool has its place."""
         without = self._optional and self.shared is None
         return tuple(name for name in names if not (without and name == SHM))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unlink the shared file. Idempotent."""
         if self.shared is not None:
             self.shared.close()
 
     def _make(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
-        """Raises ConfigError if the directory cannot hold it, unless that is optional."""
+        """Return the pool's memory. Raises ConfigError if the directory has no room, unless that is
+        optional.
+        """
         try:
             if self._optional:
-                sweep(self._directory)  # a killed node's pool would count as taken
+                sweep(self._directory)  # else the pool of a killed node would count as used
                 check_room(self._directory, num_bytes)
             self.shared = ShmArena(secrets.token_hex(16), num_bytes, page_bytes, self._directory)
         except ConfigError as error:
@@ -114,9 +123,9 @@ class PoolPlace:
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """Raise ConfigError unless two pools of `num_bytes` fit: ours and that of a node beside us.
+    """Raise ConfigError unless two pools of `num_bytes` fit: this node's and that of a second node.
 
-    What lies in shared memory takes all its memory at once, not page by page as it is used.
+    A pool in shared memory takes all its memory at once, not page by page as it is used.
     """
     try:
         free = shutil.disk_usage(directory).free
@@ -145,8 +154,11 @@ def _stream(settings: LaneSettings) -> Lane:
 
 
 def _inner(settings: LaneSettings, name: str) -> Lane:
-    """What carries the frames of lane `name`, beside a lane `stream` of this node: a port and a
-    folder for sockets of its own, since a socket is called as the process is."""
+    """Return the stream lane that carries the frames of lane `name`.
+
+    It has a port and a folder for sockets of its own, as a socket's name is made of the boot id
+    alone.
+    """
     folder = settings.unix_dir / name if settings.unix_dir is not None else None
     return _stream(replace(settings, stream_port=settings.own_port(name), unix_dir=folder))
 
@@ -154,7 +166,7 @@ def _inner(settings: LaneSettings, name: str) -> Lane:
 def _dist(settings: LaneSettings) -> Lane:
     if settings.tls is not None:
         raise ConfigError("KV lane dist knows no TLS; leave it out of --kv-lanes", field="kv_lanes")
-    # Here: some builds of torch come without torch.distributed.
+    # Imported here: some builds of torch have no torch.distributed.
     from kv_transfer.lanes.dist import DistLane, DistSettings
 
     return DistLane(
@@ -179,7 +191,7 @@ def _nixl(settings: LaneSettings) -> Lane:
         raise ConfigError("KV lane nixl needs a KV pool", field="kv_lanes")
     if settings.shared is not None:
         memory = settings.shared.memory()
-    else:  # all of the pool's one allocation
+    else:  # the whole allocation of the pool
         rows, _ = settings.pool.layer(0)
         memory = rows.new_empty(0, dtype=torch.uint8).set_(rows.untyped_storage())
     pool = NixlPool(
@@ -200,8 +212,10 @@ MAKERS: Final[Mapping[str, Callable[[LaneSettings], Lane]]] = {
 
 
 def parse_lanes(text: str) -> tuple[str, ...]:
-    """The lanes of "stream,grpc", in that order, or of "auto". Raises ConfigError for none, an
-    unknown or a repeated one."""
+    """Return the lanes of "stream,grpc", in that order, or of "auto".
+
+    Raises ConfigError for no lane, an unknown or a repeated one.
+    """
     if text.strip() == AUTO:
         return (SHM, "stream", "grpc")
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -215,5 +229,5 @@ def parse_lanes(text: str) -> tuple[str, ...]:
 
 
 def make_lanes(names: Sequence[str], settings: LaneSettings) -> list[Lane]:
-    """Lanes not yet started. Raises ConfigError for TLS files that cannot be used."""
+    """Return the lanes, not yet started. Raises ConfigError for TLS files that cannot be used."""
     return [MAKERS[name](settings) for name in names]

@@ -1,8 +1,8 @@
 """A node process, of either role: start, serve, drain, stop.
 
-The life of the process: options -> cores -> signal handlers -> model (on a thread, so that a signal
-is heard meanwhile) -> NodeProcess.start() -> the READY line on stdout -> SIGTERM or SIGINT ->
-NodeProcess.drain() -> NodeProcess.stop(). A second signal ends the drain at once.
+Life of the process: options -> cores -> signal handlers -> model (loaded on a thread, so that a
+signal is handled meanwhile) -> NodeProcess.start() -> the READY line on stdout -> SIGTERM or SIGINT
+-> NodeProcess.drain() -> NodeProcess.stop(). A second signal ends the drain at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NodeProgram:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a node gets from outside its own configuration; tests bring their own."""
+    """What a node gets from outside its own configuration; tests pass in their own."""
 
     timing: Timing
     clock: Clock
@@ -78,13 +78,14 @@ class Surroundings:
 
 
 class NodeProcess:
-    """One node of any role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
+    """One node of either role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
 
     def __init__(
         self, program: NodeProgram, config: NodeConfig, parts: EngineParts, around: Surroundings
     ) -> None:
-        """`parts`: of the engine, which is made here. Whoever keeps them keeps the model in
-        memory, also while the node sleeps."""
+        """`parts`: of the engine, which is made here. Do not keep them: they would keep the model
+        in memory while the node sleeps.
+        """
         self._config = config
         boot_id = secrets.token_hex(16)
         node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
@@ -129,8 +130,10 @@ class NodeProcess:
         return self.shell.engine
 
     async def start(self) -> None:
-        """Bind, start everything, register. Raises ConfigError if an address cannot be bound, or
-        another node has this one's name."""
+        """Bind the ports, start everything, register the node.
+
+        Raises ConfigError if an address cannot be bound, or if another node has this one's name.
+        """
         config = self._config
         if config.metrics_port is not None:
             registry = self.shell.metrics.registry
@@ -146,7 +149,7 @@ class NodeProcess:
         self._heartbeat.start()
 
     def ready(self) -> dict[str, object]:
-        """What the READY line says."""
+        """Return the content of the READY line."""
         lanes = self.shell.connector.endpoint().lanes
         return {
             "ready": True,
@@ -165,7 +168,7 @@ class NodeProcess:
 
     @property
     def gets_on(self) -> bool:
-        """Its own engine does (baton/node/progress.py)."""
+        """Whether this node's engine makes progress (baton/node/progress.py)."""
         return not self.shell.progress.stalled
 
     @property
@@ -173,13 +176,13 @@ class NodeProcess:
         return self.gets_on and not self.shell.draining
 
     async def drain(self) -> None:
-        """No new requests; those here may end, within `drain_s`."""
+        """Take no new requests; wait, at most `drain_s`, until those here have ended."""
         self.shell.begin_drain()
         await self._server.set_health(serving=False)
         await self.shell.drain()
 
     async def stop(self) -> None:
-        """Leave the registry, end all sessions, stop all threads. Twice is safe."""
+        """Leave the registry, end all sessions, stop all threads. May be called twice."""
         await self._heartbeat.stop()
         if self._registry is not None:
             await self._registry.withdraw(self.shell.record())
@@ -203,7 +206,7 @@ class NodeProcess:
 
 
 def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run one node until a signal ends it; returns the exit status."""
+    """Run one node until a signal ends it; return the exit status."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {program.role.value}_node", description=program.description
     )
@@ -230,7 +233,8 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR
     if any(thread.name == LOADER for thread in threading.enumerate()):
-        # An interpreter that ends unwinds the thread's C++ frames, and libstdc++ aborts on that.
+        # Otherwise the interpreter's end would unwind the thread's C++ frames, on which libstdc++
+        # aborts.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)
@@ -238,7 +242,7 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
 
 
 async def _watched(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
-    """`_run` beside the health port, which is open while the model loads, too."""
+    """Run `_run` and the health port, which is open while the model loads as well."""
     health = Health(SystemClock(), config.stall_s)
     async with health_port(health, config.host, config.health_port):
         return await _run(program, config, engine_config, health)
@@ -261,7 +265,7 @@ async def _run(
         if ranks is not None:
             ranks.on_lost(_end_without_ranks)
         settings = LaneSettings.of(config, timing)
-        # Lanes that read a pool by themselves would find one rank's heads: no pool for them.
+        # Lanes that read a pool themselves would find one rank's heads only, so they get no pool.
         pool = parts.arena if ranks is None else None
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
@@ -282,7 +286,7 @@ async def _run(
 async def _serve(
     node: NodeProcess, health: Health, first: asyncio.Event, second: asyncio.Event
 ) -> None:
-    """Until the first signal, and the drain after it until the second."""
+    """Serve until the first signal, then drain until done or until the second signal."""
     try:
         await node.start()
         health.started(lambda: node.gets_on, lambda: node.takes_work)
@@ -296,28 +300,32 @@ async def _serve(
 
 
 def limited_threads() -> int | None:
-    """As many as a container's limit has cores, if that is fewer than there are; else torch's own
-    choice."""
+    """Return the container's limit of cores if it is below the number of cores, else None.
+
+    None leaves the number of threads to torch.
+    """
     quota = quota_cores()
     return quota if quota is not None and quota < len(os.sched_getaffinity(0)) else None
 
 
 def _end_without_ranks() -> None:
-    """Of a model with a rank missing nothing can be served: as if the node had been killed. Its
-    engine thread may wait in a collective, so nothing is waited for."""
+    """End the process as if it had been killed: a model without one of its ranks can serve nothing.
+
+    The engine thread may wait in a collective, so nothing is waited for.
+    """
     logging.shutdown()
     os._exit(LOST_RANK)
 
 
 def _transfer_options(config: NodeConfig) -> TransferOptions:
-    """Raises ConfigError for a size that cannot be read."""
+    """Return the options of KV transfer. Raises ConfigError for a size that cannot be parsed."""
     memory = config.kv_export_memory
     budget = None if memory is None else parse_bytes(memory, field="kv_export_memory")
     return TransferOptions(config.kv_wire_codec, budget, adopt=config.kv_adopt)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events of the first and of the second SIGTERM or SIGINT."""
+    """Return two events, for the first and for the second SIGTERM or SIGINT."""
     first, second = asyncio.Event(), asyncio.Event()
 
     def received() -> None:
@@ -329,7 +337,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
-    """Do `work`, but only until `event` is set."""
+    """Await `work`, but only until `event` is set."""
     worker = asyncio.ensure_future(work)
     waiter = asyncio.ensure_future(event.wait())
     try:
@@ -348,8 +356,10 @@ async def _load(
     stop: asyncio.Event,
     node_of: Callable[[EngineParts], NodeProcess],
 ) -> NodeProcess | None:
-    """The node over the loaded parts, its pool in `place`; None if `stop` came first. Raises
-    ConfigError as load_parts does."""
+    """Return the node over the loaded parts, its pool in `place`; None if `stop` came first.
+
+    Raises the ConfigErrors of load_parts.
+    """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[EngineParts] = loop.create_future()
 
@@ -361,7 +371,7 @@ async def _load(
             finish = partial(loaded.set_exception, error)
         else:
             finish = partial(loaded.set_result, parts)
-        with suppress(RuntimeError):  # the loop has closed: a signal was faster
+        with suppress(RuntimeError):  # the loop has closed: a signal came first
             loop.call_soon_threadsafe(finish)
 
     log.info("loading %s", config.model)

@@ -1,7 +1,6 @@
-"""A node's metrics: where the values of its list (baton/node/metric_list.py) come from.
+"""A node's metrics: the sources of the values in its list (baton/node/metric_list.py).
 
-Nodes do not push: a scrape asks for the figures of that moment. Endpoint:
-baton/node/metrics_server.py.
+A node does not push: each scrape reads the current values. Endpoint: baton/node/metrics_server.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kv_transfer.stats import LaneStats, TransferStats
 
 
 def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> NodeLoad:
-    """The engine's load with what engine and connector have counted. Any thread."""
+    """Return the engine's load with the counters of engine and connector. Any thread."""
     transfer, utilization = connector.stats, stats.utilization
     return replace(
         load,
@@ -44,8 +43,10 @@ def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> N
 
 @dataclass(frozen=True, slots=True)
 class NodeFigures:
-    """Everything a node shows at one scrape. `kv_waste`: share of allocated slots without a token,
-    as of the last heartbeat."""
+    """The values behind one scrape of a node.
+
+    `kv_waste`: share of allocated KV slots without a token, as of the last heartbeat.
+    """
 
     load: NodeLoad
     engine: EngineStats
@@ -55,7 +56,7 @@ class NodeFigures:
 
 
 class NodeMetrics:
-    """A node's metrics: `figures` is called at each scrape, on its thread, and must not block."""
+    """A node's metrics. Each scrape calls `figures` on its own thread; `figures` must not block."""
 
     def __init__(
         self, model: str, node_id: str, role: str, figures: Callable[[], NodeFigures]
@@ -69,7 +70,7 @@ class NodeMetrics:
         ).labels(*node)
 
     def observe_fetch(self, seconds: float) -> None:
-        """A KV fetch ended well after `seconds`. Any thread."""
+        """Count a KV fetch that succeeded after `seconds`. Any thread."""
         self._fetch_seconds.observe(seconds)
 
     def render(self) -> bytes:
@@ -77,7 +78,7 @@ class NodeMetrics:
 
 
 def values_of(now: NodeFigures) -> dict[str, Values]:
-    """Name -> values of all metrics of one node, without its own labels."""
+    """Return name -> values of all metrics of one node, without the labels of the node itself."""
     transfer, engine = now.transfer, now.engine
     fetches = {"ok": transfer.fetches, **dict(transfer.failures)}
     tokens = engine.num_prompt_tokens + engine.num_generated_tokens
@@ -174,7 +175,7 @@ def _transfer_counters(transfer: TransferStats) -> Mapping[str, float]:
     }
 
 
-# One series for each lane that was used.
+# One series for each lane that has been used.
 _OF_LANE: Final[Mapping[str, Callable[[LaneStats], float]]] = {
     "baton_kv_lane_sent_bytes": lambda lane: lane.bytes_sent,
     "baton_kv_lane_received_bytes": lambda lane: lane.bytes_received,

@@ -1,7 +1,7 @@
-"""A node's /metrics endpoint, on threads of its own. What it shows: baton/node/metrics.py.
+"""A node's /metrics endpoint, on threads of its own. Its values: baton/node/metrics.py.
 
-Beyond loopback it wants `Authorization: Bearer TOKEN`, a token made of the deployment's secret that
-does not reveal the secret (`metrics_token`), and is encrypted like the rest of the node.
+Beyond loopback it requires `Authorization: Bearer TOKEN` (`metrics_token`); the token is derived
+from the deployment's secret and does not reveal it. It uses TLS if the node does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from baton.runtime.wsgi_server import RunningServer
 
 
 def metrics_token(secret: str) -> str:
-    """`printf metrics | openssl dgst -sha256 -hmac "$BATON_SECRET"`."""
+    """Return the token, as `printf metrics | openssl dgst -sha256 -hmac "$BATON_SECRET"`
+    prints it.
+    """
     return hmac.new(secret.encode(), b"metrics", hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsPlace:
-    """Where to listen; `token` "": open to all that reach it."""
+    """Where to listen. `token`: "" = open to everybody who can reach the port."""
 
     host: str
     port: int
@@ -35,7 +37,7 @@ class MetricsPlace:
 
 
 def _guarded(app: WSGIApplication, token: str) -> WSGIApplication:
-    """`app` for those who present the token; "" = for all."""
+    """Return `app` behind a check of the token; "" = no check."""
     expected = hashlib.sha256(f"Bearer {token}".encode()).digest()
 
     def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -49,7 +51,9 @@ def _guarded(app: WSGIApplication, token: str) -> WSGIApplication:
 
 
 def start_metrics(registry: CollectorRegistry, place: MetricsPlace) -> RunningServer:
-    """Raises ConfigError if the port cannot be bound or the TLS files cannot be used."""
+    """Start the endpoint. Raises ConfigError if the port cannot be bound or the TLS files are
+    unusable.
+    """
     context = None if place.tls is None else place.tls.server_context()
     app = _guarded(make_wsgi_app(registry), place.token)
     try:

@@ -1,13 +1,14 @@
-"""PoolingDesk: vectors of prompts on a node, in turns with the engine's steps.
+"""PoolingDesk: computes vectors of prompts on a node, in turns with the engine's steps.
 
-The life of a SubmitPool:
+Life of a SubmitPool:
     serve()  -> a PoolingJob is made on the engine thread: lengths, ids and adapter are checked
     step     -> one forward per call on that thread, and one call at a time of all jobs: every
                 running request steps in between
-    no room  -> it waits until somebody gives blocks back, at most to its deadline
-    end      -> one Pooled to the router; however it ends, its blocks are free at once
-Either role serves it: nothing of it is exported or decoded. `vectors` is all of it but the router,
-for whoever has an engine without a node.
+    no room  -> the job waits until blocks are given back, at most until its deadline
+    end      -> one Pooled to the router; however the job ends, its blocks are free at once
+
+A node of either role serves it: nothing is exported or decoded. `vectors` does all of this except
+the message to the router, for callers that have an engine without a node.
 """
 
 from __future__ import annotations
@@ -26,37 +27,42 @@ from baton.protocol.errors import UnsupportedFeature
 from baton.protocol.events import NodeStep, Pooled
 from baton.protocol.messages import SubmitPool
 
-STEP_SHARE: Final = 8  # of a step's tokens, for one forward: a prompt waits for two or three
+# one forward takes this share of a step's tokens: a prompt waits for two or three
+STEP_SHARE: Final = 8
 
 
 class ThreadOwner(Protocol):
-    """Whose engine it is."""
+    """The owner of the engine's thread."""
 
     @property
     def thread(self) -> EngineThread: ...
 
 
 class PoolingDesk:
-    """Runs the pooling of one engine; any number at once, their forwards one after another."""
+    """Runs the pooling jobs of one engine: any number at once, their forwards one after another."""
 
     def __init__(self, owner: ThreadOwner) -> None:
         self._thread = owner.thread
         self._freed = asyncio.Event()
-        # Of all jobs together one forward stands between two steps: requests wait for no more.
+        # Between two steps there is one forward of all jobs together, so that requests wait for no
+        # more.
         self._turn = asyncio.Lock()
 
     async def serve(self, entry: NodeRequest, asked: SubmitPool) -> None:
-        """From the submission to its Pooled. Raises InvalidRequest, UnsupportedFeature."""
+        """Serve a submission until its Pooled is sent. Raises InvalidRequest,
+        UnsupportedFeature.
+        """
         request, vectors = asked.request, await self.vectors(asked)
         entry.send(NodeStep(pooled=(Pooled(request.id, request.epoch, vectors),)))
         entry.end()
 
     async def vectors(self, asked: SubmitPool) -> tuple[bytes, ...]:
-        """One per prompt: float32, little-endian. Raises like `serve`."""
+        """Return one vector per prompt: float32, little-endian. Raises the errors of `serve`."""
         job = await self._thread.call(lambda engine: _begin(engine, asked))
         try:
             while not job.done:
-                freed = self._freed  # of before the step: what is freed meanwhile is not missed
+                # read before the step, so that blocks freed during it are not missed
+                freed = self._freed
                 async with self._turn:
                     stepped = await self._thread.call(lambda _: job.step())
                 if not stepped:
@@ -67,7 +73,7 @@ class PoolingDesk:
             self.blocks_freed()
 
     def blocks_freed(self) -> None:
-        """Blocks may have become free. Event loop."""
+        """Let waiting jobs try again: blocks may have become free. Event loop."""
         self._freed.set()
         self._freed = asyncio.Event()
 
@@ -89,7 +95,7 @@ def _begin(engine: Engine, asked: SubmitPool) -> PoolingJob:
 
 
 def _end(engine: Engine, asked: SubmitPool, job: PoolingJob) -> tuple[bytes, ...]:
-    """The job's vectors as the router wants them, and the counts of what was done."""
+    """Return the job's vectors in the form that was asked for, and count them."""
     pooler, vectors = engine.pooler, job.vectors()
     assert pooler is not None, "the job was made with it"
     engine.stats.num_pooled_prompts += len(asked.lengths)
@@ -109,6 +115,6 @@ def _end(engine: Engine, asked: SubmitPool, job: PoolingJob) -> tuple[bytes, ...
 
 
 def _as_bytes(vectors: Tensor) -> tuple[bytes, ...]:
-    """[N, H] -> N times H numbers, float32, little-endian."""
+    """Convert [N, H] to N vectors of H numbers, float32, little-endian."""
     rows = vectors.to("cpu", torch.float32).contiguous().numpy().astype("<f4")
     return tuple(row.tobytes() for row in rows)

@@ -1,7 +1,7 @@
 """The requests that a node serves now, by id, each with its session. Event loop only.
 
-Epochs fence: a submission takes over from an older epoch of the same request (whose router lost
-it), and is refused when a newer or equal one is here already.
+Epochs fence. A submission replaces an older epoch of the same request (its router has lost it), and
+is refused when a newer or equal epoch is here already.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from baton.protocol.request import Request
 
 @dataclass(eq=False)
 class NodeRequest:
-    """One request here. `ended` is done when its last event was sent, or it cannot go on.
+    """One request on this node. `ended` is done when its last event was sent, or it cannot go on.
 
-    `prefilled`: token 1 is there, or nobody will report it. `cancelled`: nobody wants it any more.
-    `leaving`: it was asked to go to another node. `export`: of a prompt, as long as it ends with
-    the request.
+    `prefilled`: token 1 is computed, or nobody will report it. `cancelled`: nobody wants the
+    request any more. `leaving`: it was asked to move to another node. `export`: the export of its
+    prompt, while that still ends with the request.
     """
 
     request: Request
@@ -37,28 +37,30 @@ class NodeRequest:
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
     leaving: bool = False
-    pool: SubmitPool | None = None  # vectors are asked for, not tokens
+    pool: SubmitPool | None = None  # set if vectors are asked for, not tokens
     export: KVHandle | None = None
     live: set[int] = field(init=False)  # samples (of a search, results) that have not ended here
-    stopped: set[int] = field(default_factory=set[int])  # those that nobody wants any more
+    stopped: set[int] = field(default_factory=set[int])  # samples that nobody wants any more
 
     def __post_init__(self) -> None:
         self.live = set(range(self.request.params.num_outputs)) - set(self.request.ended)
 
     @property
     def wanted(self) -> Request:
-        """The request without the samples that were stopped since. Any thread."""
+        """The request without the samples that were stopped since it came. Any thread."""
         if not self.stopped:
             return self.request
         return replace(self.request, ended=(*self.request.ended, *tuple(self.stopped)))
 
     def sample_ended(self, sample: int) -> bool:
-        """The sample's last event is being sent; whether it was the request's last one."""
+        """Note that the sample's last event is being sent; return whether all samples have
+        ended.
+        """
         self.live.discard(sample)
         return not self.live
 
     def stop(self, sample: int) -> None:
-        """Nobody wants more of this sample; of the last one, of the request."""
+        """Stop a sample; if it was the last, end the request."""
         self.stopped.add(sample)
         if self.sample_ended(sample):
             self.end()
@@ -67,32 +69,33 @@ class NodeRequest:
         self.session.send(step)
 
     def end(self) -> None:
-        """Its last event has been sent."""
+        """Note that the request's last event has been sent."""
         if not self.ended.done():
             self.ended.set_result(None)
 
     def break_off(self, error: BatonError) -> None:
-        """It cannot go on; whoever waits for `ended` gets `error`."""
+        """End the request with `error`, which is raised to those who wait for `ended`."""
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # retrieved: nobody may be waiting any more
+            # retrieved, so that asyncio does not report it: nobody may be waiting any more
+            self.ended.exception()
 
     def cancel(self) -> None:
-        """Stop it without an event; its task frees what it holds."""
+        """Stop the request without an event; its task frees what it holds."""
         self.cancelled = True
         if self.task is not None:
             self.task.cancel()
 
 
 def failure(request: Request, error: BatonError) -> RequestFailed:
-    """What is sent to a router when `request` ends in `error`."""
+    """Return what is sent to a router when `request` ends in `error`."""
     return RequestFailed(
         request.id, request.epoch, error.code, error.message, error.retryable, error.field
     )
 
 
 class RequestTable:
-    """Newest epoch of each request; one that still cleans up is known to its successor only."""
+    """The newest epoch of each request. An older epoch that still cleans up is not in the table."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, NodeRequest] = {}
@@ -104,7 +107,7 @@ class RequestTable:
         return iter(list(self._by_id.values()))
 
     def add(self, entry: NodeRequest) -> NodeRequest | None:
-        """Enter `entry`; returns the older epoch that it replaces. Raises Fenced."""
+        """Add `entry`; return the older epoch that it replaces, or None. Raises Fenced."""
         request = entry.request
         older = self._by_id.get(request.id)
         if older is not None and older.request.epoch >= request.epoch:
@@ -116,19 +119,19 @@ class RequestTable:
         return older
 
     def find(self, request_id: str, epoch: int | None = None) -> NodeRequest | None:
-        """The request, if it is here (and under `epoch`, if given)."""
+        """Return the request if it is here (under `epoch`, if given), else None."""
         entry = self._by_id.get(request_id)
         if entry is None or epoch not in (None, entry.request.epoch):
             return None
         return entry
 
     def find_upto(self, request_id: str, epoch: int) -> NodeRequest | None:
-        """The request, if it is here under `epoch` or an older one."""
+        """Return the request if it is here under `epoch` or an older one, else None."""
         entry = self._by_id.get(request_id)
         return None if entry is None or entry.request.epoch > epoch else entry
 
     def remove(self, entry: NodeRequest) -> None:
-        """Forget `entry`, unless a newer epoch has its place."""
+        """Forget `entry`, unless a newer epoch has replaced it."""
         if self._by_id.get(entry.request.id) is entry:
             del self._by_id[entry.request.id]
 

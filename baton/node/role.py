@@ -1,7 +1,7 @@
-"""The seam between the shell that all nodes share and what is special about a role.
+"""The interface between the shell that all nodes share and the role of a node.
 
-A role serves one request per call of `serve`, from its submission to its last event; cancelling
-that call is how a request is aborted, so every exit of `serve` gives back all it took.
+A role serves one request per call of `serve`, from its submission to its last event. A request is
+aborted by cancelling that call, so every exit of `serve` frees all that the request holds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from baton.runtime.timing import Timing
 from kv_transfer.protocol.base import KVConnector
 
 # Makes the node's engine, which exports prompts through these hooks (None: it exports none), and
-# the engine's thread. A role calls it once, in its constructor, and does not keep it: it refers to
-# the model.
+# the engine's thread. A role calls it once, in its constructor, and does not keep it, as it refers
+# to the model.
 MakeThread: TypeAlias = Callable[[EngineHooks | None], EngineThread]
 
 
@@ -48,20 +48,20 @@ class RoleContext:
 
 
 class NodeRole(Protocol):
-    """PrefillRole and DecodeRole."""
+    """The role of a node: PrefillRole or DecodeRole."""
 
     @property
     def thread(self) -> EngineThread:
-        """What MakeThread gave; the shell starts and stops it."""
+        """The thread that MakeThread made; the shell starts and stops it."""
         ...
 
     @property
     def fetching(self) -> int:
-        """KV fetches under way or queued."""
+        """The number of KV fetches under way or queued."""
         ...
 
     def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
-        """Raises BatonError for a task that this role does not take. Event loop."""
+        """Raise BatonError for a task that this role does not take. Event loop."""
         ...
 
     async def serve(self, entry: NodeRequest) -> None:
@@ -72,22 +72,28 @@ class NodeRole(Protocol):
         ...
 
     def hand_on(self, engine: Engine, request: Request) -> KVHandle | None:
-        """Export a running request with its KV and forget it; None if that is not worth it, and
-        nothing changed. Engine thread, between steps."""
+        """Export a running request with its KV and forget it. Engine thread, between steps.
+
+        Return None, and change nothing, if the request has no KV worth moving.
+        """
         ...
 
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
-        """Whether, with `event`, nothing more is to come of its request on this node."""
+        """Whether `event` is the last one of its request on this node."""
         ...
 
     def on_step(self, report: StepReport) -> None:
-        """After each step, on the engine thread, before routers hear of it. Must not block."""
+        """Handle a step's report, on the engine thread, before routers hear of it. Must not
+        block.
+        """
         ...
 
     def written(self, events: Sequence[TokenEvent]) -> None:
-        """These are on the wire to their router, or nobody wants them any more. Event loop."""
+        """Note that these events are on the wire to their router, or that nobody wants them. Event
+        loop.
+        """
         ...
 
     def blocks_freed(self) -> None:
-        """Blocks may have become free. Event loop."""
+        """Let waiting work try again: blocks may have become free. Event loop."""
         ...

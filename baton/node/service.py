@@ -1,8 +1,9 @@
-"""The gRPC face of a node: Node.Session of protos/node.proto, and grpc.health.v1.
+"""The gRPC services of a node: Node.Session of protos/node.proto, and grpc.health.v1.
 
 A session is one long-lived stream per router: SessionHello in, NodeRecord out, then router messages
-in and one NodeStep per engine step out. It ends when the router goes, breaks the protocol or does
-not read; then the shell aborts its requests. Protobuf stops here (and in baton/protocol/wire.py).
+in and one NodeStep per engine step out. It ends when the router leaves, breaks the protocol or does
+not read; then the shell aborts its requests. Only this module and baton/protocol/wire.py see
+protobuf.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _END = grpc.aio.EOF
 
 
 class SessionShell(Protocol):
-    """What stands behind the sessions: baton/node/shell.py, or a bench's node without an engine."""
+    """What the sessions need of a node: baton/node/shell.py, or a bench's node without an
+    engine.
+    """
 
     @property
     def config(self) -> NodeConfig: ...
@@ -65,7 +68,9 @@ class SessionService(node_pb2_grpc.NodeServicer):
         self._shell = shell
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
-        """One router's session, from its hello to its end; read and written through `context`."""
+        """Serve one router's session, from its hello to its end. It is read and written through
+        `context`.
+        """
         try:
             hello = await self._hello(context)
             session = RouterSession(hello.router_id, self._shell.config.outbox_messages)
@@ -130,7 +135,9 @@ class SessionService(node_pb2_grpc.NodeServicer):
                 log.info("session of router %s broke: %s", session.router_id, outcome)
 
     async def _read(self, session: RouterSession, context: Any) -> None:
-        """Router messages, until there are no more. A bad submission fails its request alone."""
+        """Handle router messages until there are no more. A bad submission fails only its own
+        request.
+        """
         while (message := await context.read()) is not _END:
             for one in router_messages(message):
                 self._receive(session, one)
@@ -151,12 +158,12 @@ class SessionService(node_pb2_grpc.NodeServicer):
 
 
 def router_messages(message: node_pb2.RouterMessage) -> Sequence[node_pb2.RouterMessage]:
-    """What a router says with one message: it, or those of its batch."""
+    """Return the messages of a batch, or the message itself if it is no batch."""
     return message.batch.messages if message.WhichOneof("kind") == "batch" else (message,)
 
 
 def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestFailed | None:
-    """The failure of the request that `message` submits; None if it names none."""
+    """Return the failure of the request that `message` submits; None if it submits none."""
     request = message.submit.request
     if message.WhichOneof("kind") != "submit" or not request.id:
         return None
@@ -166,13 +173,13 @@ def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestF
 
 
 class SecretGuard(grpc.aio.ServerInterceptor):
-    """No call reaches the server unless it proves the deployment's secret (not empty).
+    """Refuses every call that does not prove the deployment's secret (which is not empty).
 
-    Every method is closed, known or not, but the health check: the probes of Kubernetes and Docker
-    can prove nothing, and what it answers is one word. The proof is checked on the call's metadata,
-    before a byte of any message is read; Node.Session checks once more that the router calls itself
-    the same in its hello. Not here: the proof itself (baton/protocol/messages.py), nor the KV
-    lanes', whose handshake is mutual (kv_transfer/protocol/identity.py).
+    Only the health check is open, as the probes of Kubernetes and Docker cannot prove anything, and
+    its answer is one word. The proof is checked on the call's metadata, before a byte of any
+    message is read. Node.Session checks once more that the router's hello has the proven name. The
+    proof itself is in baton/protocol/messages.py; KV lanes have a mutual handshake of their own
+    (kv_transfer/protocol/identity.py).
     """
 
     def __init__(self, secret: str) -> None:
@@ -187,7 +194,7 @@ class SecretGuard(grpc.aio.ServerInterceptor):
         return self._denial
 
     def _proven(self, metadata: Iterable[tuple[str, Any]] | None) -> bool:
-        """Whether there is one router's name, and one proof for it."""
+        """Whether there are exactly one router's name and one valid proof for it."""
         items = list(metadata or ())
         names = [value for key, value in items if key == ROUTER_METADATA]
         proofs = [value for key, value in items if key == SECRET_METADATA]
@@ -202,11 +209,11 @@ class SecretGuard(grpc.aio.ServerInterceptor):
 
 async def _deny(_: Any, context: Any) -> NoReturn:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
-    raise Unauthenticated(REFUSAL)  # abort has raised
+    raise Unauthenticated(REFUSAL)  # not reached: abort raises
 
 
 class NodeServer:
-    """grpc.aio server of one node. The life: bind() -> start() -> set_health()* -> stop()."""
+    """The grpc.aio server of one node. Life: bind() -> start() -> set_health()* -> stop()."""
 
     def __init__(self, shell: SessionShell) -> None:
         self._shell = shell
@@ -221,7 +228,7 @@ class NodeServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     def bind(self) -> int:
-        """Take the port; returns it. Raises ConfigError, also for unusable TLS files."""
+        """Bind the port and return it. Raises ConfigError, also for unusable TLS files."""
         config = self._shell.config
         address = join_address(config.host, config.port)
         tls = config.tls
@@ -238,7 +245,7 @@ class NodeServer:
         await self.set_health(serving=True)
 
     async def set_health(self, *, serving: bool) -> None:
-        """What grpc.health.v1 answers, for the server and for Node.Session."""
+        """Set what grpc.health.v1 answers, for the server and for Node.Session."""
         status = health_pb2.HealthCheckResponse.SERVING
         if not serving:
             status = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -246,5 +253,5 @@ class NodeServer:
             await self._health.set(name, status)
 
     async def stop(self) -> None:
-        """End all streams now: the shell's drain is over. Twice is safe."""
+        """End all streams now: the shell's drain is over. May be called twice."""
         await self._server.stop(grace=self._shell.timing.connect_s)

@@ -1,9 +1,10 @@
-"""One router's session with this node: its bounded outbox, and what it has reported to that router.
+"""One router's session with this node: its bounded outbox, and the load last reported to that
+router.
 
-The life: opened by the service after the router's hello, attached to the shell (which sends a
-snapshot of all block hashes), fed by the shell, read by the service's writer, cut when the router
-does not read or goes away. A broken session is not resynchronised: its requests are aborted.
-Event loop only.
+Life: the service opens it after the router's hello and attaches it to the shell, which sends a
+snapshot of all block hashes. The shell fills the outbox, the service's writer empties it. It is cut
+when the router does not read or leaves. A broken session is not resynchronised: its requests are
+aborted. Event loop only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from baton.protocol.handles import NodeLoad
 
 @dataclass(eq=False)
 class RouterSession:
-    """`synced`: the snapshot of block hashes was sent, so block events may follow."""
+    """One session. `synced`: the snapshot of block hashes was sent, so block events may follow."""
 
     router_id: str
     max_messages: int
@@ -30,7 +31,8 @@ class RouterSession:
 
     def __post_init__(self) -> None:
         self._outbox: deque[tuple[NodeStep, Callable[[], object] | None]] = deque()
-        self._written: Callable[[], object] | None = None  # to be called for what is being written
+        # to be called when the message being written has gone
+        self._written: Callable[[], object] | None = None
         self._wake = asyncio.Event()
         self._next_seq = 1
         self._cut: BatonError | None = None
@@ -38,16 +40,16 @@ class RouterSession:
 
     @property
     def closed(self) -> BatonError | None:
-        """Why nothing more is sent, None while the session lives."""
+        """The reason why nothing more is sent; None while the session lives."""
         return self._cut
 
     @property
     def unread(self) -> int:
-        """Messages that wait to be written."""
+        """The number of messages that wait to be written."""
         return len(self._outbox)
 
     def send(self, step: NodeStep, written: Callable[[], object] | None = None) -> None:
-        """Queue a message, several for a very long one; cuts the session if too many are unread.
+        """Queue a message, or several for a very long one; cut the session if too many are unread.
 
         Never blocks. `written` is called once: when all is on the wire, or never will be.
         """
@@ -64,7 +66,8 @@ class RouterSession:
                 written()
             return
         if step.block_events:
-            # Numbered per session, from its snapshot on: a router sees a gap only if one was lost.
+            # Numbered per session, from its snapshot on: a router sees a gap only if an event was
+            # lost.
             step = replace(step, block_events_seq=self._next_seq)
             self._next_seq += len(step.block_events)
         if step.load is not None:
@@ -73,16 +76,17 @@ class RouterSession:
         self._wake.set()
 
     def changed_load(self, load: NodeLoad) -> NodeLoad | None:
-        """`load` if another state was last reported to this router.
+        """Return `load` if it differs from the state last reported to this router, else None.
 
-        Counters alone are no news: they travel with the next state, at the latest with a heartbeat.
+        A change of counters alone does not count: they are sent with the next state, at the latest
+        with a heartbeat.
         """
         last = self.last_load
         known = last is not None and last.without_counters() == load.without_counters()
         return None if known else load
 
     def cut(self, reason: BatonError) -> None:
-        """Send nothing more and forget what is unread. The first reason stays."""
+        """Send nothing more and drop the unread messages. The first reason is kept."""
         if self._cut is None:
             self._cut = reason
             self._end_writing()
@@ -93,8 +97,10 @@ class RouterSession:
             self._cut_event.set()
 
     async def next(self) -> NodeStep:
-        """The next message to write, in order; the one before has been written. Raises the reason
-        of the cut."""
+        """Return the next message to write, in order. Raises the reason of a cut.
+
+        A call means that the message before has been written.
+        """
         self._end_writing()
         while not self._outbox:
             if self._cut is not None:
@@ -110,5 +116,5 @@ class RouterSession:
             written()
 
     async def wait_cut(self) -> None:
-        """Returns once the session is cut, whatever its writer is waiting for."""
+        """Return once the session is cut, whatever its writer is waiting for."""
         await self._cut_event.wait()

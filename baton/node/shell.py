@@ -1,10 +1,10 @@
-"""NodeShell: what prefill and decode nodes share. Engine thread, KV connector and role, composed.
+"""NodeShell: what prefill and decode nodes share. It joins engine thread, KV connector and role.
 
-The life: NodeShell(parts) -> start(address) -> sessions come and go -> drain() -> stop().
-From the engine thread: each StepReport is shown to the role there and then, and goes to the event
-loop, where it becomes ONE message per router session: this router's tokens and failures, the load
-if it changed, the block events. Methods run on the event loop unless they say otherwise.
-Not here: gRPC (service.py), what a role does with a request (prefill_node/, decode_node/).
+Life: NodeShell(parts) -> start(address) -> sessions come and go -> drain() -> stop(). On the engine
+thread, the role sees each StepReport at once. The report then goes to the event loop, where it
+becomes ONE message per router session: this router's tokens and failures, the load if it changed,
+the block events. Methods run on the event loop unless they say otherwise. gRPC is in service.py;
+what a role does with a request is in prefill_node/ and decode_node/.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ OfSession: TypeAlias = dict[RouterSession, list[T]]
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a shell is made of: its engine of the parts in `engine`. The two makers run in its
-    constructor, on the event loop. The shell does not keep this: a node that sleeps frees the
-    model."""
+    """What a shell is made of; the engine is made of the parts in `engine`. The two makers run in
+    the shell's constructor, on the event loop. The shell does not keep this object, as a node that
+    sleeps must free the model."""
 
     node_id: str
     boot_id: str
@@ -88,7 +88,7 @@ class NodeParts:
 
 
 class NodeShell:
-    """One node: its sessions, its requests, and the way between them and the engine."""
+    """One node: its sessions, its requests, and the paths between them and the engine."""
 
     def __init__(self, parts: NodeParts) -> None:
         self.config = parts.config
@@ -138,13 +138,13 @@ class NodeShell:
     # ---- life ----
 
     async def start(self, address: str) -> None:
-        """Start connector and engine; `address` is where routers reach this node (HOST:PORT)."""
+        """Start connector and engine. `address`: where routers reach this node (HOST:PORT)."""
         self._address = address
         await self.connector.start()
         self.thread.start()
 
     def begin_drain(self) -> None:
-        """Take no new requests from now on, and report that to the routers. Twice is safe."""
+        """Take no new requests from now on, and report that to the routers. May be called twice."""
         if not self.draining:
             self.draining = True
             self.connector.drain()
@@ -153,7 +153,8 @@ class NodeShell:
 
     async def drain(self) -> None:
         """Take no new requests; wait, at most `drain_s`, until those here have ended or moved to
-        other nodes and their exports were fetched; then until routers have read all of that."""
+        other nodes and their exports were fetched. Then wait until routers have read all of that.
+        """
         self.begin_drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
@@ -168,14 +169,14 @@ class NodeShell:
         await self._part()
 
     async def until_quiet(self) -> None:
-        """Until no request is here, and no export that somebody may fetch."""
+        """Wait until there is no request here, and no export that somebody may fetch."""
         while self._tasks or self.connector.active_exports:
             self._quiet.clear()
             await self._quiet.wait()
 
     async def _part(self) -> None:
-        """Routers end their sessions when they have read the last step: what is written when this
-        side ends them may be lost."""
+        """Tell routers that nothing follows; wait until they end their sessions. If this side ended
+        them, what it wrote last might be lost."""
         sessions = list(self._sessions)
         for session in sessions:
             session.send(NodeStep(last=True))
@@ -186,7 +187,7 @@ class NodeShell:
             log.warning("a router did not read this node's last words")
 
     async def stop(self) -> None:
-        """Cut all sessions, abort all requests, stop connector and engine. Twice is safe."""
+        """Cut all sessions, abort all requests, stop connector and engine. May be called twice."""
         if self._stopped:
             return
         self._stopped = True
@@ -206,7 +207,7 @@ class NodeShell:
     # ---- what others ask of a node ----
 
     def record(self) -> NodeRecord:
-        """What this node says of itself, now."""
+        """Return this node's record as of now."""
         info, config = self.engine.info, self.engine.config
         adapters = self.control.adapters
         return NodeRecord(
@@ -231,7 +232,7 @@ class NodeShell:
         )
 
     def load(self) -> NodeLoad:
-        """The engine's load at its last step, with what only the node knows."""
+        """Return the engine's load at its last step, with the values that only the node knows."""
         return replace(
             with_counters(self._engine_load, self._engine_stats, self.connector),
             fetching=self.role.fetching,
@@ -243,29 +244,30 @@ class NodeShell:
         )
 
     def send_load(self, *, beat: bool = False) -> None:
-        """Send the routers the load, counters included: all of them with a heartbeat (to them a
-        silent node hangs), else where it changed."""
+        """Send the load, counters included: with `beat` to all routers (they think that a silent
+        node hangs), else to those whose last one differs."""
         load = self.load()
         for session in self._sessions:
             if beat or load != session.last_load:
                 session.send(NodeStep(load=load))
 
     def ask_engine(self) -> None:
-        """A heartbeat. Load and counters come between two steps; in a long one, those before it."""
+        """Ask the engine for load and counters. During a long step, send the last known ones
+        instead."""
         if self.progress.ask(self.engine.stats.num_layers):
             self.thread.post(self._answer)
         else:
             self.send_load(beat=True)
 
     def scrape(self) -> NodeFigures:
-        """Everything /metrics shows, as of the last step or beat. Any thread."""
+        """Return everything that /metrics shows, as of the last step or beat. Any thread."""
         stats, exports = self.connector.stats, self.connector.active_exports
         return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_waste)
 
     # ---- sessions ----
 
     def attach(self, session: RouterSession) -> None:
-        """A router has said hello and got the record: it hears of everything from now on."""
+        """Begin to send everything to a router that has said hello and got the record."""
         if self._stopped:
             session.cut(Unavailable("the node is stopping"))
             return
@@ -275,7 +277,7 @@ class NodeShell:
         log.info("router %s connected", session.router_id)
 
     def detach(self, session: RouterSession) -> None:
-        """The session is over: abort its requests. Finished exports keep their lease."""
+        """End a session: abort its requests. Finished exports keep their lease."""
         if session not in self._sessions:
             return
         self._sessions.discard(session)
@@ -304,7 +306,7 @@ class NodeShell:
                 raise InvalidRequest("a second hello on one session", field="hello")
 
     def _change(self, message: AbortRequest | Prefilled | Migrate | StopSample) -> None:
-        """What becomes of one request; nothing, if it is not here."""
+        """Act on a message about one request; do nothing if the request is not here."""
         request_id, epoch = message.request_id, message.epoch
         if isinstance(message, AbortRequest):
             self._leaving.forget(message)
@@ -323,7 +325,7 @@ class NodeShell:
                 entry.leaving = True
                 self._spawn(self._leaving.leave(entry))
             case _:
-                pass  # of a newer epoch, or it is leaving already
+                pass  # the request is of a newer epoch, or is leaving already
 
     def _submit(
         self, session: RouterSession, message: SubmitPrefill | SubmitDecode | SubmitPool
@@ -356,7 +358,8 @@ class NodeShell:
         self._keep(entry.task)
 
     async def _serve(self, entry: NodeRequest, older: NodeRequest | None) -> None:
-        """One request, from its submission to its last event; exactly one end of it is reported."""
+        """Serve one request from its submission to its last event, and report its end
+        exactly once."""
         limit = asyncio.timeout(self._seconds_left(entry.request.deadline))
         with request_context(entry.request.id):
             try:
@@ -413,18 +416,19 @@ class NodeShell:
         self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
 
     def report_blocks(self, engine: Engine) -> None:
-        """Changes of the prefix map go out now, between steps. Engine thread."""
+        """Send changes of the prefix map now, between steps. Engine thread."""
         events = tuple(engine.take_block_events())
         self._loop.call_soon_threadsafe(self._send_step, {}, {}, events)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
-        # Taken together, and delivered in the order of the steps: no event is sent twice or missed.
+        # Both are taken together and delivered in the order of the steps: no event is sent twice or
+        # missed.
         pending = engine.take_block_events()
         everything = engine.pool.snapshot_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
 
     def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
-        """Any thread: nobody touches the blocks of this export any more."""
+        """Unpin the blocks of an export that nobody reads any more. Any thread."""
         log.debug("request %s: export released: %s", handle.request_id, why)
         self.thread.post(lambda engine: self._unpin(engine, blocks, handle))
 
@@ -454,7 +458,7 @@ class NodeShell:
         session.send(NodeStep(load=self.load(), block_events=tuple(everything)))
 
     def _deliver(self, report: StepReport, stats: EngineStats) -> None:
-        """One step's results: a message to each session it concerns."""
+        """Send one step's results: a message to each session that they concern."""
         self._engine_load, self._engine_stats = report.load, stats
         tokens: OfSession[TokenEvent] = defaultdict(list)
         failures: OfSession[RequestFailed] = defaultdict(list)

@@ -1,9 +1,10 @@
-"""One step as several messages where it would be too long for one. Pure.
+"""Splits a step into several messages where one would be too long. Pure.
 
-gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and breaks the session with it.
-Steps get there by log-probabilities of prompts (router/prompts/reader.py bounds each request's, 20
-MB) and by the snapshot of a large prefix map. A step is split between events, never inside a token
-event; the parts say the same as the whole, in its order: handles, subscriptions, tokens, failures.
+gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and then breaks the session.
+Steps become that long by log-probabilities of prompts (router/prompts/reader.py bounds each
+request's, 20 MB) and by the snapshot of a large prefix map. A step is split between events, never
+inside a token event. The parts together equal the whole, in this order: handles, subscriptions,
+tokens, failures.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from baton.protocol.events import (
 )
 
 T = TypeVar("T")
-MESSAGE_BYTES: Final = 32 << 20  # half of what gRPC takes: the sizes here are estimates
+MESSAGE_BYTES: Final = 32 << 20  # half of what gRPC takes, as the sizes here are estimates
 
 # Upper bounds of encoded sizes, bytes.
 _LOGPROB: Final = 26
 _ROW: Final = 6
 _TOKEN: Final = 6
-_EVENT: Final = 512  # ids and numbers of whatever kind of event
+_EVENT: Final = 512  # ids and numbers of an event of any kind
 _HANDLE: Final = 16 << 10
-_HASH: Final = 4  # around each
+_HASH: Final = 4  # overhead of each hash
 
 
 def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
-    """`step` itself if it is short enough, as it nearly always is, else its parts in order.
+    """Return `step` itself if it is short enough, as it nearly always is, else its parts in order.
 
-    Block events may become more; the parts' are not numbered.
+    A long block event may become several; block events of parts are not numbered.
     """
     if _size(step) <= limit:
         return (step,)
@@ -52,11 +53,11 @@ def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
 
 
 def _size(step: NodeStep) -> int:
-    """At least what the step takes on the wire."""
+    """Return an upper bound of the step's encoded size, good enough for short steps."""
     plain = len(step.tokens) + len(step.subscribed)
     size = _EVENT * plain + _HANDLE * len(step.handles) + sum(map(_failure, step.failed))
     size += sum(map(_blocks, step.block_events))
-    # A loop for the rare: most events are a token and nothing else, and there may be hundreds.
+    # The loop is for rare events: most are one token and nothing else, and there may be hundreds.
     for event in step.tokens:
         if event.logprobs or event.prompt_logprobs or len(event.token_ids) > 8:
             size += _tokens(event)
@@ -66,7 +67,7 @@ def _size(step: NodeStep) -> int:
 def _groups(
     events: Iterable[T], size_of: Callable[[T], int], limit: int
 ) -> Iterator[tuple[T, ...]]:
-    """Neighbours together as long as they fit; one that alone does not fit, alone."""
+    """Yield groups of neighbouring events that fit `limit`; an event too large for it is alone."""
     group: list[T] = []
     size = 0
     for event in events:
@@ -103,7 +104,9 @@ def _blocks(event: BlockEvent) -> int:
 
 
 def _cut(event: BlockEvent, limit: int) -> Iterator[BlockEvent]:
-    """The event, or events of fewer hashes that say the same: each goes on after the one before."""
+    """Yield the event, or events of fewer hashes that together equal it, each a child of the one
+    before.
+    """
     if _blocks(event) <= limit or not event.hashes:
         yield event
         return

@@ -1,7 +1,7 @@
-"""best_of: of several samples, those whose tokens are the most probable ones on average.
+"""best_of: choose the samples whose tokens are the most probable on average.
 
-The one rule for `LLM` and for routers, OpenAI's: log probability per token, so that a short sample
-is not better for being short. Pure.
+`LLM` and routers use this one rule, which is OpenAI's: log probability per token, so that a short
+sample is not better for being short. Pure.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 
 def best_samples(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
-    """Indices of the `n` best of `logprobs`, best first; ties in their own order.
+    """Return the indices of the `n` best of `logprobs`, best first; ties keep their order.
 
-    `logprobs[i]` are the log probabilities of sample i's tokens; a sample without any comes last.
+    `logprobs[i]` are the log probabilities of sample i's tokens; a sample without tokens comes
+    last.
     """
 
     def mean(sample: int) -> float:

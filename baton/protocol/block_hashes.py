@@ -1,9 +1,8 @@
-"""Chained hashes of full token blocks:
-the key of the prefix map on nodes and of prefix-aware routing.
+"""Chained hashes of full token blocks: the key of nodes' prefix maps and of prefix-aware routing.
 
-hash[i] = blake2b(hash[i-1], tokens of block i); hash[-1] is the salt of model digest, tenant and KV
-precision, so equal hashes mean equal tokens from position 0 on, the same model, tenant and
-precision.
+hash[i] = blake2b(hash[i-1], tokens of block i); hash[-1] is the salt of model digest, tenant, KV
+precision and adapter. So equal hashes mean equal tokens from position 0 on, and the same model,
+tenant, precision and adapter.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ HASH_BYTES: Final = 16
 def root_hash(
     model_digest: str, tenant_salt: str = "", kv_dtype: str = "", adapter: str = ""
 ) -> bytes:
-    """The parent of a prompt's first block."""
-    # JSON, since a salt comes from a client: no separator of ours may be forged in it.
+    """Return the parent hash of a prompt's first block."""
+    # JSON, as a salt comes from a client and must not be able to forge a separator.
     body = json.dumps((model_digest, tenant_salt, kv_dtype, adapter)).encode()
     return hashlib.blake2b(body, digest_size=HASH_BYTES).digest()
 
 
 def chain(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of one full block of tokens whose predecessor's hash is `parent`."""
+    """Return the hash of one full block of tokens whose predecessor's hash is `parent`."""
     h = hashlib.blake2b(parent, digest_size=HASH_BYTES)
     h.update(array("I", token_ids).tobytes())
     return h.digest()
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Hashes of all full blocks of `token_ids`, in order."""
+    """Return the hashes of all full blocks of `token_ids`, in order."""
     hashes: list[bytes] = []
     parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):

@@ -1,5 +1,4 @@
-"""Time is passed in: `Clock` for the code,
-SystemClock in processes, tests bring their own (tests/fakes.py)."""
+"""Time is passed in as a `Clock`: processes use SystemClock, tests their own (tests/fakes.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds; only differences mean anything, and only within this process."""
+        """Return seconds. Only differences mean anything, and only within this process."""
         ...
 
 
@@ -18,8 +17,10 @@ class SystemClock:
 
 
 def remaining_ms(deadline: float | None, clock: Clock) -> int:
-    """Milliseconds left until `deadline` (at least 1),
-    0 for no deadline: how a deadline travels."""
+    """Return the milliseconds left until `deadline` (at least 1), or 0 for no deadline.
+
+    Messages carry a deadline in this form.
+    """
     if deadline is None:
         return 0
     return max(1, int((deadline - clock.monotonic()) * 1000))

@@ -36,9 +36,10 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of all errors of Baton; `field` names the request field at fault, if one is.
+    """Base of all errors of Baton.
 
-    `retry_after_s`: whole seconds after which another try may go better, None if nobody knows.
+    `field`: the request field at fault; None if no field is. `retry_after_s`: whole seconds after
+    which another try may succeed; None if nobody knows.
     """
 
     http_status: ClassVar[int] = 500
@@ -81,7 +82,7 @@ class RequestNotFound(InvalidRequest):
 
 
 class TooLarge(InvalidRequest):
-    """More bytes than there is room for."""
+    """The request has more bytes than there is room for."""
 
     http_status = 413
     code = "request_too_large"
@@ -156,7 +157,7 @@ class KVLost(KVError):
 
 class KVCorrupt(KVError):
     code = "kv_corrupt"
-    lane: str = ""  # that it came over, once that is known
+    lane: str = ""  # the lane over which it came, once that is known
 
 
 class KVTimeout(KVError):
@@ -197,12 +198,12 @@ class InternalError(BatonError):
 
 
 def _tree(base: type[BatonError]) -> list[type[BatonError]]:
-    """This file's classes below `base`; errors that other modules derive never cross the wire."""
+    """Return this file's classes below `base`; errors that other modules derive are never sent."""
     below = [sub for sub in base.__subclasses__() if sub.__module__ == __name__]
     return [base, *(c for sub in below for c in _tree(sub))]
 
 
 def error_from_code(code: str, message: str, field: str | None = None) -> BatonError:
-    """Rebuild an error that crossed the wire; an unknown code becomes InternalError."""
+    """Rebuild an error that another process sent; an unknown code becomes InternalError."""
     by_code = {c.code: c for c in _tree(BatonError) if c is not BatonError}
     return by_code.get(code, InternalError)(message, field=field)

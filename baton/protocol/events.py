@@ -26,9 +26,9 @@ class TokenEvent:
     `position` is the absolute output index of token_ids[0]. A finished sample has a finish_reason,
     possibly with no new token. The end-of-sequence or stop token that ended a sample IS the last of
     token_ids and is repeated in `stop_token_id`. `logprobs[i]` belongs to token_ids[i], the token
-    itself first. `candidates`: what a search on another node begins with, best first, instead of
-    tokens; it travels in END, never to a router. `preemptions`: with a sample's last event, how
-    often it lost its place on this node.
+    itself first. `candidates`: for a beam search that goes on at another node, its first
+    candidates, best first, instead of tokens; they are sent in END, never to a router.
+    `preemptions`: in a sample's last event, how often the sample was preempted on this node.
     """
 
     request_id: str
@@ -47,8 +47,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What END carries of token 1: one per sample, or one per candidate of a search, best first
-    (`sample` is then its rank from 0, `cumulative_logprob` its score)."""
+    """Token 1 as END carries it: one per sample, or one per candidate of a beam search, best first.
+
+    Of a candidate, `sample` is the rank from 0 and `cumulative_logprob` the score.
+    """
 
     position: int
     token_id: int
@@ -73,7 +75,7 @@ class Subscribed:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Vectors of a SubmitPool's prompts, in their order: float32, little-endian."""
+    """The vectors of a SubmitPool's prompts, in the prompts' order: float32, little-endian."""
 
     request_id: str
     epoch: int
@@ -98,8 +100,11 @@ class BlockEventKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Prefix-map changes; `hashes` in prefix order,
-    `parent` the hash before the first one (b"" at a start)."""
+    """A change of a node's prefix map.
+
+    `hashes`: in prefix order. `parent`: the hash before the first one (b"" at the start of a
+    prompt).
+    """
 
     kind: BlockEventKind
     hashes: tuple[bytes, ...] = ()
@@ -108,7 +113,9 @@ class BlockEvent:
 
 @dataclass(frozen=True, slots=True)
 class Controlled:
-    """An order was carried out, or not: then `code` is the error's."""
+    """The answer to an order. `code` is empty if the order was carried out, else the
+    error's code.
+    """
 
     number: int
     code: str = ""
@@ -118,7 +125,9 @@ class Controlled:
 
 @dataclass(frozen=True, slots=True)
 class AdapterList:
-    """The ids of a node's LoRA adapters now; `leaving`: those that new requests get no more."""
+    """The ids of the LoRA adapters that a node holds now. `leaving`: those that new requests cannot
+    use.
+    """
 
     held: tuple[str, ...]
     leaving: tuple[str, ...] = ()
@@ -126,7 +135,7 @@ class AdapterList:
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """Everything that one engine step, or control step, yields, in order: one wire message.
+    """Everything that one engine step, or one control step, yields, in order: one wire message.
 
     `last`: the node has drained; nothing follows, and the router ends the session.
     """

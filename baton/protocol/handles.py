@@ -1,4 +1,4 @@
-"""Names that travel: KV handles, endpoints, node records and loads. Frozen values, no behaviour."""
+"""Values that name things between processes: KV handles, endpoints, node records, loads. Frozen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class LaneAddress:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where and how a node process exchanges KV. `boot_id` is new at every start of the process."""
+    """Where and how a node process exchanges KV.
+
+    `boot_id`: new at every start of the process. `ranks`: the endpoints of a tensor-parallel
+    group's ranks; empty without one.
+    """
 
     boot_id: str
     layout_fingerprint: str
@@ -31,7 +35,7 @@ class Endpoint:
 class KVHandle:
     """Names one export.
 
-    (boot_id, export_seq) fences the exporter's memory, `secret` proves the right to fetch.
+    (boot_id, export_seq) fences the exporter's memory; `secret` proves the right to fetch.
     """
 
     boot_id: str
@@ -52,10 +56,10 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """A node's state as its routers see it; counts of requests, blocks, tokens; seconds.
+    """A node's state as its routers see it: numbers of requests, blocks and tokens; seconds.
 
-    `kv_token_bytes`: KV of one token, as it travels. From `kv_received_bytes` on: counters since
-    the node's start.
+    `kv_token_bytes`: the wire bytes of one token's KV. From `kv_received_bytes` on: counters since
+    the node's start, unless the field says otherwise.
     """
 
     running: int = 0
@@ -69,26 +73,27 @@ class NodeLoad:
     step_seconds: float = 0.0
     prefill_tokens_per_s: float = 0.0
     draining: bool = False
-    stalled: bool = False  # its engine makes no progress
+    stalled: bool = False  # the node's engine makes no progress
     kv_token_bytes: int = 0
-    kv_received_bytes: int = 0  # verified
+    kv_received_bytes: int = 0  # of verified KV
     kv_sent_bytes: int = 0
-    kv_adopted_bytes: int = 0  # read where they lie: neither sent nor received
-    kv_fetches: int = 0  # that ended well
+    kv_adopted_bytes: int = 0  # read where it lies: neither sent nor received
+    kv_fetches: int = 0  # fetches that succeeded
     kv_fetch_failures: int = 0
     preemptions: int = 0
-    prefix_query_tokens: int = 0  # looked up in the prefix map
-    prefix_hit_tokens: int = 0  # of these, found
-    steps: int = 0  # of its engine
-    step_tokens: int = 0  # prompt and output tokens that they computed
-    kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
-    mbu: float = 0.0  # of the last steps: share of the read bandwidth
-    mfu: float = 0.0  # of the rate of matrix products
-    pause: str = ""  # no counter: "refuse" or "hold" while an operator has it so
+    prefix_query_tokens: int = 0  # tokens looked up in the prefix map
+    prefix_hit_tokens: int = 0  # tokens found there
+    steps: int = 0  # steps of the node's engine
+    step_tokens: int = 0  # prompt and output tokens that these steps computed
+    # the sum of the times between a prefill's end and its receiver's ACK
+    kv_tail_seconds: float = 0.0
+    mbu: float = 0.0  # no counter: share of the memory's read bandwidth that the last steps used
+    mfu: float = 0.0  # no counter: share of the rate of matrix products that the last steps used
+    pause: str = ""  # no counter: "refuse" or "hold" while an operator has paused the node
     asleep: bool = False  # no counter: without weights and KV
 
     def without_counters(self) -> NodeLoad:
-        """The state alone: what a router decides by."""
+        """Return the load with all counters at 0: the part by which a router decides."""
         return replace(
             self,
             kv_received_bytes=0,
@@ -109,7 +114,7 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """What a node says of itself: in its session's first message and in the registry."""
+    """What a node reports about itself: in its session's first message and in the registry."""
 
     node_id: str
     boot_id: str
@@ -125,7 +130,7 @@ class NodeRecord:
     version: str = ""
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
-    leaving_adapters: tuple[str, ...] = ()  # of these, who serve requests under way alone
-    max_num_seqs: int = 0  # most sequences that run at once; 0 = not reported
-    precision: str = ""  # what it computes and keeps KV in, "bfloat16, KV int8"; "" = not reported
+    leaving_adapters: tuple[str, ...] = ()  # those of `adapters` that serve only requests under way
+    max_num_seqs: int = 0  # the most sequences that run at once; 0 = not reported
+    precision: str = ""  # dtypes of computing and of KV, "bfloat16, KV int8"; "" = not reported
     deterministic: bool = False

@@ -1,5 +1,6 @@
-"""What a model's attention layers store per token,
-and the fingerprint two nodes must share to exchange it."""
+"""What a model's attention layers store per token, and the fingerprint that two nodes must share to
+exchange KV.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 PROTOCOL_VERSION: Final = 1
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-SCALE_BYTES: Final = 4  # int8 KV: float32, per token and head, K's and V's apart
+SCALE_BYTES: Final = 4  # int8 KV: a float32 per token and head, for K and for V
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,18 @@ class LayerSpec:
     kind: Literal["full", "sliding", "mla"] = "full"
 
     def token_bytes(self, dtype: str) -> int:
-        """Bytes of one token's K and V, without scales."""
+        """Return the bytes of one token's K and V, without scales."""
         return self.kv_heads * (self.k_dim + self.v_dim) * DTYPE_BYTES[dtype]
 
     def scale_bytes(self, dtype: str) -> int:
-        """Bytes of one token's scales: int8 KV alone has any."""
+        """Return the bytes of one token's scales: 0 unless the KV is int8."""
         parts = 2 if self.v_dim else 1
         return parts * self.kv_heads * SCALE_BYTES if dtype == "int8" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFormat:
-    """How one node stores KV; exchanged at the handshake, outside the fingerprint."""
+    """How one node stores KV. Sent in the handshake; it is not part of the fingerprint."""
 
     block_size: int
     dtype: str
@@ -52,7 +53,8 @@ class PoolFormat:
 class HeldBlocks:
     """A sequence's blocks in one layer group: its block `first + i` lies in pool block ids[i].
 
-    Those before `first` are a hole: a sliding window has passed them, or will never see them.
+    The blocks before `first` are not held: a sliding window has passed them, or will never see
+    them.
     """
 
     ids: Sequence[int]
@@ -60,7 +62,9 @@ class HeldBlocks:
 
     @property
     def end(self) -> int:
-        """Blocks of the sequence covered, the hole included."""
+        """The number of blocks of the sequence up to the last held one, including those before
+        `first`.
+        """
         return self.first + len(self.ids)
 
 
@@ -68,15 +72,18 @@ BlockLists: TypeAlias = tuple[HeldBlocks, ...]  # one per layer group of the poo
 
 
 def first_visible(window: int, num_tokens: int) -> int:
-    """The first of `num_tokens` known tokens whose KV a layer with `window` (0 = unlimited) still
-    needs; conservative by one: the last known token may be computed again."""
+    """Return the first of `num_tokens` known tokens whose KV a layer with `window` (0 = unlimited)
+    needs.
+
+    It is one token more than strictly needed, as the last known token may be computed again.
+    """
     return max(0, num_tokens - window) if window else 0
 
 
 def layout_fingerprint(model_digest: str, rope: str, layers: tuple[LayerSpec, ...]) -> str:
-    """Hex SHA-256 over checkpoint digest, RoPE rule and all layer specs.
+    """Return the hex SHA-256 over checkpoint digest, RoPE rule and all layer specs.
 
-    Block size, TP and dtype stay outside.
+    Block size, TP and dtype are not part of it.
     """
     body = json.dumps(
         [PROTOCOL_VERSION, model_digest, rope, [asdict(layer) for layer in layers]], sort_keys=True

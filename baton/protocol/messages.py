@@ -1,5 +1,6 @@
-"""What a router says to a node on their session. Frozen values; wire form:
-baton/protocol/wire.py."""
+"""What a router sends to a node on their session. Frozen values; wire form:
+baton/protocol/wire.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from baton.protocol.kv_spec import PROTOCOL_VERSION
 from baton.protocol.request import Request
 
 SECRET_METADATA: Final = "baton-secret-mac"  # gRPC metadata key of `session_mac`
-ROUTER_METADATA: Final = "baton-router-id-bin"  # and of the router's id in UTF-8, whose proof it is
+# gRPC metadata key of the router's id in UTF-8, which `session_mac` proves
+ROUTER_METADATA: Final = "baton-router-id-bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class SessionHello:
 
 @dataclass(frozen=True, slots=True)
 class SubmitPrefill:
-    """Compute the prompt (and what earlier epochs emitted), sample one token, export the KV."""
+    """Compute the prompt (and the tokens of earlier epochs), sample one token, export the KV."""
 
     request: Request
 
@@ -36,7 +38,8 @@ class SubmitPrefill:
 class SubmitDecode:
     """Decode from the KV behind `handle`; None = compute the prompt here (local prefill).
 
-    `prefilling`: token 1 is still to come, and Prefilled will follow it."""
+    `prefilling`: token 1 is not computed yet; a Prefilled follows when it is.
+    """
 
     request: Request
     handle: KVHandle | None = None
@@ -45,8 +48,10 @@ class SubmitDecode:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Token 1 is there: a decode node that wanted nothing from the prefill node before may fetch
-    now. Ignored when the request is not here under `epoch`."""
+    """Token 1 is computed: a decode node that has not contacted the prefill node yet may fetch now.
+
+    Ignored when the request is not here under `epoch`.
+    """
 
     request_id: str
     epoch: int
@@ -57,11 +62,12 @@ PoolKind = Literal["last", "mean", "yes_no", "classify"]
 
 @dataclass(frozen=True, slots=True)
 class SubmitPool:
-    """Compute vectors of some prompts: hidden states (last token's, or the mean), how probably the
-    next token is "yes" and not "no", or a classifier's logits. The answer is Pooled.
+    """Compute vectors of some prompts; the answer is Pooled.
 
-    The request's prompt ids are all prompts, one after another; `lengths` says where each ends.
-    `dimensions`: so many leading ones are kept, 0 = all. `answers`: the ids of yes and no.
+    `kind`: the last token's hidden state, the mean of all, the probability of "yes" against "no" as
+    the next token, or a classifier's logits. The request's prompt ids are all prompts, one after
+    another; `lengths` are the prompts' lengths. `dimensions`: how many leading ones to keep, 0 =
+    all. `answers`: the token ids of yes and no.
     """
 
     request: Request
@@ -82,7 +88,7 @@ class SubmitPool:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Stop the request if it still runs under `epoch` or an older one. No answer follows."""
+    """Stop the request if it still runs under `epoch` or an older one. There is no answer."""
 
     request_id: str
     epoch: int
@@ -101,18 +107,18 @@ class ReleaseExport:
 
 @dataclass(frozen=True, slots=True)
 class DrainNode:
-    """Take no new requests; mode "finish" lets those that run end here."""
+    """Take no new requests. Mode "finish": let the running ones end on this node."""
 
     mode: str = "finish"
 
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Let go of a request so that another node may go on with it.
+    """Give up a request so that another node may continue it.
 
-    The answer is its last event here: HandleReady if it left with its KV under a lease, else
-    RequestFailed with code `given_back` (nothing was computed that is worth moving). Ignored when
-    the request is not here under `epoch`.
+    The answer is the request's last event here: HandleReady if it left with its KV under a lease,
+    else RequestFailed with code `given_back` (too little was computed to be worth moving). Ignored
+    when the request is not here under `epoch`.
     """
 
     request_id: str
@@ -121,9 +127,9 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class StopSample:
-    """Compute one sample of a request no further; the others go on. No answer follows.
+    """Stop computing one sample of a request; the other samples go on. There is no answer.
 
-    Of the last one an AbortRequest says the same.
+    To stop the last sample, an AbortRequest is sent instead.
     """
 
     request_id: str
@@ -138,10 +144,10 @@ ControlAction = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ControlNode:
-    """An operator's order. The answer is a Controlled of this `number`.
+    """An operator's order. The answer is a Controlled with this `number`.
 
-    `name`, `path`: of a LoRA adapter; `in_place`: it may take the place of one of that name.
-    `tags`: what is to wake, none = all. `mode` of a pause: "refuse" or "hold".
+    `name`, `path`: of a LoRA adapter. `in_place`: the adapter may replace one of the same name.
+    `tags`: what to wake, none = all. `mode`: of a pause, "refuse" or "hold".
     """
 
     number: int
@@ -170,11 +176,14 @@ RouterMessage = (
 
 
 def session_metadata(secret: str, router_id: str) -> tuple[tuple[str, str | bytes], ...]:
-    """gRPC metadata by which a router proves to a node that it knows the secret."""
+    """Return the gRPC metadata by which a router proves to a node that it knows the secret."""
     proof = (SECRET_METADATA, session_mac(secret, router_id))
     return ((ROUTER_METADATA, router_id.encode()), proof)
 
 
 def session_mac(secret: str, router_id: str) -> str:
-    """Hex HMAC-SHA256, sent as SECRET_METADATA: the router knows the deployment's secret."""
+    """Return the hex HMAC-SHA256 that proves that the router knows the deployment's secret.
+
+    It is sent as SECRET_METADATA.
+    """
     return hmac.new(secret.encode(), b"session|" + router_id.encode(), hashlib.sha256).hexdigest()

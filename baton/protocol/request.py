@@ -1,7 +1,7 @@
-"""A request: what is asked (frozen), the states it passes, and the only table of legal transitions.
+"""A request: what is asked (frozen), its states, and the only table of legal transitions.
 
-Prompt and output ids stay apart for the whole life, also on a retry: a position is the absolute
-index in the output, so limits, penalties and noise never restart. The Redis scripts
+Prompt and output ids are kept apart for the whole life of a request, also on a retry. A position is
+the absolute index in the output, so limits, penalties and noise never restart. The Redis scripts
 (router/store/redis_store.py) are generated from TRANSITIONS.
 """
 
@@ -25,7 +25,7 @@ class RequestState(enum.StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    __hash__ = str.__hash__  # Enum's own is Python code, and states are keys of every table
+    __hash__ = str.__hash__  # Enum's own hash is Python code, and states are keys of every table
 
     @property
     def terminal(self) -> bool:
@@ -34,8 +34,8 @@ class RequestState(enum.StrEnum):
 
 TERMINAL: Final = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
-# How a request goes on after its node was lost: one prefill of all that is known, or a replay of
-# the shapes it was computed in before, bit for bit (baton/engine/core/replay.py).
+# How a request goes on after its node was lost. fast: one prefill of all known tokens. exact: a
+# replay of the shapes in which it was computed before, bit for bit (baton/engine/core/replay.py).
 Resume: TypeAlias = Literal["fast", "exact"]
 
 _S = RequestState
@@ -73,8 +73,9 @@ class Request:
 
     `output_ids[s]` are the tokens of sample s emitted under earlier epochs (empty at first), so the
     next token of sample s has position `len(output_ids[s])`. `deadline` is monotonic seconds in
-    this process (it travels as remaining milliseconds), None for no deadline. `ended`: samples that
-    nobody computes any more, whatever their tokens say (a stop string is known to the router only).
+    this process (messages carry the remaining milliseconds), None for no deadline. `ended`: samples
+    that nobody computes any more, whatever their tokens are (only the router knows about stop
+    strings).
     """
 
     id: str
@@ -93,30 +94,31 @@ class Request:
 
     @property
     def live_samples(self) -> tuple[int, ...]:
-        """Samples to compute; a search is one."""
+        """The samples to compute; a beam search counts as one sample."""
         return tuple(s for s in range(self.params.num_samples) if s not in self.ended)
 
     def emitted(self, sample: int) -> tuple[int, ...]:
-        """Known output tokens of a sample; of a search none: it starts anew."""
+        """Return the known output tokens of a sample. A beam search has none: it starts anew."""
         known = sample < len(self.output_ids) and not self.params.beam_width
         return self.output_ids[sample] if known else ()
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """What a prefill computes: the prompt, then what all live samples have emitted alike (of a
-        single one: all of it)."""
+        """The tokens that a prefill computes: the prompt, then the longest prefix that the outputs
+        of all live samples share. With one sample that is its whole output.
+        """
         if self.params.width == 1:
             return self.prompt_ids + self.emitted(0)
         outputs = [self.emitted(sample) for sample in self.live_samples]
         return self.prompt_ids + (_common(outputs) if outputs else ())
 
     def retried(self, output_ids: tuple[tuple[int, ...], ...]) -> Request:
-        """The same request for its next owner: epoch + 1, with what has been emitted so far."""
+        """Return this request for its next owner: with epoch + 1 and the tokens emitted so far."""
         return replace(self, output_ids=output_ids, epoch=self.epoch + 1)
 
 
 def _common(outputs: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest prefix that all share."""
+    """Return the longest prefix that all outputs share."""
     shortest = min(outputs, key=len)
     for index, token in enumerate(shortest):
         if any(ids[index] != token for ids in outputs):

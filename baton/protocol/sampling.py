@@ -1,10 +1,10 @@
 """SamplingParams: how tokens are chosen and when a sample ends.
 
-One frozen value, validated at construction.
+One frozen value, validated at construction. Conventions are vLLM's: temperature 0 = greedy, top_k 0
+or -1 = off, min_p 0 = off.
 
-Not here: stop strings' matching (stops.py, on text), the sampler itself
-(baton/engine/sampling/sampler.py). Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 =
-off, min_p 0 = off.
+Stop strings are matched on text, in baton/text/stops.py; the sampler is
+baton/engine/sampling/sampler.py.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 4096
-MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's
+MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's limit
 MAX_BIAS: Final = 100
 _NUMBERS: Final = (int, float)
-_bounded: Final = attrgetter(*BOUNDS)  # one call for all of them
+_bounded: Final = attrgetter(*BOUNDS)  # one call reads all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ class GuidedDecoding:
     """A grammar that the output must match; baton/guided/grammar_text.py reads each kind's text.
 
     `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
-    the default). `starts_after`: the output is free up to and with this text ("" = it starts at
-    once), which is how a model may think first. `most_thought`: after so many tokens of a thought
-    that text is written for the model, None = never; a thought begins behind `thought_start` ("" =
-    the output begins within one). Kind "free": nothing is asked of what follows it.
+    the default). `starts_after`: the output is free up to the end of this text ("" = the grammar
+    applies at once); so a model may think first. `most_thought`: after so many tokens of a thought
+    that text is written for the model, None = never. A thought begins behind `thought_start` ("" =
+    the output begins within one). Kind "free": the grammar does not restrict the output behind
+    `starts_after`.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "free"]
@@ -68,14 +69,13 @@ class GuidedDecoding:
 class SamplingParams:
     """How one request samples.
 
-    Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
-    `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
-    `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
-    `skip_reading_prefix_cache`: its prompt is computed anew, whatever the nodes hold of it; other
-    requests may read what it leaves. `logprobs` -1 = all of the vocabulary; with
-    `logprob_token_ids` these are returned instead.
-    The last three are for whoever makes text of the tokens (`LLM`, `Client`): engines know no text,
-    and these never travel to a node. `stop` may be given as one text.
+    Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included). `seed`:
+    None means that the front door draws one; every engine needs it drawn. `allowed_token_ids`: only
+    these are drawn, end-of-sequence tokens included; empty = all. `skip_reading_prefix_cache`:
+    compute the whole prompt, even where nodes hold its KV; other requests may read the KV that this
+    one leaves. `logprobs`: -1 = of the whole vocabulary; with `logprob_token_ids`, of those tokens
+    instead. The last three fields are for callers that turn tokens into text (`LLM`, `Client`):
+    engines work on tokens, so these fields are never sent to a node. `stop` may be one string.
     """
 
     n: int = 1
@@ -148,7 +148,9 @@ class SamplingParams:
         self._check_stop()
 
     def _check_stop(self) -> None:
-        """One text, or several, or None, is a tuple from here on."""
+        """Turn `stop` (a string, several, or None) into a tuple of strings. Raises
+        InvalidRequest.
+        """
         given: Any = self.stop
         if given == ():
             return
@@ -172,26 +174,26 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Samples that run side by side; beams are branches of one."""
+        """The number of samples that run side by side; the beams of a search count as one."""
         return 1 if self.beam_width else max(self.n, self.best_of or 1)
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that an engine reports: every sample, or the n best beams."""
+        """The number of outputs that an engine reports: every sample, or the n best beams."""
         return self.n if self.beam_width else max(self.n, self.best_of or 1)
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that occurred before count for less (or more)."""
+        """Whether a penalty changes the logits of tokens that occurred before."""
         penalties = (self.frequency_penalty, self.presence_penalty)
         return self.repetition_penalty != 1.0 or any(penalties)
 
     @property
     def remembers(self) -> bool:
-        """Whether a draw depends on the tokens before it."""
+        """Whether a draw depends on the tokens before it, by a penalty or bad words."""
         return self.penalised or bool(self.bad_words)
 
     @property
     def width(self) -> int:
-        """Most sequences at once."""
+        """The most sequences that the request runs at once."""
         return self.beam_width or max(self.n, self.best_of or 1)

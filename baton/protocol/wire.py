@@ -1,9 +1,9 @@
-"""Dataclass <-> protobuf for everything that routers and nodes say to each other.
+"""Dataclasses to protobuf and back, for all that routers and nodes send to each other.
 
-The only place, besides the service files, that sees protobuf messages. `x_to_wire` builds the
-message, `x_from_wire` the dataclass; an unknown kind or a missing required field raises
-InvalidRequest there, loudly, and never becomes a default. Deadlines travel as remaining
-milliseconds. Not here: KV frames (kv_transfer/), the public API (router/api/grpc/inference.py).
+Only this package and the service files see protobuf messages. `x_to_wire` builds the message,
+`x_from_wire` the dataclass. An unknown kind or a missing required field raises InvalidRequest and
+never becomes a default. Messages carry deadlines as remaining milliseconds. KV frames are in
+kv_transfer/, the public API is in router/api/grpc/inference.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:
 
 
 def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
-    """The request as this process sees it: `deadline` and `arrival` on this process's clock."""
+    """Return the request as this process sees it: `deadline` and `arrival` are on this process's
+    clock.
+    """
     nothing_unknown(message, "request")
     present(message, "params")
     if not message.prompt_ids:
@@ -157,7 +159,7 @@ def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
 
 
 def handle_to_bytes(value: KVHandle) -> bytes:
-    """For the request's record in the store."""
+    """Serialize a handle for the request's record in the store."""
     return handle_to_wire(value).SerializeToString()
 
 
@@ -172,7 +174,7 @@ def handle_from_bytes(data: bytes) -> KVHandle:
 
 
 def load_to_wire(value: NodeLoad) -> node_pb2.Load:
-    """With every step: asdict would take 100 us."""
+    """Build the message of a load. Called with every step, where asdict would take 100 us."""
     return node_pb2.Load(**{name: getattr(value, name) for name in _LOAD})
 
 
@@ -211,7 +213,7 @@ def record_from_wire(message: node_pb2.NodeRecord) -> NodeRecord:
 
 
 def record_to_bytes(value: NodeRecord) -> bytes:
-    """For the node's key in Redis."""
+    """Serialize a record for the node's key in Redis."""
     return record_to_wire(value).SerializeToString()
 
 
@@ -288,7 +290,7 @@ def router_message_from_wire(
 
 
 def _named(message: Any) -> tuple[str, int]:
-    """(request id, epoch) of what is about one request."""
+    """Return (request id, epoch) of a message about one request."""
     return identifier(message.request_id, "request_id"), epoch_of(message.epoch)
 
 

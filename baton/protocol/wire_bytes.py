@@ -1,4 +1,4 @@
-"""A whole request as bytes, for what keeps it over the life of a process. Not here: who does."""
+"""A whole request as bytes, for code that keeps requests longer than a process lives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from protos import node_pb2
 
 
 def request_to_bytes(request: Request, clock: Clock) -> bytes:
-    """Its deadline is kept as what is left of it now."""
+    """Serialize a request; its deadline is kept as the time that is left now."""
     return wire.request_to_wire(request, clock).SerializeToString()
 
 
 def request_from_bytes(data: bytes, clock: Clock) -> Request:
-    """Its deadline as if no time had passed. Raises InvalidRequest."""
+    """Rebuild a request, as if no time had passed until its deadline. Raises InvalidRequest."""
     try:
         return wire.request_from_wire(node_pb2.Request.FromString(data), clock)
     except DecodeError as error:

@@ -1,4 +1,6 @@
-"""What baton/protocol/wire.py checks of a message; each raises InvalidRequest naming the field."""
+"""Checks of protobuf messages for baton/protocol/wire.py; each raises InvalidRequest with the
+field.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _FINISH_REASONS: Final = tuple(str(reason) for reason in FinishReason)
 
 
 def required(text: str, name: str) -> str:
-    """proto3 has no absent strings: an empty one is a missing one."""
+    """Return `text`, which must not be empty: proto3 sends a missing string as an empty one."""
     if not text:
         raise InvalidRequest(f"{name} is missing", field=name)
     return text
@@ -48,7 +50,10 @@ def one_of(value: str, allowed: Sequence[str], name: str) -> str:
 
 
 def nothing_unknown(message: Message, name: str) -> None:
-    """A field of a newer peer may change what a request means, so it must not be ignored."""
+    """Refuse a message with a field that this process does not know.
+
+    A field of a newer peer may change what a request means, so it must not be ignored.
+    """
     unknown = UnknownFieldSet(message)
     if len(unknown):
         number = unknown[0].field_number

@@ -1,4 +1,4 @@
-"""Orders to a node and their answers <-> protobuf. Used by baton/protocol/wire.py."""
+"""Orders to a node and their answers, to protobuf and back. Used by baton/protocol/wire.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def adapters_to_wire(value: AdapterList | None) -> node_pb2.AdapterList | None:
 
 
 def adapters_from_wire(message: node_pb2.NodeStep) -> AdapterList | None:
-    """Of a step; None: they are as they were."""
+    """Return the adapters that a step reports; None if they have not changed."""
     if not message.HasField("adapters"):
         return None
     return AdapterList(tuple(message.adapters.held), tuple(message.adapters.leaving))

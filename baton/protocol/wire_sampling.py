@@ -1,8 +1,8 @@
-"""SamplingParams <-> protobuf: for nodes (node.proto) and for gRPC clients (serve.proto).
+"""SamplingParams to protobuf and back: for nodes (node.proto) and for gRPC clients (serve.proto).
 
-A field that SamplingParams and a message have under one name travels by itself: what kind of field
-it is, the message's declaration says. Only the names in BY_HAND have lines of their own here, and
-TEXT_FIELDS never travel this way: they are for whoever makes text of the tokens.
+A field that SamplingParams and a message have under the same name is copied without code of its
+own: the message's declaration says what kind of field it is. Only the names in BY_HAND have code
+here. TEXT_FIELDS are never sent this way: they are for callers that turn tokens into text.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The fields of one kind of message that travel by themselves.
+    """The names of the fields of one kind of message that are copied without code of their own.
 
-    `always`: those whose absence is their zero. `optional`: those that may be absent.
-    `repeated`: lists. `values`: those that SamplingParams has for `all`, in its order.
+    `always`: fields without presence, whose absence means zero. `optional`: fields that may be
+    absent. `repeated`: lists. `all`: these three together. `values`: returns the values of `all`
+    from a SamplingParams, in that order.
     """
 
     always: tuple[str, ...]
@@ -65,9 +66,11 @@ def _presence(spec: FieldDescriptor) -> str:
 
 
 def sampling_message(params: SamplingParams, kind: type[M]) -> M:
-    """A message of this kind with all that it has of SamplingParams, but TEXT_FIELDS."""
+    """Return a message of this kind with all the fields that it shares with SamplingParams, except
+    TEXT_FIELDS.
+    """
     names = _names(kind.DESCRIPTOR)
-    # What is zero or empty is so on the wire without being said, unless it may be absent.
+    # A zero or empty value needs no field on the wire, unless the field may be absent.
     values = {
         name: value
         for name, value in zip(names.all, names.values(params), strict=True)
@@ -84,8 +87,10 @@ def sampling_message(params: SamplingParams, kind: type[M]) -> M:
 
 
 def sampling_fields(message: Any) -> dict[str, Any]:
-    """Arguments of SamplingParams: what the message says. Raises InvalidRequest for an unknown
-    `early_stopping` or kind of grammar."""
+    """Return the arguments of SamplingParams that the message gives.
+
+    Raises InvalidRequest for an unknown `early_stopping` or kind of grammar.
+    """
     names = _names(message.DESCRIPTOR)
     given = {name: getattr(message, name) for name in names.always}
     for name in names.optional:
@@ -104,14 +109,16 @@ def sampling_fields(message: Any) -> dict[str, Any]:
 
 
 def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
-    """For a node. Raises InvalidRequest for a seed that nobody has drawn."""
+    """Build the message for a node. Raises InvalidRequest for a seed that nobody has drawn."""
     if params.seed is None:
         raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
     return sampling_message(params, node_pb2.SamplingParams)
 
 
 def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
-    """At a node. Raises InvalidRequest for what is out of bounds, missing or not known here."""
+    """Read the message at a node. Raises InvalidRequest for values out of bounds and for unknown
+    fields.
+    """
     nothing_unknown(message, "params")
     return SamplingParams(**sampling_fields(message))
 
@@ -129,7 +136,10 @@ def guided_to_wire(guided: GuidedDecoding) -> node_pb2.GuidedDecoding:
 
 
 def guided_from_wire(message: Any) -> GuidedDecoding | None:
-    """What a message with a field `guided` says. Raises InvalidRequest for an unknown kind."""
+    """Return the grammar of a message with a field `guided`; None if it has none.
+
+    Raises InvalidRequest for an unknown kind.
+    """
     if not message.HasField("guided"):
         return None
     guided: node_pb2.GuidedDecoding = message.guided

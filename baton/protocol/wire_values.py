@@ -1,7 +1,8 @@
-"""Values inside node messages <-> protobuf: log-probabilities, prompts to pool and their vectors,
-failures, endpoints (part of every handle, so what was made is kept, both ways).
+"""Values inside node messages, to protobuf and back: log-probabilities, prompts to pool and their
+vectors, failures, endpoints.
 
-Used by baton/protocol/wire.py, which has the messages around them.
+Every handle holds an endpoint, so converted endpoints are cached, both ways. Used by
+baton/protocol/wire.py, which converts the messages around these values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from baton.protocol.request import Request
 from baton.protocol.wire_checks import epoch_of, identifier, one_of, present, required
 from protos import kv_pb2, node_pb2
 
-KEPT: Final = 256  # endpoints: incarnations of nodes
+KEPT: Final = 256  # endpoints in each cache; one per start of a node
 POOL_KINDS: Final = ("last", "mean", "yes_no", "classify")
 
 
@@ -44,7 +45,7 @@ def logprobs_from_wire(
 
 
 def pool_task_to_wire(value: SubmitPool) -> node_pb2.PoolTask:
-    """All of a SubmitPool but its request."""
+    """Build the message of a SubmitPool without its request."""
     yes, no = value.answers
     return node_pb2.PoolTask(
         lengths=value.lengths,
@@ -114,7 +115,7 @@ def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
 
 @lru_cache(KEPT)
 def kept_endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
-    """The same message again and again: to be copied into others, never changed."""
+    """Return the cached message of an endpoint: copy it into others, never change it."""
     return endpoint_to_wire(value)
 
 

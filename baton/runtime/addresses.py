@@ -1,4 +1,4 @@
-"""What an address that a process listens on means. Not here: binding it."""
+"""Questions about an address on which a process listens. It binds nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Where Baton keeps what it can make again: kernels, measured limits, runs of `baton up`."""
+"""The folder for files that Baton can make again: kernels, measured limits, runs of `baton up`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder `name` of Baton's in the user's cache, which need not exist. Raises OSError where
-    nobody knows the user's home."""
+    """Return Baton's folder `name` in the user's cache; the folder need not exist.
+
+    Raises OSError if the user's home is unknown.
+    """
     base = environ.get("XDG_CACHE_HOME")
     try:
         home = Path(base) if base else Path.home() / ".cache"

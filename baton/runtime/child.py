@@ -1,9 +1,10 @@
 """The inside of a child of baton/runtime/children.py: answers questions until its input ends.
 
-Where a question uses up its seconds of CPU, the kernel ends the process (SIGPROF, which nothing
-here catches: no call has to come back for that); with its bytes, the allocator does, or Python says
-MemoryError and the process ends. Questions and answers are frames: eight bytes of length, then so
-many bytes. The first answer, empty, says that the child is ready.
+When a question has used its seconds of CPU, the kernel ends the process by SIGPROF, which nothing
+here catches; so even a call that never returns is ended. When the process has used its bytes, the
+allocator ends it, or Python raises MemoryError and the process exits. Questions and answers are
+frames: eight bytes of length, then so many bytes. The first answer, empty, says that the child is
+ready.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ HEAD_BYTES: Final = 8
 
 
 def serve(answer: Callable[[bytes], bytes], cpu_s: float, memory_bytes: int, *, nice: int) -> None:
-    """Answer until the input ends; each question has `cpu_s`, all of them `memory_bytes`. `nice`:
-    how much it leaves to other processes, 0 to 19."""
+    """Answer questions until the input ends.
+
+    `cpu_s`: the CPU time of each question. `memory_bytes`: the memory of the whole process. `nice`:
+    the priority that it gives up to other processes, 0 to 19.
+    """
     os.nice(nice)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

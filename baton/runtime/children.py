@@ -1,12 +1,12 @@
-"""Work that may run away, done in processes that can be given up.
+"""Work that may run away, done in child processes that can be killed.
 
 A call in native code can take minutes or gigabytes, and no thread can leave it: building a grammar
-(`multipleOf: 9999991`), spelling a list that holds itself twice, forty times over. So such work is
-done in a child (baton/runtime/child.py), which ends when it has used its seconds of CPU or its
-bytes: then that question has failed, and the next one gets a new child. Children are started when
+(`multipleOf: 9999991`), or printing a list that holds itself twice, forty levels deep. So such work
+is done in a child (baton/runtime/child.py), which ends when it has used its seconds of CPU or its
+bytes. Then that question has failed, and the next one gets a new child. Children are started when
 needed, kept, and end with this process.
 
-`Children` is for threads; each thread that asks has a child of its own meanwhile.
+`Children` is for threads; a thread that asks has a child for itself until the answer comes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from typing import IO, Final
 from baton.protocol.errors import InternalError
 from baton.runtime.child import HEAD_BYTES
 
-START_S: Final = 30.0  # of a child: to import what it needs
-MAX_USES: Final = 1000  # of one child: whatever it hoards goes with it
-PIPE_BYTES: Final = 1 << 20  # the most that everybody may have: fewer turns between processes
+START_S: Final = 30.0  # how long a child may take to start: it imports what it needs
+MAX_USES: Final = 1000  # questions to one child; ending it frees what it hoards
+# the largest pipe that any user may have: fewer switches between processes
+PIPE_BYTES: Final = 1 << 20
 
 
 class Excess(enum.Enum):
-    """What a child ran out of. TIME is not the question's fault: the child used little CPU, so
-    that this machine was busy, or somebody killed it."""
+    """What a child ran out of.
+
+    TIME is not the question's fault: the child used little CPU, so this machine was busy or
+    somebody killed the child.
+    """
 
     CPU = "cpu"
     MEMORY = "memory"
@@ -52,8 +56,11 @@ class GivenUp(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChildBudget:
-    """What one question may cost: seconds of CPU, bytes that its process may hold in all, and the
-    seconds after which a child that does not answer, on a machine with other work, is given up."""
+    """What one question may cost.
+
+    `cpu_s`: seconds of CPU. `memory_bytes`: all memory of its process. `wall_s`: seconds without an
+    answer after which the child is given up; longer than `cpu_s`, as the machine has other work.
+    """
 
     cpu_s: float = 1.0
     memory_bytes: int = 1 << 30
@@ -61,8 +68,11 @@ class ChildBudget:
 
 
 class Children:
-    """`command` starts a child, which gets seconds of CPU and bytes as its last two arguments.
-    `close` twice is safe."""
+    """A pool of child processes.
+
+    `command` starts a child; seconds of CPU and bytes are added as its last two arguments. `close`
+    may be called twice.
+    """
 
     def __init__(self, command: Sequence[str], budget: ChildBudget) -> None:
         self.num_started = 0
@@ -72,11 +82,13 @@ class Children:
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
         self._closed = False
-        # For owners that forget to close: no child outlives its interest.
+        # For owners that forget to close: the children end with this object.
         weakref.finalize(self, _end_all, self._idle)
 
     def ask(self, question: bytes) -> bytes:
-        """The answer, from any thread. Raises GivenUp, InternalError where no child can start."""
+        """Return the answer. Any thread. Raises GivenUp, and InternalError where no child can
+        start.
+        """
         child = self._child()
         try:
             answer = child.ask(question, self._budget.wall_s)
@@ -89,13 +101,13 @@ class Children:
         return answer
 
     def prepare(self) -> None:
-        """Start a child if none is idle: the first question need not wait for that."""
+        """Start a child if none is idle, so that the first question need not wait for it."""
         child = self._child()
         with self._lock:
             self._idle.append(child)
 
     def close(self) -> None:
-        """End the children; those at work end when they are given back."""
+        """End the idle children; those at work end after their question."""
         with self._lock:
             self._closed = True
             _end_all(self._idle)
@@ -109,7 +121,7 @@ class Children:
                 return _Child(self.command, self._budget)
             if child.alive:
                 return child
-            child.end()  # whoever ended it, it was not the next question
+            child.end()  # it ended for another reason than this question
 
     def _give_back(self, child: _Child) -> None:
         child.uses += 1
@@ -124,15 +136,17 @@ class _Child:
     """One process, asked one question at a time."""
 
     def __init__(self, command: Sequence[str], budget: ChildBudget) -> None:
-        """Starts it and waits until it is ready. Raises InternalError where it cannot start,
-        GivenUp where that takes too long."""
+        """Start the child and wait until it is ready.
+
+        Raises InternalError where it cannot start, GivenUp where that takes too long.
+        """
         self.uses = 0
         limits = (str(budget.cpu_s), str(budget.memory_bytes))
         self._process = subprocess.Popen(
             [*command, *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a ^C is for whoever owns it
+            start_new_session=True,  # a ^C is for the owner, not for the child
         )
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
@@ -152,13 +166,13 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, question: bytes, within_s: float) -> bytes:
-        """Its answer. Raises GivenUp; it is of no use then."""
+        """Return the child's answer. Raises GivenUp; then the child must be ended."""
         deadline = monotonic() + within_s
         self._send(len(question).to_bytes(HEAD_BYTES) + question, deadline)
         return self._answer(deadline)
 
     def end(self) -> None:
-        """Kill it; twice is safe."""
+        """Kill the child; may be called twice."""
         self._process.kill()
         self._process.wait()
         _pipe(self._process.stdin).close()
@@ -177,7 +191,7 @@ class _Child:
                 raise self._ended() from error
 
     def _answer(self, deadline: float) -> bytes:
-        """What it says, whole."""
+        """Read the child's whole answer and return it."""
         found = bytearray()
         while len(found) < HEAD_BYTES or len(found) < HEAD_BYTES + _length(found):
             pipe = _pipe(self._process.stdout).fileno()
@@ -189,7 +203,7 @@ class _Child:
         return bytes(memoryview(found)[HEAD_BYTES:])
 
     def _ended(self) -> GivenUp:
-        """Why it has closed its pipes."""
+        """Return why the child has closed its pipes."""
         try:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -205,7 +219,7 @@ def _length(found: bytearray) -> int:
 
 
 def _await(pipe: int, event: int, deadline: float) -> None:
-    poll = select.poll()  # select() knows no descriptors from 1024 on
+    poll = select.poll()  # select() cannot take descriptors from 1024 on
     poll.register(pipe, event)
     if not poll.poll(max(0.0, deadline - monotonic()) * 1000):
         raise GivenUp(Excess.TIME)

@@ -1,10 +1,11 @@
-"""Configuration: one frozen dataclass per component, filled from layers, each above the one before:
-defaults < file < environment (`BATON_` + NAME) < flags.
+"""Configuration: one frozen dataclass per component, filled from layers.
 
-Flags are generated from the dataclass: every field is declared with `option(default, help)`. Read
-once in a `__main__`; nothing else reads os.environ. Unknown keys and bad values raise ConfigError.
-The file is what `--config FILE` names, in YAML or TOML; `parse` reads it for options that no
-dataclass declares, too.
+Each layer overrides the one before: defaults < file < environment (`BATON_` + NAME) < flags.
+
+Flags are generated from the dataclass: every field is declared with `option(default, help)`. Each
+`__main__` reads its configuration once; no other code reads os.environ. Unknown keys and bad values
+raise ConfigError. The file is the one that `--config FILE` names, in YAML or TOML; `parse` reads
+from it the options that no dataclass declares.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import yaml
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")
-_LAYERED: Final = "options_of_dataclasses"  # a parser's, which `load` reads; in its namespaces, too
+# a parser's default that holds the names which `load` reads; namespaces have it as well
+_LAYERED: Final = "options_of_dataclasses"
 MOST_SHOWN: Final = 12  # choices that a help text lists
 
 
@@ -36,11 +38,11 @@ def option(
     secret: bool = False,
     several: bool = False,
 ) -> Any:
-    """A dataclass field that becomes the flag `--field-name`.
+    """Return a dataclass field that becomes the flag `--field-name`.
 
-    `choices`: a mapping also says what else a choice may be called (`spelled`). `also`: further
-    names of the flag. `secret`: environment or file only, never a flag. `several`: of a tuple, that
-    the flag takes values one behind the other, too.
+    `choices`: a mapping also has other spellings of the choices (see `spelled`). `also`: further
+    names of the flag. `secret`: taken from environment or file only, never a flag. `several`: the
+    flag of a tuple takes several values in a row.
     """
     meant = choices if isinstance(choices, Mapping) else {each: each for each in choices}
     metadata = {
@@ -57,12 +59,12 @@ def option(
 
 
 def spelled(choices: Sequence[str], **others: str) -> dict[str, str]:
-    """The choices of an option; `others`: what else one of them may be called."""
+    """Return the choices of an option. `others`: another spelling of a choice -> the choice."""
     return {each: each for each in choices} | others
 
 
 class Flags(Protocol):
-    """A parser, or a group of one."""
+    """A parser, or an argument group of one."""
 
     @property
     def add_argument(self) -> Callable[..., object]: ...
@@ -73,8 +75,10 @@ class Flags(Protocol):
 
 
 def add_options(parser: Flags, cls: type, only: Collection[str] | None = None) -> None:
-    """Add a flag per option of `cls` (`only` those); an absent flag leaves no attribute: lower
-    layers show."""
+    """Add a flag per option of `cls`, or only for those in `only`.
+
+    A flag that is not given leaves no attribute, so that the lower layers apply.
+    """
     types_of = typing.get_type_hints(cls)
     mine = {spec.name for spec in fields(cls) if "help" in spec.metadata}
     if only is not None:
@@ -97,7 +101,7 @@ def add_options(parser: Flags, cls: type, only: Collection[str] | None = None) -
             parser.add_argument(*names, **one, **keywords)
         else:
             if meta["choices"]:
-                # The own ones are shown; others are taken.
+                # The help shows the choices; other spellings are accepted.
                 keywords["choices"] = tuple(meta["meant"])
             if 0 < len(meta["choices"]) <= MOST_SHOWN:
                 keywords["metavar"] = "{" + ",".join(meta["choices"]) + "}"
@@ -107,7 +111,7 @@ def add_options(parser: Flags, cls: type, only: Collection[str] | None = None) -
 
 
 def add_config(parser: Flags) -> None:
-    """Add the flag `--config FILE`. Twice is safe."""
+    """Add the flag `--config FILE`. May be called twice."""
     if parser.get_default(_LAYERED) is None:
         text = "YAML or TOML file of options, by their flags' names; flags and environment go first"
         parser.add_argument("--config", type=Path, metavar="FILE", help=text)
@@ -115,11 +119,11 @@ def add_config(parser: Flags) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """`parser.parse_args`; what a --config file says of options that no dataclass declares holds
-    where no flag is given. `load` reads the others.
+    """Parse `argv`, with the --config file's values as defaults of options that no dataclass
+    declares.
 
-    Raises ConfigError for a file that cannot be read, names an option that there is none of, or a
-    bad value of one.
+    `load` reads the file's other options. Raises ConfigError for a file that cannot be read, has an
+    unknown option, or a bad value of one.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
@@ -130,7 +134,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Of a parser with commands, that of the one which is given."""
+    """Return the parser of the command that is given; `parser` itself if it has no commands."""
     for action in _actions(parser):
         if isinstance(action.choices, dict):
             commands = cast("dict[str, argparse.ArgumentParser]", action.choices)
@@ -145,8 +149,10 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def given(
     cls: type, arguments: argparse.Namespace, environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What flags and file say of `cls`, without what the environment says instead of the file: to
-    be passed on to another process."""
+    """Return what flags and file set for `cls`, to be passed on to another process.
+
+    Values of the file that the environment overrides are left out.
+    """
     names = {spec.name for spec in fields(cls) if "help" in spec.metadata}
     told = {
         name: value
@@ -203,7 +209,10 @@ def _check_required(cls: type, values: Mapping[str, Any]) -> None:
 
 
 def _check_choices(cls: type, values: Mapping[str, Any]) -> None:
-    """argparse checks flags; a file and the environment come through here."""
+    """Raise ConfigError for a value outside an option's choices.
+
+    argparse checks flags; this checks values of a file and of the environment.
+    """
     for spec in fields(cls):
         choices = spec.metadata.get("choices")
         value = values.get(spec.name)
@@ -228,7 +237,7 @@ def _variable(name: str) -> str:
 
 
 def _of_file(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the file says of options that dataclasses declare."""
+    """Return the file's values for options that dataclasses declare."""
     file: Path | None = getattr(arguments, "config", None)
     known: set[str] = getattr(arguments, _LAYERED, set())
     told = {} if file is None else _read_file(file)
@@ -236,7 +245,7 @@ def _of_file(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set_defaults(parser: argparse.ArgumentParser, file: Path) -> None:
-    """Let the file's values be the defaults of what `load` does not read."""
+    """Make the file's values the parser's defaults for the options that `load` does not read."""
     layered: set[str] = parser.get_default(_LAYERED) or set()
     actions = {each.dest: each for each in _actions(parser)}
     for name, value in _read_file(file).items():
@@ -249,19 +258,19 @@ def _set_defaults(parser: argparse.ArgumentParser, file: Path) -> None:
             allowed = ", ".join(map(str, action.choices))
             raise ConfigError(f"{file}: {name}: {value!r} is none of {allowed}", field=name)
         action.required = False
-        # argparse reads a default that is text as it reads what follows a flag.
+        # argparse parses a default that is a string like a flag's value.
         plain = isinstance(value, bool | list) or value is None
         parser.set_defaults(**{name: value if plain else str(value)})
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The file's values by option; its keys may be flags' names, with dashes."""
+    """Return the file's values by option name; its keys may have dashes, like flags."""
     try:
         text = path.read_text()
         told: object = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}", field="config") from error
-    if told is None:  # nothing but comments
+    if told is None:  # only comments
         return {}
     if not isinstance(told, dict):
         raise ConfigError(f"{path} must hold options and their values", field="config")
@@ -270,7 +279,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, kind: Any, value: Any, source: str) -> Any:
-    """Turn text (or a TOML value) into `kind`; None is allowed where the type says so."""
+    """Convert text (or a file's value) to `kind`; None is allowed where the type allows it."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         inner = [k for k in typing.get_args(kind) if k is not types.NoneType]
@@ -283,7 +292,7 @@ def _convert(name: str, kind: Any, value: Any, source: str) -> Any:
         if kind is bool:
             return _boolean(value)
         if kind in (int, float, str, Path) and isinstance(value, bool | list | dict):
-            raise TypeError(value)  # a file's: Python would make something of it
+            raise TypeError(value)  # a file's value that Python would convert silently
         if kind in (int, float, str, Path):
             return kind(value)
     except (TypeError, ValueError) as error:

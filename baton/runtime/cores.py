@@ -1,4 +1,4 @@
-"""A process's cores: reading `--cpu-cores`, affinity, and a container's share of them.
+"""The cores of a process: the option `--cpu-cores`, affinity, and a container's CPU limit.
 
 OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so each node gets its
 own cores and exactly as many threads.
@@ -13,7 +13,7 @@ from baton.protocol.errors import ConfigError
 
 
 def parse_cores(text: str, option: str = "cpu_cores") -> tuple[int, ...]:
-    """Sorted core numbers of "0,1" or "0,4-7". Raises ConfigError, naming `option`."""
+    """Return the sorted core numbers of "0,1" or "0,4-7". Raises ConfigError, naming `option`."""
     cores: set[int] = set()
     try:
         for part in text.split(","):
@@ -41,7 +41,8 @@ def check_cores(cores: tuple[int, ...], option: str = "cpu_cores") -> None:
 
 
 def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind this thread, and all threads it starts from now on, to `cores`. Before torch runs.
+    """Bind this thread, and all threads that it starts later, to `cores`. Call it before torch
+    runs.
 
     Raises ConfigError for a core that this process may not use.
     """
@@ -50,8 +51,11 @@ def pin_process(cores: tuple[int, ...]) -> None:
 
 
 def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Whole cores of time that the container's limit leaves this process, at least 1; None without
-    a limit. More threads than that are stopped together, for most of each period."""
+    """Return how many whole cores of CPU time the container's limit allows, at least 1; None
+    without one.
+
+    With more threads than that, all are stopped together for most of each period.
+    """
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()

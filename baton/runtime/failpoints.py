@@ -5,14 +5,14 @@
     BATON_FAILPOINT=@FILE                                  the same, read anew at each passage
     BATON_FAILPOINT_LOG=FILE                               a line per fault, written before it acts
 
-Actions: kill9 (SIGKILL to itself), stop (SIGSTOP to itself), raise (InternalError), delay=MS (holds
-up the thread that is there), corrupt (the caller damages what it holds). docs/chaos.md says where
-each name is.
+Actions: kill9 (SIGKILL to itself), stop (SIGSTOP to itself), raise (InternalError), delay=MS (the
+passing thread sleeps), corrupt (the caller damages its data). docs/chaos.md says where each name
+is.
 
-The life: a process's `main` arms FAILPOINTS from its environment, once; the code passes through
-`FAILPOINTS.hit(name)`. Not armed, that is one look at an attribute. The one value of its kind that
-is shared by a whole process, on purpose: a fault is the process's, and handing it to every
-constructor would give the code a shape for the sake of its tests.
+A process's `main` arms FAILPOINTS from its environment, once; the code passes through
+`FAILPOINTS.hit(name)`. While not armed, that costs one look at an attribute. FAILPOINTS is the only
+global object of this kind, on purpose: a fault concerns the whole process, and passing the object
+to every constructor would shape the code for the sake of its tests.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ STAGES: Final = (
     "kv.first", "kv.half", "kv.last", "kv.acked", "d.reserved", "d.step1", "d.step_n",
     "sampled_not_logged", "logged_not_sent", "finishing",
 )  # fmt: skip
-STARTS: Final = ("loading",)  # of a node's own life, before its model
-DATA_STAGES: Final = ("kv.first", "kv.half")  # something is there that can be damaged
+STARTS: Final = ("loading",)  # stages of a node's start, before its model is there
+DATA_STAGES: Final = ("kv.first", "kv.half")  # stages with data that can be damaged
 ACTIONS: Final = ("kill9", "stop", "raise", "delay", "corrupt")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at the `nth` passage of `name`; None = at each."""
+    """What happens at the `nth` passage of `name`; `nth` None = at each passage."""
 
     name: str
     nth: int | None
@@ -55,7 +55,7 @@ class Fault:
 
     @staticmethod
     def parse(text: str) -> Fault:
-        """`name:nth:action`. Raises ConfigError."""
+        """Parse `name:nth:action`. Raises ConfigError."""
         parts = text.strip().split(":")
         if len(parts) != 3:
             raise _refused(f"{text!r} is not name:nth:action")
@@ -77,19 +77,19 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """All faults of a list, separated by commas. Raises ConfigError."""
+    """Return all faults of a list separated by commas. Raises ConfigError."""
     return [Fault.parse(part) for part in text.split(",") if part.strip()]
 
 
 class FailurePlan:
-    """Faults that are armed, and how often each name was passed. Any thread."""
+    """The armed faults, and how often each name was passed. Any thread."""
 
     def __init__(self, text: str, proof: Path | None) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for a text that cannot be parsed."""
         self._file = Path(text[1:]) if text.startswith("@") else None
         self._proof = proof
         self._lock = threading.Lock()
-        self._stamp: tuple[int, int] | None = None  # of the file that was read last
+        self._stamp: tuple[int, int] | None = None  # inode and time of the file that was read last
         self._faults: list[Fault] = []
         self._passed: Counter[str] = Counter()
         if self._file is None:
@@ -116,7 +116,7 @@ class FailurePlan:
         self._passed.clear()
 
     def _look(self, file: Path, *, start: bool = False) -> None:
-        """Another file, or written again: count from the start."""
+        """Read the file again if it was replaced or written; then count passages from the start."""
         try:
             found = file.stat()
             stamp, text = (found.st_ino, found.st_mtime_ns), ""
@@ -132,7 +132,8 @@ class FailurePlan:
         except ConfigError as error:
             if start:
                 raise
-            log.error("failpoints are not armed: %s", error.message)  # nobody to refuse it to
+            # nobody is there to refuse it to
+            log.error("failpoints are not armed: %s", error.message)
 
     def _record(self, fault: Fault, passage: int) -> None:
         log.warning("failpoint %s fires: %s", fault.name, fault.action)
@@ -151,7 +152,8 @@ class FailurePlan:
             case "kill9":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                # To this thread: it goes no step further, wherever the others are.
+                # SIGSTOP goes to this thread, so it goes no step further, wherever the other
+                # threads are.
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case "raise":
                 raise InternalError(f"failpoint {fault.name}")
@@ -163,13 +165,13 @@ class FailurePlan:
 
 
 class Failpoints:
-    """The failpoints of this process; nothing happens until `arm` finds something to do."""
+    """The failpoints of this process; they do nothing until `arm` finds a fault."""
 
     def __init__(self) -> None:
         self._plan: FailurePlan | None = None
 
     def arm(self, environ: Mapping[str, str]) -> None:
-        """Read the environment: at the start, before any thread. Raises ConfigError."""
+        """Read the environment; call it at the start, before any thread. Raises ConfigError."""
         text, proof = environ.get(VARIABLE, ""), environ.get(LOG_VARIABLE)
         self._plan = FailurePlan(text, Path(proof) if proof else None) if text else None
         if self._plan is not None:
@@ -177,11 +179,11 @@ class Failpoints:
 
     @property
     def armed(self) -> bool:
-        """Worth counting for: what only a failpoint asks is not computed otherwise."""
+        """Whether there are faults: only then is it worth computing what only a failpoint needs."""
         return self._plan is not None
 
     def hit(self, name: str) -> bool:
-        """The code passes the stage `name`. True: the caller is to damage what it holds.
+        """Pass the stage `name`. Return True if the caller is to damage its data.
 
         May never return. Raises InternalError if that is the fault.
         """

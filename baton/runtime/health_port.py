@@ -1,14 +1,14 @@
-"""The health port: what a process says of itself to whoever asks, by plain HTTP, and nothing else.
+"""The health port: a process's answers to health probes over plain HTTP, and nothing else.
 
     GET /startupz   it has started: its model is loaded, its other ports are open
-    GET /livez      it gets on: its event loop turned within `stall_s`, and so does its engine, if
-                    it has one (baton/node/progress.py). If not, only a restart helps
-    GET /readyz     it gets on and would take new work: it has started and does not drain
+    GET /livez      it is alive: its event loop turned within `stall_s`, and its engine, if it has
+                    one, makes progress (baton/node/progress.py). If not, only a restart helps
+    GET /readyz     it is alive and would take new work: it has started and does not drain
 
-200 is yes, 503 no. The port is open from the process's first moment, without TLS and keys, and is
-answered by threads of its own out of what the event loop has noted last: a busy loop, a busy
-machine or mutual TLS do not make a healthy process look ill.
-Not here: grpc.health.v1, a router's /health and /ready, which say the same to clients.
+200 is yes, 503 no. The port is open from the process's first moment, without TLS and keys. Its own
+threads answer from what the event loop noted last, so a busy loop, a busy machine or mutual TLS do
+not make a healthy process look ill. grpc.health.v1 and a router's /health and /ready, which answer
+clients, are elsewhere.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _STATUS: Final = {True: "200 OK", False: "503 Service Unavailable", None: "404 N
 
 
 class Health:
-    """Written on the process's event loop, read from any thread.
+    """The health of a process. Written on its event loop, read from any thread.
 
-    The life: made -> run() as a task -> started(), once the process serves.
+    Life: made -> run() as a task -> started(), once the process serves.
     """
 
     def __init__(self, clock: Clock, stall_s: float) -> None:
-        self.port: int | None = None  # where it is told
+        self.port: int | None = None  # the port on which it is served
         self._clock = clock
         self._stall_s = stall_s
         self._questions: tuple[Question, Question] | None = None
@@ -45,25 +45,27 @@ class Health:
         self._gets_on, self._takes_work = True, False
 
     def started(self, gets_on: Question, takes_work: Question) -> None:
-        """From now on both are asked on the event loop, again and again."""
+        """Note that the process serves. From now on `look` asks both questions on the event
+        loop.
+        """
         self._questions = gets_on, takes_work
         self.look()
 
     def look(self) -> None:
-        """Note how things are."""
+        """Ask both questions and note the answers and the time."""
         self._looked_at = self._clock.monotonic()
         if self._questions is not None:
             gets_on, takes_work = self._questions
             self._gets_on, self._takes_work = gets_on(), takes_work()
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Call `look` periodically until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(INTERVAL_S)
 
     def answer(self, path: str) -> bool | None:
-        """What a path says; None: there is no such one."""
+        """Return the answer of a path; None if there is no such path."""
         live = self._gets_on and self._clock.monotonic() - self._looked_at < self._stall_s
         match path:
             case "/startupz":
@@ -76,7 +78,7 @@ class Health:
                 return None
 
     def page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """A WSGI application."""
+        """Answer an HTTP request; a WSGI application."""
         known = environ["REQUEST_METHOD"] in ("GET", "HEAD")
         answer = self.answer(environ["PATH_INFO"]) if known else None
         body = b"ok\n" if answer else b"no\n"
@@ -91,9 +93,10 @@ class Health:
 
 @asynccontextmanager
 async def health_port(health: Health, host: str, port: int | None) -> AsyncGenerator[None, None]:
-    """`health` looks, and is told on `port` (None: nowhere), while the block runs.
+    """Run `health`, and serve it on `port` (None: nowhere), while the block runs.
 
-    Raises ConfigError if the port cannot be bound."""
+    Raises ConfigError if the port cannot be bound.
+    """
     server = None
     if port is not None:
         try:

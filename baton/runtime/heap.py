@@ -1,6 +1,6 @@
-"""Memory that was freed goes back to the machine.
+"""Gives freed memory back to the machine.
 
-glibc keeps what a large piece of work has freed, in the arena of the thread that did it: a router
+glibc keeps the memory that a large piece of work has freed in the arena of its thread: a router
 that has tokenized a few megabytes once would hold hundreds of them for good.
 """
 
@@ -10,11 +10,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Final
 
-LARGE_BYTES: Final = 2 << 20  # work on less leaves nothing that is worth the walk
+LARGE_BYTES: Final = 2 << 20  # smaller work leaves too little memory for a trim
 
 
 def _trimmer() -> Callable[[int], int] | None:
-    """glibc's malloc_trim; None with another C library."""
+    """Return glibc's malloc_trim; None with another C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -22,6 +22,8 @@ _TRIM: Final = _trimmer()
 
 
 def give_back(num_bytes: int) -> None:
-    """After work on so many bytes. Milliseconds, without the GIL; call it off the event loop."""
+    """Trim the heap after work on `num_bytes`. Takes milliseconds without the GIL; call it off the
+    event loop.
+    """
     if _TRIM is not None and num_bytes >= LARGE_BYTES:
         _TRIM(0)

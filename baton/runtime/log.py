@@ -1,7 +1,7 @@
 """Logging of a process: plain lines on stderr, each with its request. Set up in a `__main__`.
 
-Libraries only call `logging.getLogger(__name__)`; they bind a request with `request_context`, and
-every line logged below it (also in tasks started there) carries the id.
+Libraries only call `logging.getLogger(__name__)`. They bind a request with `request_context`; every
+line logged inside it, also in tasks started there, carries the request's id.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final, TextIO
 from baton.protocol.errors import ConfigError
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-MAX_ID_CHARS: Final = 256  # of a client's id, whatever it sends
+MAX_ID_CHARS: Final = 256  # of a client's id; the rest is cut off
 _request: ContextVar[str] = ContextVar("baton_request", default="-")
 
 
 class request_context:
-    """Lines logged inside carry `request_id`."""
+    """Context in which logged lines carry `request_id`."""
 
     __slots__ = ("_request_id", "_token")
 
@@ -36,7 +36,7 @@ class request_context:
 
 
 def bind_request(request_id: str) -> None:
-    """Lines logged from here on, to the end of the request_context around it, carry this id."""
+    """Let lines carry this id from here on, to the end of the request_context around the call."""
     _request.set(request_id)
 
 
@@ -68,7 +68,7 @@ class LineFormatter(logging.Formatter):
 def setup(process_name: str, level: str = "info", stream: TextIO | None = None) -> None:
     """Configure the root logger of this process; calling it again replaces the handler.
 
-    Raises ConfigError for an unknown level. Libraries that chat at INFO are heard from WARNING on.
+    Raises ConfigError for an unknown level. Libraries that log much at INFO are limited to WARNING.
     """
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is none of {', '.join(LEVELS)}", field="log_level")

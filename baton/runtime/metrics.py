@@ -4,9 +4,9 @@ A process declares each of its metrics once, in a list: a router in router/metri
 node in baton/node/metric_list.py. Its collectors take names, help texts and labels from there, and
 docs/metrics.md is generated from both lists (tools/metrics_page.py).
 
-Own names are `baton_*`. Where vLLM has a name for the same thing it is exported too, so that vLLM's
-Grafana board works. Every process has its own registry (never prometheus-client's global). Numbers
-are read at scrape time, so that who counts pays nothing for being watched.
+Own names are `baton_*`. A metric for which vLLM has a name is also exported under that name, so
+that vLLM's Grafana board works. Every process has its own registry (never prometheus-client's
+global one). Numbers are read at scrape time, so counting costs the same whether scraped or not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from prometheus_client.registry import Collector
 
 from baton.protocol.handles import NodeLoad
 
-# Each counter would bring a second series that says when it began. The library only knows a switch
-# for the whole process.
+# Each counter would bring a second series with the time of its start. The library can switch that
+# off for the whole process only.
 disable_created_metrics()
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -52,7 +52,7 @@ TRANSFER_BUCKETS: Final = (
 
 
 class MetricKind(enum.StrEnum):
-    """Prometheus' types that are used here."""
+    """The Prometheus types in use."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -60,22 +60,27 @@ class MetricKind(enum.StrEnum):
 
 
 class Sums(NamedTuple):
-    """A histogram's value. `up_to`: (bound as text, how many up to it); the last is `+Inf`."""
+    """A histogram's value. `up_to`: (bound as text, number of values up to it); the last is
+    `+Inf`.
+    """
 
     up_to: Sequence[tuple[str, float]]
     total: float
 
 
 Value = float | Sums
-# A metric without labels has one value; one with labels has a value for each tuple of theirs.
+# A metric without labels has one value; one with labels has a value for each tuple of label values.
 Values = Value | Mapping[tuple[str, ...], Value]
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. `name`: a counter's without the `_total` that scrapes add. `meaning`: the help
-    text. `buckets`: upper bounds of a histogram; none = it has only sum and count. `aliases`: other
-    names under which the same values are exported, right after it."""
+    """The declaration of one metric.
+
+    `name`: without the `_total` that scrapes add to a counter. `meaning`: the help text. `buckets`:
+    upper bounds of a histogram; none = it has only sum and count. `aliases`: other names under
+    which the same values are exported, right after the first.
+    """
 
     kind: MetricKind
     name: str
@@ -92,7 +97,9 @@ class MetricSpec:
         return tuple(name + end for name in (self.name, *self.aliases))
 
     def families(self, values: Values, fixed: tuple[str, ...] = ()) -> Iterator[Metric]:
-        """What a scrape shows, under each name. `fixed`: the first labels of all values."""
+        """Yield what a scrape shows, under each name. `fixed`: the first label values of all
+        values.
+        """
         if not isinstance(values, Mapping):
             values = {(): values}
         for name in (self.name, *self.aliases):
@@ -133,7 +140,7 @@ def histogram(
     return MetricSpec(MetricKind.HISTOGRAM, name, meaning, unit, labels, buckets)
 
 
-# Labels of what belongs to one node.
+# Labels of metrics that belong to one node.
 OF_NODE: Final = ("model_name", "node", "role")
 ASYNCIO_TASKS: Final = gauge(
     "baton_asyncio_tasks", "Tasks of the event loop, by what they run", "tasks", ("of",)
@@ -159,7 +166,7 @@ class MetricList:
         values: Callable[[], Mapping[str, Values]],
         fixed: tuple[str, ...] = (),
     ) -> None:
-        """From now on each scrape of `registry` calls `values` on its thread: name -> values."""
+        """Let each scrape of `registry` call `values` (name -> values) on the scrape's thread."""
         registry.register(_Watched(self, values, fixed))
 
 
@@ -180,10 +187,10 @@ class _Watched(Collector):
 
 
 def render(registry: CollectorRegistry) -> bytes:
-    """The registry in Prometheus' text format, for a body of CONTENT_TYPE."""
+    """Return the registry in Prometheus' text format, for a body of CONTENT_TYPE."""
     return generate_latest(registry)
 
 
 def cache_usage(load: NodeLoad) -> float:
-    """Share of a node's KV blocks in use, 0 to 1."""
+    """Return the share of a node's KV blocks in use, 0 to 1."""
     return 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0

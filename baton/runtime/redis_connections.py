@@ -1,12 +1,13 @@
-"""Connections of redis-py for routers and nodes: what must not start, and what is cancelled ends.
+"""Connections of redis-py for routers and nodes: a check before the start, and calls that end when
+they are cancelled.
 
-`check_redis` is asked before a process starts: what no waiting mends (a wrong password, database,
-shard, permission or CA) would else look like an outage for ever.
+Before a process starts, `check_redis` finds the errors that waiting does not mend (a wrong
+password, database, shard, permission or CA). Otherwise they would look like an endless outage.
 
-redis-py sends under `asyncio.wait_for`. Before Python 3.12 that returns as if nothing had happened
-when its task is cancelled in the very turn in which the bytes have left: the caller goes on to wait
-for the answer, or for the next message, and whoever stops it waits with it. A time-out of
-`asyncio.timeout` is a cancellation, too. `Task.cancelling` still tells of it.
+redis-py sends under `asyncio.wait_for`. Before Python 3.12, wait_for returns as if nothing had
+happened when its task is cancelled in the very turn in which the bytes have left. The caller then
+goes on to wait for the answer or the next message, and whoever cancelled it waits as well. A
+time-out of `asyncio.timeout` is such a cancellation. `Task.cancelling` still shows it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ from baton.runtime.redis_keys import LEASES, node_key, without_password
 Packed = bytes | str | Iterable[bytes]
 Call = tuple[str | int, ...]
 
-# What each writes with, without an effect: there is no such key, and no such script.
+# Calls with which each process may write, but without an effect: no such key, no such script.
 NODE_CALL: Final[Call] = ("SET", node_key("?"), "", "XX")
 ROUTER_CALL: Final[Call] = ("EVALSHA", "0" * 40, 1, LEASES)
 _BROKEN_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 async def check_redis(url: str, timeout_s: float, call: Call) -> None:
-    """Make one call. Raises ConfigError, in one line and without the password, for what no waiting
-    mends; a server that is away, slow, full or busy may be back soon, and raises nothing."""
+    """Make one call. Raises ConfigError for an error that waiting does not mend.
+
+    Its text is one line without the password. A server that is away, slow, full or busy may be back
+    soon, so that raises nothing.
+    """
     try:
         client = heed_cancellation(
             Redis.from_url(
@@ -66,7 +70,7 @@ async def check_redis(url: str, timeout_s: float, call: Call) -> None:
 
 
 def _permanent(error: BaseException, *, encrypted: bool) -> str | None:
-    """Why trying again would not help; None if it may."""
+    """Return why trying again would not help; None if it may help."""
     for cause in _causes(error):
         match cause:
             case MovedError():
@@ -87,14 +91,16 @@ def _permanent(error: BaseException, *, encrypted: bool) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """redis-py says some of them only as the context of its own."""
+    """Yield an error and those behind it: redis-py has some only as the context of its own
+    error.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 async def _heeding(connection: AbstractConnection, sending: Coroutine[Any, Any, None]) -> None:
-    """`sending`; raises CancelledError if that was asked for meanwhile."""
+    """Await `sending`; raise CancelledError if the task was cancelled meanwhile."""
     task = asyncio.current_task()
     assert task is not None, "redis-py runs in tasks"
     asked_before = task.cancelling()
@@ -125,7 +131,7 @@ _HEEDING: Final[dict[type, type]] = {
 
 
 def heed_cancellation(client: Redis) -> Redis:
-    """The same client; its connections, none of which is made yet, end calls that are cancelled."""
+    """Return `client`, changed so that a cancelled call ends. It must not have connected yet."""
     pool = client.connection_pool
     pool.connection_class = _HEEDING[pool.connection_class]
     return client

@@ -1,8 +1,8 @@
-"""Names of everything that Baton keeps in Redis, in one place; what its URL may be.
+"""The names of all keys that Baton keeps in Redis, and the check of its URL.
 
-Not here: what the values mean (router/store/redis_store.py).
+What the values mean is in router/store/redis_store.py.
 
-All keys share the hash tag `{pd}`, so that the scripts stay legal on Redis Cluster.
+All keys share the hash tag `{pd}`, so that the scripts are legal on Redis Cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATES: Final = f"{TAG}:states"  # hash: state -> requests in it (terminal state
 REQUEST_PREFIX: Final = f"{TAG}:req:"
 NODE_PREFIX: Final = f"{TAG}:node:"
 LOG_PREFIX: Final = f"{TAG}:log:"
-ABORTS: Final = f"{TAG}:aborts"  # channel: requests that any router is to end
+ABORTS: Final = f"{TAG}:aborts"  # channel: requests that any router is to abort
 ABORTED_PREFIX: Final = f"{TAG}:aborted:"
 ROUTER_PREFIX: Final = f"{TAG}:router:"
 DOCUMENT_PREFIX: Final = f"{TAG}:document:"
@@ -28,8 +28,10 @@ URL_SCHEMES: Final = ("redis", "rediss", "unix")
 
 
 def check_redis_url(url: str) -> None:
-    """Raise ConfigError for what no client could connect to. Never shows the URL: it may hold a
-    password."""
+    """Raise ConfigError for a URL to which no client could connect.
+
+    The error never shows the URL, which may hold a password.
+    """
     try:
         parts = urlsplit(url)
         _ = parts.port  # parsed here, out of its range or not a number: ValueError
@@ -45,47 +47,52 @@ def check_redis_url(url: str) -> None:
 
 
 def without_password(url: str) -> str:
-    """A Redis URL that may be shown."""
+    """Return a Redis URL without its password, fit to be shown."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def request_key(request_id: str) -> str:
-    """Hash of one request: state, epoch, owner, fields."""
+    """Return the key of one request's hash: state, epoch, owner, fields."""
     return REQUEST_PREFIX + request_id
 
 
 def node_key(node_id: str) -> str:
-    """String with PX: the serialized NodeRecord of one node (baton/protocol/wire.py)."""
+    """Return the key of one node's string with PX: its serialized NodeRecord
+    (baton/protocol/wire.py).
+    """
     return NODE_PREFIX + node_id
 
 
 def log_key(request_id: str) -> str:
-    """Stream of the tokens that clients of one request were shown."""
+    """Return the key of the stream of tokens that clients of one request were shown."""
     return LOG_PREFIX + request_id
 
 
 def aborted_key(question_id: str) -> str:
-    """List with PX: which requests each router ended for one question
-    (router/request/aborts.py)."""
+    """Return the key of a list with PX: which requests each router ended for one question
+    (router/request/aborts.py).
+    """
     return ABORTED_PREFIX + question_id
 
 
 def router_key(router_id: str) -> str:
-    """String with PX: this router is alive."""
+    """Return the key of a string with PX: it exists while this router is alive."""
     return ROUTER_PREFIX + router_id
 
 
 def document_key(owner: str, name: str) -> str:
-    """String with PX: a document of that owner (router/store/documents.py)."""
+    """Return the key of a string with PX: a document of that owner (router/store/documents.py)."""
     return f"{DOCUMENT_PREFIX}{owner}:{name}"
 
 
 def document_index_key(owner: str) -> str:
-    """zset: the names of an owner's documents, by when they came in ms of Redis TIME."""
+    """Return the key of a zset: the names of an owner's documents, by arrival in ms of
+    Redis TIME.
+    """
     return f"{TAG}:documents:{owner}"
 
 
 def document_sizes_key(owner: str) -> str:
-    """Hash: name -> bytes of each of them; "" -> of all."""
+    """Return the key of a hash: document name -> bytes; "" -> bytes of all documents."""
     return f"{TAG}:document-sizes:{owner}"

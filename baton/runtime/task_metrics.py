@@ -1,7 +1,8 @@
-"""How many tasks a process' event loop has, by what they run: a leak shows before memory does.
+"""The number of tasks of a process' event loop, by what they run: it shows a leak before memory
+does.
 
-Read at each scrape, on any thread. Not here: descriptors, threads and memory, which the kernel
-tells (/proc).
+Read at each scrape, on any thread. Descriptors, threads and memory are not here: the kernel reports
+them (/proc).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every interval of the protocols in one table (seconds).
 
-All configurable: components take a `Timing`.
+All are configurable: components take a `Timing`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-MAX_STREAMS: Final = 1024  # calls at once on one connection; more wait at the caller
+MAX_STREAMS: Final = 1024  # concurrent calls on one connection; further calls wait at the caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,25 +21,28 @@ class Timing:
     connect_s: float = 3.0  # opening a session or a lane
     ping_interval_s: float = 1.0  # gRPC keepalive
     ping_timeout_s: float = 1.0  # a stopped peer is noticed about 0.1 s later
-    stall_s: float = 60.0  # a node that says nothing for so long, and has work, hangs
+    stall_s: float = 60.0  # a node with work that sends nothing for so long hangs
     drain_s: float = 5.0
     request_s: float = 600.0  # default deadline of a request
 
     @property
     def kv_alive_s(self) -> float:
-        """An exporter that has nothing to send says so as often: each second, and always several
-        times before its fetcher gives up."""
+        """How often an exporter without anything to send says that it is alive.
+
+        Each second, or more often, so that it does several times before its fetcher gives up.
+        """
         return min(1.0, self.kv_progress_s / 3)
 
 
-# Between clients and routers. A client may be far away or busy: pings are rarer than between
+# Between clients and routers. A client may be far away or busy, so pings are rarer than between
 # Baton's own processes, and answers to them may take longer.
 CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
 
 
 def channel_options(timing: Timing) -> list[tuple[str, int]]:
-    """gRPC channel options: keepalive alone takes 60 s to notice a stopped peer, the ping timeout
-    makes it ~1.1 s."""
+    """Return gRPC channel options. Keepalive alone takes 60 s to notice a stopped peer; with the
+    ping timeout it takes about 1.1 s.
+    """
     return [
         ("grpc.keepalive_time_ms", int(timing.ping_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(timing.ping_timeout_s * 1000)),
@@ -52,13 +55,13 @@ def channel_options(timing: Timing) -> list[tuple[str, int]]:
 
 
 def server_options(timing: Timing) -> list[tuple[str, int]]:
-    """gRPC server options that tolerate `channel_options`' pings and bound metadata."""
+    """Return gRPC server options that allow the pings of `channel_options` and limit metadata."""
     return [
         *channel_options(timing),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(timing.ping_interval_s * 500)),
         ("grpc.http2.min_ping_interval_without_data_ms", int(timing.ping_interval_s * 500)),
         ("grpc.max_metadata_size", 8192),
-        ("grpc.absolute_max_metadata_size", 8192),  # else some of up to 16 KiB pass
+        ("grpc.absolute_max_metadata_size", 8192),  # else some metadata of up to 16 KiB is accepted
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.so_reuseport", 0),
     ]

@@ -1,12 +1,12 @@
-"""TLS of every listener and every internal connection: PEM files -> contexts and credentials.
+"""TLS of every listener and every internal connection: PEM files to contexts and credentials.
 
 Between the processes of a deployment TLS is mutual and at least 1.3, with one certificate authority
-per deployment: both ends present a certificate of it. `stream` checks the chain, not the name: who
-holds such a certificate belongs, and the handshake inside (HMAC, boot id) says which process it is.
-gRPC also checks, as it always does, that the certificate names the host that is called. The public
-front door speaks TLS 1.2 too, and wants a client's certificate only where a CA for them is given.
-Files are read once, at the start. Not here: making certificates (docs/kv_transfer.md shows it with
-openssl).
+per deployment: both ends present a certificate that it signed. `stream` checks the chain, not the
+name: any holder of such a certificate belongs to the deployment, and the handshake inside (HMAC,
+boot id) says which process it is. gRPC also checks that the certificate names the host that is
+called. The public front door accepts TLS 1.2 as well, and wants a client's certificate only if a CA
+for clients is given. Files are read once, at the start. docs/kv_transfer.md shows how to make
+certificates with openssl.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.protocol.errors import ConfigError
 class TlsFiles:
     """PEM files: this process's certificate chain, its private key, the CA of its peers.
 
-    Without `ca` a server believes every client. `prefix` begins the options' names in errors.
+    Without `ca` a server accepts every client. `prefix` begins the options' names in errors.
     """
 
     cert: Path
@@ -36,9 +36,9 @@ class TlsFiles:
     def of(
         cert: str | None, key: str | None, ca: str | None, prefix: str, *, mutual: bool = True
     ) -> TlsFiles | None:
-        """What three options say; None if none is given.
+        """Return the files that three options name; None if no option is given.
 
-        Raises ConfigError, naming the first that is missing (`ca` may be, unless `mutual`).
+        Raises ConfigError, naming the first missing option (`ca` is needed only if `mutual`).
         """
         given = {f"{prefix}_cert": cert, f"{prefix}_key": key, f"{prefix}_ca": ca}
         if not any(given.values()):
@@ -51,18 +51,21 @@ class TlsFiles:
         return TlsFiles(Path(cert), Path(key), Path(ca) if ca else None, prefix)
 
     def server_context(self, oldest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
-        """Raises ConfigError, naming the option, for a file that cannot be used."""
+        """Return a server's context. Raises ConfigError, naming the option, for a file that cannot
+        be used.
+        """
         context = self._context(ssl.PROTOCOL_TLS_SERVER, oldest)
-        context.num_tickets = 0  # never resumed; and an idle connection has nothing to read
+        # no session is ever resumed, and without tickets an idle connection has nothing to read
+        context.num_tickets = 0
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Raises as `server_context`."""
+        """Return a client's context. Raises the errors of `server_context`."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT, ssl.TLSVersion.TLSv1_3)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For add_secure_port. Raises as `server_context`."""
-        self.server_context()  # the files are checked here: gRPC accepts anything and serves nobody
+        """Return credentials for add_secure_port. Raises the errors of `server_context`."""
+        self.server_context()  # checks the files: gRPC accepts anything and then serves nobody
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         root = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_server_credentials(
@@ -70,7 +73,9 @@ class TlsFiles:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For secure_channel; needs `ca`. Raises as `server_context`."""
+        """Return credentials for secure_channel; needs `ca`. Raises the errors of
+        `server_context`.
+        """
         self.client_context()
         return grpc.ssl_channel_credentials(
             root_certificates=None if self.ca is None else self.ca.read_bytes(),
@@ -93,7 +98,7 @@ class TlsFiles:
                 text = f"cannot use the CA {self.ca}: {error}"
                 raise ConfigError(text, field=f"{self.prefix}_ca") from error
         try:
-            # A key under a passphrase is refused; without this openssl would ask the terminal.
+            # A key under a passphrase is refused; without this, openssl would ask the terminal.
             context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except OSError as error:
             text = f"cannot use the certificate {self.cert} with the key {self.key}: {error}"
@@ -103,15 +108,19 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a client of the public API trusts its server: `ca` (None: the system's), and what it
-    presents where the server wants a certificate."""
+    """How a client of the public API trusts its server, and the certificate that it presents.
+
+    `ca`: None means the system's CAs. `cert` and `key`: for a server that wants a certificate.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For secure_channel. Raises ConfigError for a file that cannot be read."""
+        """Return credentials for secure_channel. Raises ConfigError for a file that cannot
+        be read.
+        """
         try:
             ca, cert, key = (
                 None if file is None else file.read_bytes()

@@ -1,8 +1,8 @@
-"""vLLM's flags that change nothing here: taken, with one line that says why.
+"""vLLM's flags that change nothing here: they are accepted, with one line that says why.
 
-A command line that served a model with vLLM should serve it with Baton. What has the same effect
-is an option of the same name, or a second spelling of one (`option(also=...)`, `spelled`). A flag
-whose effect is missing here stays unknown, and is refused.
+A command line that served a model with vLLM should serve it with Baton. A flag with the same effect
+here is an option of the same name, or a second spelling of one (`option(also=...)`, `spelled`). A
+flag whose effect is missing here stays unknown and is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class IdleFlag:
-    """Why a flag does nothing. `values`: what it may be given; None = it is given nothing, () =
-    anything."""
+    """A flag that does nothing. `reason`: why. `values`: what it accepts; None = no value, () = any
+    value.
+    """
 
     reason: str
     values: tuple[str, ...] | None = None
@@ -69,7 +70,7 @@ IDLE: Final[Mapping[str, IdleFlag]] = {
 
 
 class _Note(argparse.Action):
-    """Says why, keeps nothing. Inheritance is argparse's own way."""
+    """Writes why the flag does nothing; stores no value. Inheritance is argparse's own way."""
 
     def __call__(
         self,
@@ -83,12 +84,12 @@ class _Note(argparse.Action):
 
 
 def note(name: str) -> str:
-    """The line about a flag that does nothing."""
+    """Return the line about a flag that does nothing."""
     return f"--{name.replace('_', '-')} does nothing here: {IDLE[name].reason}"
 
 
 def add_idle(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` take them; they stand in no help."""
+    """Let `parser` accept these flags; no help text shows them."""
     for name, idle in IDLE.items():
         words: dict[str, Any] = {"nargs": 0} if idle.values is None else {}
         if idle.values:

@@ -1,8 +1,8 @@
-"""A small HTTP server on threads of its own, for pages that an event loop must not hold up.
+"""A small HTTP server on threads of its own, for pages that must not hold up an event loop.
 
-A node's /metrics and every process's health port are served so. It speaks plain HTTP/1.0, has a
-bounded number of connections, and gives a client that says nothing a few seconds.
-The life: start() -> stop().
+It serves a node's /metrics and every process's health port. It speaks plain HTTP/1.0, has a bounded
+number of connections, and closes the connection of a client that sends nothing for a few seconds.
+Life: start() -> stop().
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class _Handler(WSGIRequestHandler):
     timeout = PATIENCE_S  # of the socket: for the TLS handshake and for each read
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes and probes are not worth a line."""
+        """Log nothing: scrapes and probes are not worth a line."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """http.server's own way to set any of this is inheritance."""
+    """The server's settings; http.server's own way to set them is inheritance."""
 
     daemon_threads = True
     request_queue_size = 128  # with http.server's 5 a burst keeps a probe waiting for a second
@@ -39,7 +39,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._room = BoundedSemaphore(MAX_CONNECTIONS)
 
     def server_bind(self) -> None:
-        """As http.server's, which looks its own name up: without a resolver that takes seconds."""
+        """Bind without http.server's look-up of the own name, which takes seconds without a
+        resolver.
+        """
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
@@ -52,17 +54,17 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            if self.context is not None:  # here: a slow handshake stops nobody else
+            if self.context is not None:  # TLS on this thread: a slow handshake stops nobody else
                 request.settimeout(PATIENCE_S)
                 request = self.context.wrap_socket(request, server_side=True)
             super().process_request_thread(request, client_address)
-        except OSError:  # no TLS, or not for us
+        except OSError:  # not TLS, or no valid certificate
             self.shutdown_request(request)
         finally:
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever breaks off is nobody's concern."""
+        """Ignore the error: a client may break off."""
 
 
 class _Server6(_Server):
@@ -71,7 +73,7 @@ class _Server6(_Server):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server while it runs."""
+    """A server that runs, and its thread."""
 
     server: _Server
     thread: Thread
@@ -80,7 +82,7 @@ class RunningServer:
     def start(
         cls, app: WSGIApplication, host: str, port: int, context: ssl.SSLContext | None = None
     ) -> RunningServer:
-        """`port` 0: any free one. Raises OSError if it cannot be bound."""
+        """Start to serve `app`; `port` 0: any free one. Raises OSError if it cannot be bound."""
         server = make_server(host, port, app, _Server6 if ":" in host else _Server, _Handler)
         server.context = context
         thread = Thread(target=server.serve_forever, name=f"http-{port}", daemon=True)

@@ -1,8 +1,8 @@
-"""Calls of tools in a conversation's history, as some models' chat templates want them.
+"""Tool calls in a conversation's history, rewritten as some models' chat templates need them.
 
-Most templates take messages as OpenAI spells them, arguments as objects. Some do not, and would
-refuse them, leave calls out or show the model what it never writes; which they are is told by
-their text. Pure.
+Most templates take messages as OpenAI spells them, with arguments as objects. Some would refuse
+such messages, leave calls out, or show the model something that it never writes. A template's text
+tells which rewrites it needs. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Message = dict[str, Any]
 Rewrite = Callable[[list[Message]], list[Message]]
 
 _LOOPS: Final = re.compile(r"""in message(\.|\[['"])tool_calls""")
-_JOINED: Final = re.compile(r"""['"]arguments['"]\]\s*\+""")  # what follows a filter is not joined
+# arguments followed by a filter are not joined
+_JOINED: Final = re.compile(r"""['"]arguments['"]\]\s*\+""")
 _TOOL_ROLE: Final = re.compile(r"""role['"]?[\])]? ?[!=]= ?['"]tool['"]""")
 _SEPARATE: Final = re.compile(
     r"""assistant['"] and message(\.content|\[['"]content['"]\]) is none"""
@@ -24,7 +25,7 @@ _SEPARATE: Final = re.compile(
 
 
 def rewrites_of(source: str) -> tuple[Rewrite, ...]:
-    """What a template's text asks for, in the order in which it is to be done."""
+    """Return the rewrites that a template's text needs, in the order in which to apply them."""
     found: list[Rewrite] = []
     if "tool_calls[0]" in source and not _LOOPS.search(source):
         found.append(one_call_each)
@@ -44,13 +45,15 @@ def rewrites_of(source: str) -> tuple[Rewrite, ...]:
 
 
 def wants_tools_in_system(source: str) -> bool:
-    """Whether a template shows no tools but those of a system message."""
+    """Whether a template shows only the tools of a system message."""
     return "message['tools']" in source and "tool_calls" not in source
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Several calls of one message become messages of their own, each before its result: for
-    templates that show the first one only, or refuse others (Llama 3, gpt-oss)."""
+    """Turn several calls of one message into messages of their own, each before its result.
+
+    For templates that show the first call only, or refuse several (Llama 3, gpt-oss).
+    """
     made: list[Message] = []
     waiting: dict[object, Message] = {}
     for message in messages:
@@ -71,8 +74,11 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def calls_apart(messages: list[Message]) -> list[Message]:
-    """What is said beside calls becomes a message before them, which have no content then: for
-    templates that show one or the other (DeepSeek R1 and V3)."""
+    """Move the content beside calls into a message before them; the message of the calls keeps
+    none.
+
+    For templates that show only one of the two (DeepSeek R1 and V3).
+    """
     made: list[Message] = []
     for message in messages:
         if not _calls(message):
@@ -85,8 +91,10 @@ def calls_apart(messages: list[Message]) -> list[Message]:
 
 
 def thoughts_in_analysis(messages: list[Message]) -> list[Message]:
-    """The reasoning under the name that gpt-oss's template knows; beside a call it has room for
-    one text only."""
+    """Put the reasoning under the name that gpt-oss's template knows.
+
+    Beside a call that template has room for one text, so content is joined to the reasoning.
+    """
     made: list[Message] = []
     for message in messages:
         thought = message.get("reasoning")
@@ -99,7 +107,7 @@ def thoughts_in_analysis(messages: list[Message]) -> list[Message]:
 
 
 def numbered_ids(messages: list[Message]) -> list[Message]:
-    """Kimi's ids, functions.NAME:NUMBER, numbered from 0 in the whole conversation."""
+    """Give calls Kimi's ids, functions.NAME:NUMBER, numbered from 0 in the whole conversation."""
     ids: dict[object, str] = {}
     made: list[Message] = []
     number = 0
@@ -120,8 +128,10 @@ def numbered_ids(messages: list[Message]) -> list[Message]:
 
 
 def results_beside_calls(messages: list[Message]) -> list[Message]:
-    """Results as `tool_responses` of the message with their calls, and what it says before that:
-    for templates that know no messages of tools (Gemma 4's first)."""
+    """Put results as `tool_responses` into the message of their calls; its content goes before it.
+
+    For templates that know no messages of role tool (Gemma 4's first).
+    """
     made: list[Message] = []
     names: dict[object, str] = {}
     for message in calls_apart(messages):
@@ -139,7 +149,9 @@ def results_beside_calls(messages: list[Message]) -> list[Message]:
 
 
 def calls_in_content(messages: list[Message]) -> list[Message]:
-    """Calls as the text that the model writes: for a template that knows none (Phi-4-mini)."""
+    """Put calls into the content as the text that the model writes, for a template that knows no
+    calls (Phi-4-mini).
+    """
     made: list[Message] = []
     for message in messages:
         calls = [call["function"] for call in _calls(message)]
@@ -150,7 +162,9 @@ def calls_in_content(messages: list[Message]) -> list[Message]:
 
 
 def tools_in_system(messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The functions as JSON text in the system message, a new one if there is none (Phi-4-mini)."""
+    """Put the functions as JSON text into the system message; add one if there is none
+    (Phi-4-mini).
+    """
     has_one = bool(messages) and messages[0].get("role") == "system"
     system = messages[0] if has_one else {"role": "system", "content": ""}
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
@@ -158,7 +172,7 @@ def tools_in_system(messages: list[Message], tools: Sequence[Mapping[str, Any]])
 
 
 def arguments_as_text(messages: list[Message]) -> list[Message]:
-    """Arguments as JSON text, for templates that join them to other texts."""
+    """Put arguments as JSON text, for templates that join them to other texts."""
     return [
         {**message, "tool_calls": [_with_text(call) for call in _calls(message)]}
         if _calls(message)
@@ -174,7 +188,7 @@ def _with_text(call: Message) -> Message:
 
 
 def _as_object(content: object) -> object:
-    """A result that is a JSON object as such, any other as it is."""
+    """Return a result that is a JSON object as an object, any other result unchanged."""
     try:
         found = json.loads(content) if isinstance(content, str) else None
     except (ValueError, RecursionError):

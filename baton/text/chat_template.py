@@ -1,16 +1,16 @@
-"""Chat messages -> prompt text, through the model's own Jinja template in a sandbox.
+"""Chat messages to prompt text, through the model's own Jinja template in a sandbox.
 
 The template comes from the model directory: chat_template.jinja, else tokenizer_config.json's
 `chat_template` (one string, or a list of named ones), else chat_template.json. It sees plain JSON
-values and what transformers offers a template, no more.
+values and the functions that transformers offers a template, no more.
 
-Jinja's sandbox keeps a template from code, not from work. So it is rendered
+Jinja's sandbox stops a template from running code, but not from using time and memory. So a
+template is rendered
 
     at once     in this process, if it is harmless (baton/text/template_rules.py) and the
-    conversation is
-                not large: within limits that a thread can keep (baton/text/template_limits.py)
-    else        in a child, which can be given up (baton/text/rendering.py); `render` is what runs
-    there
+                conversation is not large: within limits that a thread can keep
+                (baton/text/template_limits.py)
+    else        in a child, which can be given up (baton/text/rendering.py) and calls `render`
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SOURCE_CHARS: Final = 1 << 20
 RESERVED_NAMES: Final = frozenset(
     {"self", "messages", "add_generation_prompt", "tools", "documents"}
 )
-# Of Jinja's, and what this file gives a template.
+# Jinja's names, and those that this file gives a template.
 OWN_NAMES: Final = frozenset(
     {
         "caller",
@@ -55,15 +55,17 @@ OWN_NAMES: Final = frozenset(
         *DEFAULT_NAMESPACE,
     }
 )
-# Written after a message that is to be continued: the prompt ends where the template puts it.
+# Appended to a message that is to be continued: the prompt ends where the template puts it.
 _CONTINUES: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a template renders: JSON values. `continue_final_message` ends the prompt within the
-    last message, after its content. Of `kwargs`, those that the template does not read change
-    nothing."""
+    """What a template renders: JSON values.
+
+    `continue_final_message`: end the prompt within the last message, after its content. `kwargs`:
+    those that the template does not read change nothing.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -74,7 +76,7 @@ class Chat:
 
 
 class ChatTemplate:
-    """A compiled template, or the knowledge that there is none. Safe in several threads."""
+    """A compiled template; `present` is False if the model has none. Safe in several threads."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelRefused for a source that is no template."""
@@ -89,7 +91,7 @@ class ChatTemplate:
             self._harmless = is_harmless(source, tree)
         own = RESERVED_NAMES | OWN_NAMES | self.special_tokens.keys()
         self.parameters = frozenset(read) - own
-        """The names that this template reads besides: all that a client may set."""
+        """The other names that this template reads: all that a client may set."""
         self._reads_documents = "documents" in read
 
     @classmethod
@@ -108,7 +110,7 @@ class ChatTemplate:
 
     @property
     def harmless(self) -> bool:
-        """Whether `render_at_once` may be asked."""
+        """Whether `render_at_once` may be called."""
         return self._quick is not None
 
     @cached_property
@@ -116,11 +118,11 @@ class ChatTemplate:
         return _bounded(self.source) if self.source is not None and self._harmless else None
 
     def render(self, chat: Chat) -> str:
-        """Prompt text of a conversation; it holds BOS already if the template writes one.
+        """Return the prompt text of a conversation; it begins with BOS if the template writes one.
 
-        It may take any time and memory, the first time to compile: for processes with limits.
-        Raises InvalidRequest (field `messages`, `documents`) if there is no template, it refuses
-        them or cannot render them.
+        It may take any time and memory, the first time to compile, so call it in processes with
+        limits. Raises InvalidRequest (field `messages`, `documents`) if there is no template, or if
+        it refuses the values or cannot render them.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -130,8 +132,10 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> jinja2.Template | None:
-        """Compiling computes what is constant: not for a process without limits. Raises
-        ModelRefused."""
+        """The compiled template; None if there is none. Raises ModelRefused.
+
+        Compiling evaluates constants, so this is for processes with limits.
+        """
         if self.source is None:
             return None
         try:
@@ -140,8 +144,11 @@ class ChatTemplate:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
 
     def render_at_once(self, seconds: float, chat: Chat) -> str:
-        """`render` of a small conversation by a harmless template, in so many seconds of this
-        thread's own time. Raises OverBudget, too."""
+        """Render a small conversation by a harmless template, in `seconds` of this thread's own
+        time.
+
+        Raises the errors of `render`, and OverBudget.
+        """
         assert self._quick is not None, "it is harmless"
         environment, template = self._quick
         environment.start(seconds)
@@ -162,8 +169,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = f"the chat template refuses these messages: {error.message}"
             raise InvalidRequest(message, field="messages") from error
-        # A template is foreign code: with unexpected messages it fails in any way (a missing key, a
-        # number that is None, endless recursion), each of which is about the messages.
+        # A template is foreign code. With unexpected messages it fails in any way (a missing key, a
+        # number that is None, endless recursion), and each failure is about the messages.
         except Exception as error:
             message = "the chat template cannot render these messages"
             raise InvalidRequest(message, field="messages") from error
@@ -195,12 +202,13 @@ class ChatTemplate:
 
 
 def _cut_at_tag(text: str) -> str:
-    """The prompt up to the tag. Source: transformers, render_jinja_template."""
+    """Return the prompt up to the tag. Source: transformers, render_jinja_template."""
     at = text.rfind(_CONTINUES.strip())
     if at < 0:
         message = "the chat template leaves the final message out: it cannot be continued"
         raise InvalidRequest(message, field="continue_final_message")
-    # A template that trims messages has trimmed the tag's space, and would have trimmed before it.
+    # A template that has trimmed the tag's space trims messages: without the tag it would have
+    # trimmed the text before it.
     return text[:at] if text.startswith(_CONTINUES, at) else text[:at].rstrip()
 
 
@@ -227,7 +235,7 @@ def _read_text(file: Path) -> str:
 
 
 def _default_of(entries: list[object], file: Path) -> str:
-    """The template named "default" among {"name", "template"} entries, or the only one."""
+    """Return the template named "default" among {"name", "template"} entries, or the only one."""
     named: dict[object, object] = {}
     for entry in entries:
         if not isinstance(entry, dict):
@@ -243,7 +251,7 @@ def _default_of(entries: list[object], file: Path) -> str:
 
 
 def _parsed(source: str) -> nodes.Template:
-    """The template as a tree. Raises ModelRefused."""
+    """Return the template as a syntax tree. Raises ModelRefused."""
     if len(source) > MAX_SOURCE_CHARS:
         raise ModelRefused(f"the chat template has more than {MAX_SOURCE_CHARS} characters")
     try:
@@ -253,7 +261,7 @@ def _parsed(source: str) -> nodes.Template:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers offers a template."""
+    """Return an environment with what transformers offers a template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=_extensions()
     )
@@ -263,7 +271,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _bounded(source: str) -> tuple[BoundedEnvironment, jinja2.Template] | None:
-    """The same within limits; None if its constants alone go beyond them."""
+    """Return a limited environment and the template compiled in it; None if the template's
+    constants alone exceed the limits.
+    """
     environment = BoundedEnvironment(
         {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=_extensions()
     )
@@ -272,7 +282,8 @@ def _bounded(source: str) -> tuple[BoundedEnvironment, jinja2.Template] | None:
         template = environment.from_string(environment.bounded(environment.parse(source)))
     except (jinja2.TemplateError, OverBudget, RecursionError, SyntaxError):
         return None
-    template.globals = dict(template.globals)  # every rendering copies them, out of a ChainMap
+    # every rendering copies these, which is slow from a ChainMap
+    template.globals = dict(template.globals)
     return environment, template
 
 
@@ -281,7 +292,9 @@ def _extensions() -> list[type[Extension]]:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; we render what is inside."""
+    """`{% generation %}...{% endgeneration %}` marks training targets; only its inside is
+    rendered.
+    """
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 

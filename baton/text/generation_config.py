@@ -1,9 +1,8 @@
 """Sampling defaults that a model's authors recommend: generation_config.json, as vLLM reads it.
 
-Values for what a request leaves open, never more: what a client sets wins. `do_sample: false` means
-greedy, whatever temperature stands beside it. End-of-sequence ids in the same file are the engine's
-(baton/engine/checkpoint/checkpoint.py); `max_new_tokens` is not taken: it would cut answers
-unasked.
+They apply only where a request gives no value. `do_sample: false` means greedy, whatever
+temperature stands beside it. The engine reads the end-of-sequence ids of the same file
+(baton/engine/checkpoint/checkpoint.py). `max_new_tokens` is ignored: it would cut answers unasked.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SamplingDefaults = Mapping[str, int | float]  # field of SamplingParams -> value
 
 
 def sampling_defaults(model_dir: str | Path) -> SamplingDefaults:
-    """The defaults in a model directory, {} without the file; null values are left out.
+    """Return the defaults in a model directory, {} without the file; null values are left out.
 
     Raises ModelRefused, naming file and field, for values that no request could ask for.
     """

@@ -34,14 +34,16 @@ _KNOWS_THE_FIRST: Final = b'"prepend_scheme":"first"'
 
 @dataclass(slots=True)
 class PieceStats:
-    """Characters that were asked for, and those whose ids were kept."""
+    """Counts of characters: `asked` to be encoded, and `kept`, those whose ids were in the
+    cache.
+    """
 
     asked: int = 0
     kept: int = 0
 
 
 class PieceEncoder:
-    """`encode` of a tokenizer without special tokens around the text, piece by piece.
+    """Encodes a text piece by piece, like a tokenizer without special tokens around the text.
 
     Keeps at most `max_bytes` of texts and ids, those used last. Safe to use from several threads.
     """
@@ -62,12 +64,16 @@ class PieceEncoder:
     def of(
         cls, backend: tokenizers.Tokenizer, encode: Callable[[str], list[int]], max_bytes: int
     ) -> PieceEncoder | None:
-        """Of a tokenizer whose pieces do not depend on each other; None for another."""
+        """Return an encoder for a tokenizer whose pieces do not depend on each other; None for any
+        other.
+        """
         found = separators_of(backend)
         return cls(encode, found, max_bytes) if found else None
 
     def encode(self, text: str, salt: str = "") -> list[int]:
-        """The ids of `text`, as the whole tokenizer's `encode` would give them; raises like it."""
+        """Return the ids of `text`, equal to those of the whole tokenizer's `encode`. Raises its
+        errors.
+        """
         ids: list[int] = []
         for place, piece in enumerate(self._cut.split(text)):
             if place % 2:
@@ -85,7 +91,7 @@ class PieceEncoder:
                 self._kept.move_to_end(key)
                 self.stats.kept += len(piece)
                 return kept
-        ids = self._encode(piece)  # not under the lock: others encode, too
+        ids = self._encode(piece)  # not under the lock: other threads encode as well
         self._keep(key, array("I", ids))
         return ids
 
@@ -94,7 +100,7 @@ class PieceEncoder:
         if size * _SHARE > self._max_bytes:
             return
         with self._lock:
-            if key in self._kept:  # another thread was faster
+            if key in self._kept:  # another thread has added it meanwhile
                 return
             self._kept[key] = ids
             self._num_bytes += size
@@ -103,8 +109,11 @@ class PieceEncoder:
 
 
 def separators_of(backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """The added tokens that a text is cut at before anything else; {} where that would not do:
-    they take spaces around them along, stand only between words, or the pieces know their place."""
+    """Return the added tokens at which a text is cut before anything else.
+
+    Return {} where cutting would change ids: an added token takes spaces around it, stands only
+    between words, or the encoding of a piece depends on its place.
+    """
     first: Any = backend.pre_tokenizer
     if first is not None and _KNOWS_THE_FIRST in first.__getstate__():
         return {}
@@ -119,8 +128,11 @@ def separators_of(backend: tokenizers.Tokenizer) -> dict[str, int]:
 
 
 def longest_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of `words` at a place. Thousands of them begin alike (`<unused7>`):
-    it is a tree of their characters, for alternatives are tried one by one."""
+    """Return a pattern for the longest of `words` at a place.
+
+    It is a tree of characters, as alternatives are tried one by one and thousands of words begin
+    alike (`<unused7>`).
+    """
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
@@ -137,7 +149,7 @@ def _pattern(node: dict[str, Any]) -> str:
         if char == "":
             continue
         run, rest = char, below
-        while len(rest) == 1 and "" not in rest:  # no fork: no group
+        while len(rest) == 1 and "" not in rest:  # no fork: no group is needed
             ((more, rest),) = rest.items()
             run += more
         ways.append(re.escape(run) + _pattern(rest))

@@ -1,14 +1,14 @@
-"""Chats rendered in a child, where any template and any data may do what they like.
+"""Chats rendered in a child process, where no template and no data can do harm.
 
-A template can hang or fill a process in one call of native code that no limit within the process
-would stop (baton/text/template_rules.py has an example), and what a client sends can make a good
-one do the same. The child ends with its time or its memory: that chat is refused, and nobody else
-notices.
+A template can hang a process or fill its memory in one call of native code that no limit within the
+process would stop (baton/text/template_rules.py has an example), and a client's messages can make a
+good template do so. The child ends when its time or its memory is used up: then that chat is
+refused, and no other request notices.
 
     renderer.render(template, chat)             the model's own template
     renderer.render_by(source, tokens, chat)    any source, as by a request's own `chat_template`
 
-Both are for threads; many texts and lists go through a pipe, a millisecond per megabyte.
+Both are for threads; long chats go through a pipe, which takes a millisecond per megabyte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _WORDS: Final = {Excess.CPU: "time", Excess.MEMORY: "memory"}
 
 
 class TemplateRenderer:
-    """`close` twice is safe. Starts no process before one is needed, unless told to `prepare`."""
+    """Renders chats in child processes. `close` may be called twice.
+
+    No process starts before one is needed, unless `prepare` is called.
+    """
 
     def __init__(self, budget: ChildBudget | None = None) -> None:
         self.children = Children(CHILD, budget or BUDGET)
@@ -41,15 +44,19 @@ class TemplateRenderer:
         self.children.prepare()
 
     def render(self, template: ChatTemplate, chat: Chat) -> str:
-        """ChatTemplate.render, within limits. Raises InvalidRequest (field `messages`, ...),
-        Unavailable if this machine was too busy for it."""
+        """Call ChatTemplate.render within limits.
+
+        Raises InvalidRequest (field `messages`, ...), and Unavailable if this machine was too busy
+        for it.
+        """
         if template.source is None:
             return template.render(chat)
         return self.render_by(template.source, template.special_tokens, chat)
 
     def render_by(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
-        """The same by any source. Raises InvalidRequest (field `chat_template`) for one that is no
-        template."""
+        """Render by the template `source`. Raises the errors of `render`, and InvalidRequest (field
+        `chat_template`) for a source that is no template.
+        """
         try:
             question = orjson.dumps(
                 {"source": source, "special_tokens": special_tokens, "chat": chat}

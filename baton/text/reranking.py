@@ -1,8 +1,8 @@
-"""What a yes-or-no reranker is asked: Qwen3-Reranker's prompts, and the two tokens of its answer.
+"""The prompts of a yes-or-no reranker (Qwen3-Reranker's), and the two tokens of its answer.
 
-The score of a document is the softmax over the logits of "no" and "yes" after the prompt's last
-token, at "yes". Text and ids only; the logits are baton/engine/core/pooling.py's.
-Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176), their model cards' prompts.
+The score of a document is the probability of "yes" in the softmax over the logits of "no" and "yes"
+after the prompt's last token. This file has text and ids only; baton/engine/core/pooling.py has the
+logits. Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176), their model cards' prompts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RERANK_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n
 def rerank_prompts(
     tokenizer: Tokenizer, query: str, documents: Sequence[str], instruction: str | None
 ) -> list[list[int]]:
-    """Token ids of one yes-or-no question per document.
+    """Return the token ids of one yes-or-no question per document.
 
-    The three parts are encoded apart, as the model was trained.
+    The three parts are encoded separately, as the model was trained.
     """
     head = tokenizer.encode(RERANK_PREFIX, add_special_tokens=False)
     tail = tokenizer.encode(RERANK_SUFFIX, add_special_tokens=False)
@@ -44,7 +44,9 @@ def rerank_prompts(
 
 
 def answer_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Ids of "yes" and "no". Raises UnsupportedFeature if either is more than one token."""
+    """Return the ids of "yes" and "no". Raises UnsupportedFeature if either is more than
+    one token.
+    """
     ids = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(word) != 1 for word in ids):
         raise UnsupportedFeature(

@@ -1,7 +1,7 @@
 """Stop strings over text that arrives in pieces: what may be shown, and when the output ends.
 
-Sans I/O. How the text was cut into pieces never changes the result; a stop string, or a tail that
-may still become one, is never shown.
+Without I/O. How the text was cut into pieces never changes the result. A stop string, or a tail
+that may still become one, is never shown.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """`text` may be shown now; `matched` is the stop string that ended the output, if one did."""
+    """`text` may be shown now; `matched` is the stop string that ended the output, None if none
+    did.
+    """
 
     text: str
     matched: str | None = None
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first; of several at one place, the earliest start.
+    """Finds the stop string that is complete first; of several that end at one place, the one that
+    starts first.
 
     push(piece)* -> flush(). After a match nothing more may be pushed.
     """
@@ -32,8 +35,11 @@ class StopMatcher:
         self._longest = max((len(stop) for stop in stops), default=0)
 
     def push(self, piece: str, looking: bool = True) -> StopResult:
-        """Add new text. The held-back tail is shorter than the longest stop string. Without
-        `looking`, no stop string ends in this piece; one may begin."""
+        """Add new text; return what may be shown.
+
+        The held-back tail is shorter than the longest stop string. With `looking` False, no stop
+        string ends in this piece, but one may begin.
+        """
         if not self._stops:
             return StopResult(piece)
         text = self._held + piece
@@ -47,13 +53,16 @@ class StopMatcher:
         return StopResult(text[: len(text) - keep])
 
     def flush(self) -> str:
-        """The text held back, now that no more comes."""
+        """Return the text held back; no more text follows."""
         text, self._held = self._held, ""
         return text
 
     def _first_match(self, text: str, looked: int) -> tuple[int, str] | None:
-        """(start, stop) of the match that ends first, then starts first; none ends within the
-        `looked` characters before the new ones."""
+        """Return (start, stop) of the match that ends first, then starts first; None without a
+        match.
+
+        No match ends within the first `looked` characters, which were searched before.
+        """
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, looked + 1 - len(stop)))
@@ -62,7 +71,7 @@ class StopMatcher:
         return None if best is None else (best[1], best[2])
 
     def _possible_prefix(self, text: str) -> int:
-        """Length of the longest tail of `text` that a stop string starts with."""
+        """Return the length of the longest tail of `text` with which a stop string starts."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

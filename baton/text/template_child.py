@@ -3,8 +3,8 @@
     python -m baton.text.template_child CPU_S BYTES
 
 A question is JSON: the template's source, the special tokens, a Chat's fields. The answer is `=`
-and the text, or `!` and JSON: {"message", "field"} of an InvalidRequest; a source that is no
-template is one of `chat_template`. Limits are those of baton/runtime/child.py.
+and the text, or `!` and JSON: {"message", "field"} of an InvalidRequest; its field is
+`chat_template` if the source is no template. baton/runtime/child.py sets the limits.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Limits around a harmless chat template that is rendered in this process, over little data.
+"""Limits for a harmless chat template that is rendered in this process, over little data.
 
-What is harmless (baton/text/template_rules.py) nests nothing that it has made itself. So a tree
-stays small if each text and list does, and each of them is looked at here as it is made:
+A harmless template (baton/text/template_rules.py) nests no value that it has made itself. So all
+its values stay small if each string and each list does. They are checked as they are made:
 
     loop and macro bodies   tick() at each turn: the time, and the literal text in there
-    what is written         finalize: all characters, those inside `set` blocks too
+    what is written         finalize: all characters, those inside `set` blocks as well
     calls, filters, + * ~   no large text, no long list as result
 
-Who meets a limit is OverBudget, which is no error: it is rendered in a child, which has room
-(baton/text/rendering.py). Time is that of the thread that renders, for other threads may be busy;
-but the clock of threads is slow to read, so it counts only from when the one on the wall says that
-time is up. Not here: the sandbox itself (Jinja's).
+A template that exceeds a limit raises OverBudget, which is no error: a child, which has more room,
+then renders it (baton/text/rendering.py). Time is that of the rendering thread, as other threads
+may be busy. But that clock is slow to read, so it is read only after as much wall time has passed.
+The sandbox itself is Jinja's.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS: Final = 128 << 10  # of a string
-MAX_WRITTEN: Final = 512 << 10  # in all, what is set aside in blocks included
-MAX_ITEMS: Final = 4096  # of a list, whose items differ; of a sum of lists MAX_SUM
+MAX_WRITTEN: Final = 512 << 10  # in all, text set aside in blocks included
+MAX_ITEMS: Final = 4096  # of a list, whose items differ; a sum of lists has at most MAX_SUM
 MAX_SUM: Final = 64
 MAX_BITS: Final = 256  # of a number
-TICKS_PER_LOOK: Final = 16  # at the clock
+TICKS_PER_LOOK: Final = 16  # turns between two looks at the clock
 _TICK: Final = "baton_tick"
 _SIZED: Final = "baton_sized"
 _CAPTURING: Final = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
 
 
 class OverBudget(Exception):
-    """A template worked for too long, or makes something too large, for this process."""
+    """A template worked for too long, or made something too large, for this process."""
 
 
 class _Meter(threading.local):
-    """What the template that renders on this thread may still spend, from `due` (on the wall's
-    clock, None: no limit) on by the thread's own clock: until `deadline`."""
+    """What the template that renders on this thread may still spend.
+
+    `due`: the wall time from which the thread's own time counts; None = no limit. `deadline`: in
+    the thread's own time; None before `due`.
+    """
 
     seconds: float = 0.0
     due: float | None = None
@@ -55,14 +58,14 @@ class _Meter(threading.local):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits; inheritance is Jinja's own way to set them.
 
-    Templates are made by `bounded`; `start` before each rendering, on its thread. Safe in several
-    threads.
+    `bounded` prepares a template. `start` must be called before each rendering, on its thread. Safe
+    in several threads.
     """
 
     intercepted_binops = frozenset({"+", "*", "%"})
 
     def __init__(self, filters: dict[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters` beside Jinja's own."""
+        """`filters`: added to Jinja's own."""
         super().__init__(finalize=self._written, **options)
         self._meter = _Meter()
         self.filters.update(filters)
@@ -71,8 +74,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update({_TICK: _ticking(self), _SIZED: self._sized})
 
     def bounded(self, tree: nodes.Template) -> nodes.Template:
-        """Mutates and answers `tree`: with ticks in its loops and macros, and sizes looked at."""
-        # What is set aside is told by nobody else; the rest is counted as it leaves the template.
+        """Change `tree` and return it: its loops and macros tick, and its sizes are checked."""
+        # Text that is set aside is counted here only; other text is counted as it leaves the
+        # template.
         aside = {
             id(loop)
             for block in tree.find_all(_CAPTURING)
@@ -92,7 +96,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def start(self, seconds: float) -> None:
-        """This thread renders now, for so long."""
+        """Begin a rendering of at most `seconds` on this thread."""
         meter = self._meter
         meter.seconds, meter.due, meter.deadline = seconds, time.monotonic() + seconds, None
         meter.ticks = meter.written = 0
@@ -100,7 +104,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     # ---- what templates run into ----
 
     def tick(self, literal_chars: int) -> None:
-        """One more turn of a loop, or call of a macro. Raises OverBudget."""
+        """Count one more turn of a loop, or one call of a macro. Raises OverBudget."""
         self._count(literal_chars)
         self._look()
 
@@ -120,7 +124,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise OverBudget("it writes too much")
 
     def _written(self, value: Any) -> Any:
-        """Jinja's `finalize`: every value on its way into the text."""
+        """Count a value on its way into the text (Jinja's `finalize`); return it as a string."""
         text = value if isinstance(value, str) else str(value)
         self._count(len(text))
         return text
@@ -133,7 +137,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _spend(self, name: str, value: Any, args: Sequence[Any]) -> Any:
-        """Before `name` of `value`; answers `value`, which may have been an iterator."""
+        """Check the cost of calling `name` on `value`; return `value`, as a list if it was an
+        iterator to join.
+        """
         self._look()
         if name == "join":
             value = list(value)
@@ -162,7 +168,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        receiver = getattr(__obj, "__self__", None)  # of a bound method
+        receiver = getattr(__obj, "__self__", None)  # the object of a bound method
         name = str(getattr(__obj, "__name__", "")) if isinstance(receiver, str) else ""
         if name == "join" and args:
             args = (__self._spend(name, args[0], [receiver]), *args[1:])
@@ -180,9 +186,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _ticking(environment: BoundedEnvironment) -> Callable[..., None]:
-    """The filter that stands first in bodies."""
+    """Return the filter that is put first into bodies."""
 
-    @pass_context  # with one Jinja cannot compute it at compile time
+    @pass_context  # with a context Jinja cannot evaluate the filter at compile time
     def tick(_: Context, value: None, literal_chars: int) -> None:
         environment.tick(literal_chars)
 
@@ -190,7 +196,7 @@ def _ticking(environment: BoundedEnvironment) -> Callable[..., None]:
 
 
 class _SizeConcats(NodeTransformer):
-    """`a ~ b` is no operator to the sandbox: its result goes through a filter."""
+    """Puts a filter around `a ~ b`, which is no operator to the sandbox."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -210,7 +216,7 @@ def _fits(size: int, most: int) -> None:
 def _check_binop(operator: str, left: Any, right: Any) -> None:
     """Raise OverBudget for an operation whose result may be too large."""
     if operator == "%" and isinstance(left, str):
-        raise OverBudget("it formats by a pattern")  # to any width
+        raise OverBudget("it formats by a pattern")  # a pattern may pad to any width
     for one, other in ((left, right), (right, left)):
         if operator == "+" and isinstance(one, list | tuple):
             sizes = (len(part) for part in (left, right) if isinstance(part, list | tuple))

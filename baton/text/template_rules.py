@@ -25,19 +25,19 @@ from jinja2 import nodes
 
 MAX_SOURCE_CHARS: Final = 64 << 10
 MAX_NODES: Final = 4096
-MAX_LEAVES: Final = 64  # of one list or dictionary as it is written
-MAX_DEEP_LEAVES: Final = 4  # of these, not of depth 0
+MAX_LEAVES: Final = 64  # values written in one list or dictionary
+MAX_DEEP_LEAVES: Final = 4  # of these, values of a depth above 0
 MAX_DEPTH: Final = 3
-MAX_NUMBER: Final = 256  # that a filter or a product is given
+MAX_NUMBER: Final = 256  # the largest number that a filter or a product may be given
 MAX_OPTION_CHARS: Final = 16
 LOOP: Final = {
     **dict.fromkeys(
         ("index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"),
         0,
     ),
-    **dict.fromkeys(("previtem", "nextitem"), MAX_DEPTH - 1),  # of whatever is walked through
+    **dict.fromkeys(("previtem", "nextitem"), MAX_DEPTH - 1),  # of the value that is walked through
 }
-# Filters and methods by what they answer.
+# Filters and methods, by the kind of their result.
 SCALAR_FILTERS: Final = frozenset({
     "abs", "capitalize", "count", "e", "escape", "float", "int", "length", "lower", "round",
     "safe", "string", "title", "tojson", "trim", "upper", "indent", "join", "replace",
@@ -57,7 +57,7 @@ SCALAR_METHODS: Final = frozenset({
 LIST_METHODS: Final = frozenset({
     "keys", "partition", "rpartition", "rsplit", "split", "splitlines", "values",
 })  # fmt: skip
-# Named tests, of which each looks at its values once.
+# Named tests, each of which looks at its values once.
 TESTS: Final = frozenset({
     "boolean", "callable", "defined", "divisibleby", "eq", "equalto", "even", "false", "float",
     "ge", "gt", "greaterthan", "in", "integer", "iterable", "le", "lessthan", "lower", "lt",
@@ -89,15 +89,15 @@ def is_harmless(source: str, tree: nodes.Template) -> bool:
 
 
 class _Unknown(Exception):
-    """It does what is not listed here."""
+    """The template does something that is not listed here."""
 
 
 class _Judge:
-    """Depths of all names of one template, from what is set anywhere in it."""
+    """The depths of all names of one template, from all places that set them."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
-        self._depths: dict[str, int] = {}  # of names; of namespaces' attributes as ".attribute"
+        self._depths: dict[str, int] = {}  # of names; a namespace's attribute is ".attribute"
         self._macros: dict[str, list[nodes.Macro]] = {}
         for macro in tree.find_all(nodes.Macro):
             self._macros.setdefault(macro.name, []).append(macro)
@@ -108,7 +108,7 @@ class _Judge:
         }
 
     def learns(self) -> bool:
-        """Look at everything once; whether a depth has grown. Raises _Unknown."""
+        """Walk through the template once; return whether a depth has grown. Raises _Unknown."""
         before = dict(self._depths)
         self._statement(self._tree)
         return self._depths != before
@@ -178,7 +178,7 @@ class _Judge:
     # ---- what is read ----
 
     def _of(self, node: nodes.Node) -> int:
-        """Depth of an expression. Raises _Unknown."""
+        """Return the depth of an expression. Raises _Unknown."""
         match node:
             case nodes.Const():
                 depth = 0
@@ -305,7 +305,7 @@ class _Judge:
         raise _Unknown
 
     def _function(self, name: str, node: nodes.Call, given: list[nodes.Expr]) -> int:
-        depths = [self._of(value) for value in given]  # once: calls stand within calls
+        depths = [self._of(value) for value in given]  # evaluated once, as calls stand within calls
         if name in self._macros:
             for macro in self._macros[name]:
                 for parameter, depth in zip(macro.args, depths, strict=False):
@@ -324,7 +324,7 @@ class _Judge:
         raise _Unknown
 
 
-# Names with a meaning of their own, which is listed where it is allowed.
+# Names with a meaning of their own; they are allowed only where the code above lists them.
 _OURS: Final = frozenset({
     "caller", "cycler", "dict", "joiner", "kwargs", "lipsum", "loop", "namespace",
     "raise_exception", "range", "self", "strftime_now", "super", "varargs",
@@ -347,7 +347,7 @@ def _value(keyword: nodes.Node) -> nodes.Expr:
 
 
 def _leaves(node: nodes.Node, level: int = 0) -> Iterable[tuple[int, nodes.Node]]:
-    """What stands in a list or dictionary as it is written, and how deep within."""
+    """Yield the values written in a list or dictionary, each with its nesting level."""
     if not isinstance(node, _DISPLAYS):
         yield level, node
         return
@@ -374,7 +374,7 @@ def _is_small(node: nodes.Node) -> bool:
 
 
 def _is_option(node: nodes.Node) -> bool:
-    """A constant that cannot make a text much longer."""
+    """Whether the node is a constant that cannot make a text much longer."""
     if isinstance(node, nodes.Tuple):
         return all(map(_is_option, node.items))
     if not isinstance(node, nodes.Const):

@@ -1,10 +1,11 @@
-"""Text <-> token ids over the `tokenizers` library, and the incremental decoder of a token stream.
+"""Text to token ids and back over the `tokenizers` library, and the incremental decoder of a
+stream.
 
-Not transformers' AutoTokenizer (same ids, 0.14 s instead of 2.2 s to load, no torch). Not the chat
-template (baton/text/chat_template.py).
+transformers' AutoTokenizer is not used (same ids, but 2.2 s instead of 0.14 s to load, and torch).
+The chat template is in baton/text/chat_template.py.
 
-The text of an output is DEFINED by its stream decoder: what has been shown never changes. It
-equals a decode of all ids at once except where the latter takes a finished character back (a
+The stream decoder DEFINES the text of an output: text that has been shown never changes. It equals
+a decode of all ids at once, except where that decode takes a finished character back (a
 byte-fallback run with an invalid byte in it), which no stream can do.
 """
 
@@ -24,13 +25,14 @@ from tokenizers import decoders, normalizers
 from baton.protocol.errors import InvalidRequest, ModelRefused
 from baton.text.pieces import PieceEncoder
 
-# No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens: a
-# tail still unreadable after so many is not an unfinished character and is shown as it is.
+# No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens. So a
+# tail that is still unreadable after so many tokens is no unfinished character: it is shown as it
+# is.
 _MAX_PENDING_TOKENS: Final = 6
-# The library's calls for one text keep the GIL: many of them, one after another in a thread, hold
-# up every other thread by 5 ms each time that it wakes. Its calls for several let others run.
-SHORT_TOKENS: Final = 4096  # decoded at once
-_MOST_COMPOSED: Final = 4  # characters of a text that a normalizer makes one of
+# The library's calls for one text keep the GIL: many in a row on one thread hold up every other
+# thread by 5 ms each time that it wakes. The calls for several texts release the GIL.
+SHORT_TOKENS: Final = 4096  # the most tokens that are decoded under the GIL
+_MOST_COMPOSED: Final = 4  # characters of a text that a normalizer may join to one
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _UTF8: Final = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -40,15 +42,17 @@ class StreamDecoder(Protocol):
     """Turns one sample's token ids into text, token by token."""
 
     def push(self, token_id: int) -> str:
-        """Text that became final with this token; "" while a character is unfinished."""
+        """Add a token; return the text that is now final, "" while a character is unfinished."""
         ...
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """Of several tokens in a row."""
+        """Add several tokens in a row; return the text that is now final."""
         ...
 
     def flush(self) -> str:
-        """What an unfinished character at the end leaves (replacement characters), once."""
+        """Return, once, what an unfinished character at the end becomes (replacement
+        characters).
+        """
         ...
 
 
@@ -76,11 +80,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: str | Path, keep_bytes: int = 0) -> Tokenizer:
-        """Read tokenizer.json, and which of its tokens are special from tokenizer_config.json.
-        `keep_bytes`: for what `encode_chat` remembers.
+        """Read tokenizer.json, and from tokenizer_config.json which of its tokens are special.
 
-        BOS and EOS are what tokenizer.json's post-processor adds; `add_bos_token` in the config is
-        for checkpoints without that file (as transformers 5 reads it: tokenization_utils_base.py,
+        `keep_bytes`: the memory for what `encode_chat` remembers. BOS and EOS are what
+        tokenizer.json's post-processor adds; `add_bos_token` in the config is for checkpoints
+        without that file (as transformers 5 reads it: tokenization_utils_base.py,
         `_from_pretrained`). Raises ModelRefused naming the file and the way out.
         """
         directory = Path(model_dir)
@@ -94,7 +98,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ModelRefused(f"{path} cannot be read: {error}") from error
-        # Both are training-time settings that some checkpoints leave on: they would cut prompts.
+        # Both are settings of the training that some checkpoints leave on: they would cut prompts.
         backend.no_truncation()
         backend.no_padding()
         special = read_special_tokens(directory)
@@ -104,16 +108,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included (a model's embedding may be larger)."""
+        """The number of ids, added tokens included (a model's embedding may be larger)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that mean something other than text; an output's text leaves them out."""
+        """The tokens that mean something other than text; an output's text leaves them out."""
         return self._special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` puts BOS and so on as the model's files say.
+        """Return the token ids of `text`; `add_special_tokens` adds BOS and so on as the model's
+        files say.
 
         Raises InvalidRequest for text that is not valid Unicode (a lone surrogate).
         """
@@ -124,22 +129,26 @@ class Tokenizer:
             raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
 
     def encode_chat(self, text: str, salt: str = "") -> list[int]:
-        """`encode` of a rendered conversation, which holds its special tokens; what was encoded
-        before with the same `salt` is remembered, where there is room and the tokenizer is of the
-        kind (baton/text/pieces.py)."""
+        """Return the ids of a rendered conversation, which holds its special tokens already.
+
+        Pieces encoded before with the same `salt` are remembered, if `keep_bytes` was given and the
+        tokenizer allows it (baton/text/pieces.py).
+        """
         if self.pieces is None:
             return self.encode(text, add_special_tokens=False)
         return self.pieces.encode(text, salt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of all ids at once; ids outside the vocabulary decode to nothing."""
+        """Return the text of all ids at once; ids outside the vocabulary decode to nothing."""
         skip = skip_special_tokens
         if len(ids) <= SHORT_TOKENS:
             return self._backend.decode(list(ids), skip_special_tokens=skip)
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip)[0]
 
     def _without(self, shown: tuple[str, ...]) -> frozenset[int]:
-        """The special tokens but those in `shown`, of which a router knows a few."""
+        """Return the special tokens that do not occur in `shown`; cached, as a router has few such
+        texts.
+        """
         found = self._skipped.get(shown)
         if found is None:
             texts = "\n".join(shown)
@@ -150,21 +159,27 @@ class Tokenizer:
 
     @cached_property
     def _longest(self) -> int | None:
-        """Characters of a text, at most, that one token stands for."""
+        """The most characters of a text for which one token stands; None if there is no
+        such bound.
+        """
         if self._bytes_of is None or not _drops_nothing(self._backend):
             return None
         return max(map(len, self._bytes_of.values())) * _MOST_COMPOSED
 
     def most_chars(self, num_tokens: int) -> int | None:
-        """A longer text has more tokens than that; None where a token may stand for any text."""
+        """Return the most characters that a text of `num_tokens` tokens has; None if there is no
+        such bound.
+        """
         return None if self._longest is None else num_tokens * self._longest
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id, None outside it."""
+        """Return the vocabulary's own spelling of an id; None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a running text: part of a character, maybe; b"" outside."""
+        """Return the bytes that a token adds to a running text, maybe part of a character; b""
+        outside the vocabulary.
+        """
         if self._bytes_of is not None:
             return self._bytes_of.get(token_id, b"")
         token = self._backend.id_to_token(token_id)
@@ -173,7 +188,7 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        # Decoders strip the space before a first token: a second one shows it.
+        # Decoders strip the space before a first token, so a second copy of the token shows it.
         alone = self.decode([token_id], skip_special_tokens=False)
         twice = self.decode([token_id, token_id], skip_special_tokens=False)
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
@@ -181,8 +196,9 @@ class Tokenizer:
     def stream(
         self, skip_special_tokens: bool = True, shown: Collection[str] = ()
     ) -> StreamDecoder:
-        """A fresh decoder for one output; special tokens that are in the texts `shown` are never
-        skipped."""
+        """Return a fresh decoder for one output. Special tokens that occur in the texts `shown` are
+        not skipped.
+        """
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         if skipped and shown:
             skipped = self._without(tuple(shown))
@@ -192,9 +208,10 @@ class Tokenizer:
 
 
 class _ByteStream:
-    """Byte-level vocabularies (GPT-2, Llama 3, Qwen): tokens are bytes, the text is their UTF-8.
+    """Decoder for byte-level vocabularies (GPT-2, Llama 3, Qwen): tokens are bytes, the text is
+    UTF-8.
 
-    Exact for every sequence of ids, a dictionary look-up per token.
+    Exact for every sequence of ids; one dictionary look-up per token.
     """
 
     def __init__(self, bytes_of: Mapping[int, bytes], skipped: frozenset[int]) -> None:
@@ -217,7 +234,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Any decoder: decodes a window of ids, shows what is new once it ends in a whole character.
+    """Decoder for any vocabulary: decodes a window of ids, shows new text once it ends in a whole
+    character.
 
     window:  [ shown last time | pending ]      text(window) minus text(shown last time) = new text
     The shown part stays in the window because decoders look at neighbours (a leading space is
@@ -250,7 +268,7 @@ class _WindowStream:
         text = self._decode([*self._shown, *self._pending])
         if text.startswith(self._shown_text):
             return text[len(self._shown_text) :]
-        # An invalid byte made the decoder take back the run of bytes before it. Shown is shown.
+        # An invalid byte made the decoder take back the run of bytes before it. Shown text stays.
         return self._decode(self._pending)
 
     def _show(self, text: str) -> str:
@@ -263,7 +281,9 @@ class _WindowStream:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} without the file. Raises ModelRefused for anything else."""
+    """Return the object in a JSON file, {} without the file. Raises ModelRefused for any other
+    content.
+    """
     if not path.is_file():
         return {}
     try:
@@ -276,7 +296,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens by name ("bos_token": "<s>"); tokenizer_config.json has the last word."""
+    """Return special tokens by name ("bos_token": "<s>"); tokenizer_config.json overrides the other
+    file.
+    """
     found: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, value in read_json(directory / file).items():
@@ -300,11 +322,10 @@ def _drops_nothing(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """Bytes of every id of a byte-level vocabulary.
+    """Return the bytes of every id of a byte-level vocabulary.
 
-    A token all of whose characters are in GPT-2's byte alphabet stands for bytes; any other (an
-    added token with a space, say) for its own UTF-8.
-    Source: tokenizers, pre_tokenizers/byte_level.rs.
+    A token whose characters are all in GPT-2's byte alphabet stands for bytes; any other (an added
+    token with a space, say) for its own UTF-8. Source: tokenizers, pre_tokenizers/byte_level.rs.
     """
     byte_of = _gpt2_alphabet()
     table: dict[int, bytes] = {}
@@ -317,7 +338,9 @@ def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 
 def _gpt2_alphabet() -> dict[str, int]:
-    """Character -> byte: printable Latin-1 is itself, the others are moved up from 256 on."""
+    """Return character -> byte: printable Latin-1 is itself, other bytes are characters from 256
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

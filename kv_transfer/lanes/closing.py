@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class Closing:
-    """Whether a connection is over, and whom to call back. Every method from any thread."""
+    """Knows if a connection is over and calls back those who wait for it. Every method from any
+    thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +29,7 @@ class Closing:
         callback()
 
     def notify(self) -> None:
-        """It is over: call back whoever asked, each once. Idempotent."""
+        """Mark the connection as over and call each callback once. Idempotent."""
         with self._lock:
             self._over = True
             callbacks, self._callbacks = self._callbacks, []

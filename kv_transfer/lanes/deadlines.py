@@ -1,4 +1,4 @@
-"""Deadlines for blocking calls that take none: one thread that calls back when a guard runs out."""
+"""Deadlines for blocking calls without a timeout: one thread calls back when a guard runs out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from baton.protocol.clock import Clock
 
 
 class Deadlines:
-    """`with guard(seconds, break_it): blocking_call()` calls `break_it` unless it ends in time.
+    """Guards for blocking calls: `with guard(seconds, break_it): blocking_call()`.
 
-    The thread starts with the first guard and sleeps until the earliest deadline.
+    `break_it` is called unless the blocking call ends in time. The thread starts with the first
+    guard and sleeps until the earliest deadline.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -28,7 +29,11 @@ class Deadlines:
 
     @contextmanager
     def guard(self, seconds: float, on_deadline: Callable[[], object]) -> Iterator[None]:
-        """`on_deadline` is called at most once, from another thread; it must not block."""
+        """Call `on_deadline` at most once, from another thread, if the context takes longer than
+        `seconds`.
+
+        `on_deadline` must not block.
+        """
         number = next(self._numbers)
         with self._changed:
             self._callbacks[number] = on_deadline
@@ -45,7 +50,7 @@ class Deadlines:
                 self._callbacks.pop(number, None)
 
     def stop(self) -> None:
-        """Call nobody back any more. Idempotent."""
+        """End the thread; no callback is called any more. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -58,7 +63,9 @@ class Deadlines:
             callback()
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait for the next deadline that is still in force; None when stopped."""
+        """Wait for the next deadline that is still in force and return its callback; None when
+        stopped.
+        """
         with self._changed:
             while not self._stopped:
                 if not self._waiting:

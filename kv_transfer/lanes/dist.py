@@ -1,13 +1,14 @@
 """The `dist` lane: frames as tensors over torch.distributed groups of two, NCCL or gloo.
 
-One TCP connection per conversation carries records (records.py): small frames, and the agreement
-on a pair (pairs.py) once the first big frame is about to be sent, that is, only after the peer has
-proven that it knows the deployment's secret. A big frame is announced by a record TENSOR and
-follows as one tensor over the pair. A pair serves one answer. With the fetcher's next message it is
-idle again, for any conversation of the two processes. After FINISHED its sender sends no more.
+One TCP connection per conversation carries records (records.py): small frames, and the agreement on
+a pair (pairs.py). The sides agree on a pair when the first big frame is about to be sent, so only
+after the peer has proven that it knows the deployment's secret. A record TENSOR announces a big
+frame, which follows as one tensor over the pair. A pair serves one answer: with the fetcher's next
+message it is idle again, for any conversation of the two processes. After FINISHED its sender sends
+no more.
 
-With no room for another pair on either side big frames travel in records too: slower, never stuck.
-A peer that dies shows at once in the connection or in the pair; one that stops, as KVTimeout.
+If either side has no room for another pair, big frames travel in records: slower, never stuck. The
+death of a peer shows at once in the connection or in the pair; a peer that hangs causes KVTimeout.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ MAX_CONVERSATIONS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class DistSettings:
-    """`host`, `port` (0: any free one): where to listen; `advertise_host`: the host that peers get.
+    """Settings of the `dist` lane.
+
+    `host`, `port` (0: any free one): where to listen. `advertise_host`: the host that peers get.
     `max_pairs` counts both directions; an NCCL pair takes 50-100 MB of GPU memory. Frames of up to
-    `inline_bytes` go as records: below 64 KiB a socket is faster than a tensor."""
+    `inline_bytes` travel as records: below 64 KiB a socket is faster than a tensor.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -50,7 +54,7 @@ class DistSettings:
 
 
 class DistLane:
-    """base.Lane over pairs."""
+    """Implements base.Lane over pairs."""
 
     name = "dist"
     direct = False
@@ -67,7 +71,9 @@ class DistLane:
         self._outgoing: set[DistWire] = set()
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
-        """Raises ConfigError if the port cannot be bound or torch lacks the backend."""
+        """Listen for peers. Raises ConfigError if the port cannot be bound or torch lacks the
+        backend.
+        """
         if self._settings.backend == "nccl" and not dist.is_nccl_available():
             raise ConfigError("this build of torch has no NCCL", field="kv_lanes")
         host, port = self._settings.host, self._settings.port
@@ -77,7 +83,7 @@ class DistLane:
         except OSError as error:
             raise ConfigError(f"cannot bind the KV port {_join(host, port)}: {error}") from error
         advertised = self._settings.advertise_host or host
-        # gloo needs an address of its own to bind: it cannot mean "all".
+        # gloo binds one address: it cannot bind "all addresses".
         local = advertised if host in ("", "0.0.0.0", "::") else host
         groups = Groups(self._settings.backend, local, self._timing.kv_progress_s)
         ends = Ends(groups, self.pairs, HangupWatch(), self._settings.inline_bytes)

@@ -1,5 +1,8 @@
-"""Both ends of a connection of the `dist` lane (dist.py): what they say, when a pair is theirs, and
-when the connection may be closed. One thread each; `cancel` and hang-ups come from others."""
+"""Both ends of a connection of the `dist` lane (dist.py): what they send, when they use a pair, and
+when the connection may be closed.
+
+One thread runs each end; `cancel` and hang-ups come from other threads.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Ends:
 
 
 class DistIncoming:
-    """base.Incoming, and how the lane sends the answers. One thread, but for `break_`."""
+    """Implements base.Incoming, and sends the answers. One thread only, except for `break_`."""
 
     def __init__(self, control: RecordSocket, ends: Ends) -> None:
         self._control = control
@@ -47,7 +50,9 @@ class DistIncoming:
 
     @property
     def buffer(self) -> memoryview | None:
-        """The pair's own memory, once there is a pair: what is built there is sent from there."""
+        """The memory of the pair, from which frames are sent without a copy; None if there is no
+        pair.
+        """
         try:
             return None if self._pair is None else self._pair.buffer()
         except KVError:
@@ -71,7 +76,7 @@ class DistIncoming:
         self._closing.on_closed(callback)
 
     def send(self, frame: Buffer) -> None:
-        """Raises KVLost, KVTimeout, KVCorrupt."""
+        """Send a frame. Raises KVLost, KVTimeout or KVCorrupt."""
         pair = self._pair_for(frame)
         if pair is None:
             self._control.send(Tag.FRAME, frame)
@@ -80,19 +85,20 @@ class DistIncoming:
             pair.send(frame)
 
     def finish(self) -> None:
-        """Everything has been said, and taken."""
+        """Tell the peer that nothing more follows, after it has taken everything."""
         if self._pair is not None:
             self._pair.flush()
         self._control.send(Tag.FINISHED)
 
     def break_(self) -> None:
-        """Any thread."""
+        """Break the connection. Any thread."""
         self._control.break_()
 
     def close(self, linger_s: float) -> None:
         self._ends.watch.remove(self._control.socket)
         self._give_back()
-        # To close with unread messages of the peer would reset the connection and lose ours.
+        # Closing with unread messages of the peer would reset the connection and lose our own
+        # messages.
         with contextlib.suppress(OSError):
             self._control.socket.shutdown(socket.SHUT_WR)
         with contextlib.suppress(KVError):
@@ -123,7 +129,8 @@ class DistIncoming:
         return self._pair
 
     def _hung_up(self) -> None:
-        # Before the pair is looked at: one that is just being agreed upon sees it and ends itself.
+        # Before the pair is looked at: one that is just being agreed upon then sees it and ends
+        # itself.
         self._closing.notify()
         with self._lock:
             if self._pair is not None:
@@ -131,7 +138,7 @@ class DistIncoming:
 
 
 class DistWire:
-    """base.Wire over a connection and, once the exporter wants one, a pair."""
+    """Implements base.Wire over a connection and, once the exporter wants one, a pair."""
 
     def __init__(self, control: RecordSocket, ends: Ends, peer: str) -> None:
         self._control = control
@@ -141,10 +148,10 @@ class DistWire:
         self._ahead: Record | None = None
         self._lock = threading.Lock()  # guards the rest; never held while waiting
         self._pair: Pair | None = None
-        self._waits = False  # our thread reads the connection or the pair
+        self._waits = False  # our thread is reading the connection or the pair
         self._cancelled = False
         self._finished = False
-        self._gone = False  # the peer
+        self._gone = False  # the peer has hung up
         self._closed = False
         self._on_closed: Callable[[DistWire], None] | None = None
 
@@ -159,7 +166,7 @@ class DistWire:
     def receive(self) -> Buffer | None:
         return self._parcel()
 
-    # ScatterWire: what came over the pair is copied once, into its place
+    # ScatterWire: what came over the pair is copied once, to its destination
     def receive_header(self) -> bytes | None:
         parcel = self._parcel()
         if parcel is None:
@@ -169,7 +176,7 @@ class DistWire:
 
     def receive_into(self, views: Sequence[memoryview]) -> None:
         for view in views:
-            size = min(len(view), len(self._rest))  # what is missing, the digest finds
+            size = min(len(view), len(self._rest))  # the digest finds what is missing
             view[:size] = self._rest[:size]
             self._rest = self._rest[size:]
 
@@ -192,7 +199,9 @@ class DistWire:
             self._control.break_()
 
     def hung_up(self) -> None:
-        """The peer has closed, or we have been broken. Any thread; never blocks."""
+        """Note that the peer has closed the connection, or that we have broken it. Any thread;
+        never blocks.
+        """
         with self._lock:
             self._gone = True
             if self._waits and self._pair is not None:
@@ -200,7 +209,11 @@ class DistWire:
         self._close_if_over()
 
     def _parcel(self) -> memoryview | None:
-        """What is left of the last parcel, or the next one, valid until it is asked for again."""
+        """Return the rest of the last parcel, or the next one, or None at the end of the
+        connection.
+
+        The bytes are valid until the next call.
+        """
         if self._rest:
             rest, self._rest = self._rest, memoryview(b"")
             return rest
@@ -246,7 +259,9 @@ class DistWire:
                     raise KVCorrupt(f"{record.tag.name} out of place")
 
     def _take(self, pair: Pair) -> memoryview:
-        """The tensor that is due; the one after it travels while the caller empties the buffer."""
+        """Return the tensor that is due. The one after it travels while the caller empties the
+        buffer.
+        """
         if self._ahead is None and pair.num_expected < DEPTH and self._control.readable():
             record = self._control.receive()
             if record.tag is Tag.TENSOR:
@@ -271,7 +286,7 @@ class DistWire:
                 pair.kill()
 
     def _close_if_over(self) -> None:
-        """Close it if neither our thread nor a last message of ours needs the connection."""
+        """Close the connection if neither our thread nor a last message of ours needs it."""
         with self._lock:
             if self._closed or self._waits or not (self._finished and self._gone):
                 return
@@ -284,7 +299,7 @@ class DistWire:
 
 @dataclass(frozen=True, slots=True)
 class LostWire:
-    """base.Wire to a peer that is not there."""
+    """Implements base.Wire to a peer that is not there: send and receive raise KVLost."""
 
     why: str
 
@@ -295,7 +310,7 @@ class LostWire:
         raise KVLost(self.why)
 
     def finish(self) -> None:
-        """There is no peer to send to."""
+        """Do nothing: there is no peer to send to."""
 
     def cancel(self) -> None:
-        """Nothing to break."""
+        """Do nothing: there is no connection to break."""

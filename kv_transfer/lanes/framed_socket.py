@@ -1,11 +1,10 @@
 """Frames over one connected stream socket: TCP, Unix, or either of them under TLS.
 
-Frames delimit themselves: 48 bytes of header say how many follow. Not here: who connects to whom
-(stream.py), what a frame means, and whether it is right (frames.decode).
-
-One thread sends and receives; any thread may `break_`. Every wait has a deadline. Plain sockets
-block in the kernel under SO_RCVTIMEO and SO_SNDTIMEO: one system call per piece, where Python's own
-timeouts poll before each. TLS needs Python's.
+Frames delimit themselves: a header of 48 bytes says how many bytes follow. Who connects to whom is
+in stream.py; what a frame means, and whether it is intact, is in frames.py. One thread sends and
+receives; any thread may `break_`. Every wait has a deadline. Plain sockets block in the kernel
+under SO_RCVTIMEO and SO_SNDTIMEO, which takes one system call per piece; Python's own timeouts poll
+before each. TLS sockets need Python's timeouts.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
 from kv_transfer.protocol.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, payload_bytes
 
-UNIX_BUFFER_BYTES: Final = 4 << 20  # the kernel's default cost a third of the speed
+UNIX_BUFFER_BYTES: Final = 4 << 20  # the most buffers that the kernel takes in one call
 IOV_MAX: Final = 1024  # pieces the kernel takes in one call
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
 class FramedSocket:
-    """Owns a connected socket. `max_payload`: what a frame from this peer may carry at most."""
+    """Sends and receives frames; owns a connected socket.
+
+    `max_payload`: the largest payload that a frame from this peer may have.
+    """
 
     def __init__(
         self,
@@ -42,29 +44,30 @@ class FramedSocket:
         self._max_payload = max_payload
         self._clock = clock or SystemClock()
         self._timeout_s: float | None = None
-        self._lock = threading.Lock()  # no shutdown of a descriptor that has a new owner by now
+        # so that no descriptor is shut down that has a new owner by now
+        self._lock = threading.Lock()
         self._busy = False
         self._broken = False
         self._closed = False
-        self._abandoned = False  # by a thread that could not close it
+        self._abandoned = False  # `abandon` was called: close it when no call uses it any more
         connection.settimeout(None)
         _set_options(connection)
 
     @property
     def raw(self) -> socket.socket:
-        """For waiting on, not for I/O."""
+        """The socket, to wait on; not for reading or writing."""
         return self._socket
 
     # ---- beginning -----------------------------------------------------------------------------
     def connect(self, target: str | tuple[str, int], timeout_s: float) -> None:
-        """Raises KVLost."""
+        """Connect to `target`. Raises KVLost."""
         with self._using(f"connect to {target}"):
             self._socket.settimeout(timeout_s)
             self._socket.connect(target)
             self._socket.settimeout(None)
 
     def encrypt(self, context: ssl.SSLContext, server_side: bool = False) -> None:
-        """All that follows is under TLS; `handshake` comes next. Raises KVLost."""
+        """Put TLS over the socket for all that follows; call `handshake` next. Raises KVLost."""
         with self._using("TLS"), self._lock:
             self._socket = context.wrap_socket(
                 self._socket, server_side=server_side, do_handshake_on_connect=False
@@ -72,7 +75,9 @@ class FramedSocket:
             self._tls, self._timeout_s = True, None
 
     def handshake(self, timeout_s: float) -> None:
-        """TLS's, or nothing. Raises KVRefused (certificates, versions), KVLost, KVTimeout."""
+        """Do the TLS handshake; nothing without TLS. Raises KVRefused (certificates, versions),
+        KVLost, KVTimeout.
+        """
         with self._using("handshake"):
             if isinstance(self._socket, ssl.SSLSocket):
                 self._set_timeout(timeout_s)
@@ -87,9 +92,10 @@ class FramedSocket:
             self._socket.sendall(frames)
 
     def receive_header(self, timeout_s: float) -> bytearray | None:
-        """The next frame's header, None at the end of the connection.
+        """Return the next frame's header, or None at the end of the connection.
 
-        Raises KVLost, KVTimeout; KVCorrupt for what is no header of a frame that is welcome here.
+        Raises KVLost and KVTimeout, and KVCorrupt for bytes that are no header or a payload that is
+        too large.
         """
         header = bytearray(HEADER_BYTES)
         if not self._fill(memoryview(header), timeout_s, may_end=True):
@@ -100,8 +106,8 @@ class FramedSocket:
         return header
 
     def receive_into(self, views: Sequence[memoryview], timeout_s: float) -> None:
-        """Fill `views` with what comes next. Raises KVLost, KVTimeout."""
-        if self._tls:  # knows one buffer at a time
+        """Fill `views` with the next bytes. Raises KVLost, KVTimeout."""
+        if self._tls:  # TLS takes one buffer at a time
             for view in views:
                 self._fill(view, timeout_s)
             return
@@ -110,7 +116,7 @@ class FramedSocket:
         with self._using("receive"):
             self._set_timeout(timeout_s)
             while pending:
-                # One sleep for all of it: piece by piece cost half as much CPU again.
+                # One sleep for all views: one sleep per view cost half as much CPU again.
                 count = self._socket.recvmsg_into(pending[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
                 if count == 0:
                     raise KVLost("broken off" if self._broken else "the peer left in mid-frame")
@@ -119,7 +125,9 @@ class FramedSocket:
                     raise KVTimeout(f"not the whole frame in {timeout_s} s")
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next frame, None at the end of the connection. Raises as `receive_header`."""
+        """Return the next frame, or None at the end of the connection. Raises the errors of
+        `receive_header`.
+        """
         header = self.receive_header(timeout_s)
         if header is None:
             return None
@@ -128,7 +136,7 @@ class FramedSocket:
         return b"".join((header, payload))
 
     def at_rest(self) -> bool:
-        """Alive, as far as is known here, and nothing to be read."""
+        """Whether the connection is open, as far as is known here, and has nothing to read."""
         with self._lock:
             if self._closed or self._broken:
                 return False
@@ -138,9 +146,11 @@ class FramedSocket:
 
     # ---- ending --------------------------------------------------------------------------------
     def part(self, timeout_s: float) -> None:
-        """End our direction and wait, `timeout_s` at most, until the peer has closed its own. To
-        close with unread bytes of the peer would reset the connection, and the peer would lose what
-        was sent."""
+        """End our direction and wait, `timeout_s` at most, until the peer has closed its own.
+
+        Closing with unread bytes of the peer would reset the connection, and the peer would lose
+        what was sent.
+        """
         deadline = self._clock.monotonic() + timeout_s
         scrap = bytearray(64 << 10)
         with contextlib.suppress(KVError), self._using("part"):
@@ -151,12 +161,14 @@ class FramedSocket:
                     return
 
     def break_(self) -> None:
-        """Both directions end now: blocked calls raise KVLost. Any thread, idempotent."""
+        """End both directions now: blocked calls raise KVLost. Any thread, idempotent."""
         with self._lock:
             self._break()
 
     def abandon(self) -> None:
-        """`break_`, and the descriptor goes as soon as no call uses it. Any thread, idempotent."""
+        """Call `break_`, and close the descriptor as soon as no call uses it. Any thread,
+        idempotent.
+        """
         with self._lock:
             self._break()
             self._abandoned = True
@@ -164,7 +176,9 @@ class FramedSocket:
                 self._close()
 
     def close(self) -> None:
-        """What was sent still arrives. By the thread that uses it; idempotent."""
+        """Close the socket; bytes already sent still arrive. Called by the thread that uses it;
+        idempotent.
+        """
         with self._lock:
             self._close()
 
@@ -181,8 +195,9 @@ class FramedSocket:
     # ---- inside --------------------------------------------------------------------------------
     @contextlib.contextmanager
     def _using(self, what: str) -> Iterator[None]:
-        """Around each blocking call: turns its errors into KVErrors, and keeps the socket open
-        meanwhile."""
+        """Turn the socket errors of a blocking call into KVErrors, and keep the socket open during
+        the call.
+        """
         with self._lock:
             if self._broken or self._closed:
                 raise KVLost(f"{what}: broken off")
@@ -198,9 +213,12 @@ class FramedSocket:
                     self._close()
 
     def _fill(self, view: memoryview, timeout_s: float, may_end: bool = False) -> bool:
-        """False if the connection ended where it may. Takes at most twice `timeout_s`: there is a
-        deadline on the whole and one on each wait, so a peer that sends single bytes cannot hold
-        it."""
+        """Fill `view`. Return False if the connection ended before its first byte and `may_end` is
+        set.
+
+        Takes at most twice `timeout_s`: there is a deadline for the whole and one for each wait, so
+        a peer that sends single bytes cannot hold the thread.
+        """
         deadline = self._clock.monotonic() + timeout_s
         received, size = 0, view.nbytes
         with self._using("receive"):
@@ -229,7 +247,7 @@ class FramedSocket:
         self._timeout_s = seconds
 
     def _error(self, error: OSError, what: str) -> KVError:
-        """What the socket's error means for a transfer."""
+        """Return the KVError that a socket's error means for a transfer."""
         if self._broken or self._closed:
             return KVLost(f"{what}: broken off")
         if isinstance(error, TimeoutError | BlockingIOError):
@@ -238,7 +256,7 @@ class FramedSocket:
 
 
 def _refused_or_lost(error: OSError, what: str) -> KVError:
-    """KVRefused if TLS says that these two may not talk, else KVLost."""
+    """Return KVRefused if TLS says that these two peers may not talk, else KVLost."""
     broke = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if isinstance(error, ssl.SSLError) and not broke:
         return KVRefused(f"{what}: TLS: {error.reason or error}")
@@ -246,7 +264,7 @@ def _refused_or_lost(error: OSError, what: str) -> KVError:
 
 
 def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of `views` after their first `count` bytes."""
+    """Return what is left of `views` after their first `count` bytes."""
     for index, view in enumerate(views):
         if count < view.nbytes:
             return [view[count:], *views[index + 1 :]]
@@ -255,8 +273,11 @@ def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def _set_options(connection: socket.socket) -> None:
-    """TCP: no delay for small frames, and buffers that the kernel tunes (a fixed size would end
-    that). Unix: large buffers."""
+    """Set the socket's options.
+
+    TCP: no delay for small frames; the kernel tunes the buffers (setting a size would end that).
+    Unix: large buffers.
+    """
     if connection.family == socket.AF_UNIX:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, UNIX_BUFFER_BYTES)
@@ -265,6 +286,9 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def _shut_down(connection: socket.socket, how: int) -> None:
-    """Below TLS: SSLSocket's own would drop its state under a reader that then took ciphertext for
-    frames."""
+    """Shut down the socket below TLS.
+
+    SSLSocket's own shutdown would drop the TLS state, and a thread still reading would take
+    ciphertext for frames.
+    """
     socket.socket.shutdown(connection, how)

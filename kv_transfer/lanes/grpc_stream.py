@@ -1,8 +1,8 @@
 """The `grpc` lane: parcels as raw bytes through identity serializers, one connection per call.
 
-Synchronous gRPC on threads of its own: bulk messages never pass a serving event loop. One channel
-per peer address, kept; a channel that has failed is given up, so that a peer that comes back is
-found without waiting for gRPC's backoff. Measured: 1 MiB messages are the sweet spot (1.2 GB/s).
+Synchronous gRPC on threads of its own: KV bytes never pass an event loop that serves requests. One
+channel per peer address is kept. A channel that has failed is dropped, so that a peer that comes
+back is found without waiting for gRPC's backoff. Messages of 1 MiB measured fastest (1.2 GB/s).
 
 Service baton.kv.v1.KVTransfer, method Transfer (protos/kv.proto).
 """
@@ -39,8 +39,9 @@ STOP_GRACE_S: Final = 5.0
 
 
 class GrpcLane:
-    """base.Lane over gRPC. `port` 0 takes a free one; `advertise_host` is the host that peers
-    get."""
+    """Implements base.Lane over gRPC. `port` 0 takes a free one; `advertise_host` is the host that
+    peers get.
+    """
 
     name = "grpc"
     direct = False
@@ -66,7 +67,7 @@ class GrpcLane:
         self._channels = _Channels(timing, tls.channel_credentials() if tls else None)
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
-        """Raises ConfigError if the port cannot be bound."""
+        """Start the server; return its address. Raises ConfigError if the port cannot be bound."""
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="kv-grpc")
         deadlines = self._deadlines = Deadlines(SystemClock())
         server = grpc.server(self._threads, options=server_options(self._timing))
@@ -75,7 +76,8 @@ class GrpcLane:
             try:
                 yield from serve(self.name, _GrpcIncoming(requests, context, deadlines))
             except GeneratorExit:
-                # The fetcher has left, or gRPC could not send; then a live fetcher must not wait.
+                # The fetcher has left, or gRPC could not send: then cancel, so that a live fetcher
+                # does not wait.
                 context.cancel()
                 raise
 
@@ -99,7 +101,7 @@ class GrpcLane:
         return LaneAddress(self.name, _join(self._advertise_host, port), attributes)
 
     def reaches(self, address: LaneAddress) -> bool:
-        """If both sides want TLS, or neither."""
+        """Whether both sides want TLS, or neither does."""
         return (TLS in dict(address.attributes)) == self._tls
 
     def open(self, address: LaneAddress) -> Wire:
@@ -122,7 +124,7 @@ def _join(host: str, port: int) -> str:
 
 
 class _GrpcIncoming:
-    """base.Incoming over the server side of a call."""
+    """Implements base.Incoming over the server side of a call."""
 
     buffer = None  # gRPC wants bytes
 
@@ -148,7 +150,7 @@ class _GrpcIncoming:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """A channel and the calls that use it; broken ones are closed when the last call has ended."""
+    """A channel and the calls that use it. A failed channel is closed after its last call."""
 
     channel: grpc.Channel
     transfer: Callable[..., Any]
@@ -170,7 +172,8 @@ class _Channels:
             entry = self._by_address.get(address)
             if entry is None:
                 entry = self._by_address[address] = self._connect(address)
-            # No deadline of the call: a kept connection lives as long as it is used, and whoever
+            # The call itself has no deadline: a kept connection lives as long as it is used, and
+            # whoever waits for bytes has a deadline of its own.
             # waits for it has one.
             call = entry.transfer(iter(outbox.get, None))
             # Keeps the call alive until its last frame is out: a collected call is a cancelled one.
@@ -179,7 +182,7 @@ class _Channels:
         return GrpcWire(call, outbox)
 
     def close(self) -> None:
-        """Break all calls. Idempotent."""
+        """Close all channels, which breaks their calls. Idempotent."""
         with self._lock:
             entries = [*self._by_address.values(), *self._retired]
             self._by_address.clear()
@@ -212,7 +215,9 @@ class _Channels:
                 self._retired.append(entry)
 
     def _close_retired(self) -> None:
-        """Not in `_ended`: that runs on gRPC's own thread, which must not close its channel."""
+        """Close failed channels without calls. Not done in `_ended`: gRPC's own thread runs that,
+        and it must not close its channel.
+        """
         with self._lock:
             idle = [entry for entry in self._retired if not entry.calls]
             self._retired = [entry for entry in self._retired if entry.calls]
@@ -221,7 +226,7 @@ class _Channels:
 
 
 class GrpcWire:
-    """base.Wire over the client side of a call."""
+    """Implements base.Wire over the client side of a call."""
 
     def __init__(self, call: Any, outbox: SimpleQueue[bytes | None]) -> None:
         self._call = call
@@ -245,6 +250,6 @@ class GrpcWire:
 
 
 def _lost(error: Any) -> KVError:
-    """A gRPC status as the error it means for a transfer."""
+    """Return the KVError that a gRPC status means for a transfer."""
     text = f"{error.code().name}: {error.details()}"
     return KVTimeout(text) if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else KVLost(text)

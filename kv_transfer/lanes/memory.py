@@ -1,6 +1,6 @@
 """The `memory` lane: conversations inside one process, through queues. The reference for all lanes.
 
-Not a mock: real threads, bounded queues (back-pressure), the same frames as on every wire. A
+It has real threads, bounded queues (back-pressure) and the frames of every other lane. A
 `MemoryFabric` is the network; lanes that share one reach each other.
 """
 
@@ -33,7 +33,7 @@ class Pipe:
         self._broken: str | None = None
 
     def put(self, frame: Buffer) -> None:
-        """Blocks while full. Raises KVLost once broken."""
+        """Add a frame; block while the queue is full. Raises KVLost once broken."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken or len(self._frames) < CAPACITY)
             if self._broken is not None:
@@ -42,7 +42,9 @@ class Pipe:
             self._changed.notify_all()
 
     def get(self, timeout_s: float | None = None) -> Buffer | None:
-        """The next frame, None after the last (or after `timeout_s`). Raises KVLost once broken."""
+        """Return the next frame, or None after the last one or after `timeout_s`. Raises KVLost
+        once broken.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._broken or self._frames or self._finished, timeout_s
@@ -60,7 +62,9 @@ class Pipe:
             self._changed.notify_all()
 
     def break_(self, why: str) -> None:
-        """Lose what is in flight; both ends see KVLost. The first reason stays."""
+        """Drop the frames in flight; both ends then raise KVLost. The first reason `why` is
+        kept.
+        """
         with self._changed:
             self._broken = self._broken or why
             self._changed.notify_all()
@@ -82,7 +86,7 @@ class _MemoryConversation:
     def close(self) -> None:
         self._closing.notify()
 
-    # Incoming, for the exporter's generator
+    # base.Incoming, for the exporter's generator
     @property
     def buffer(self) -> memoryview | None:
         return None
@@ -98,7 +102,7 @@ class _MemoryConversation:
 
 
 class MemoryWire:
-    """The fetching end (base.Wire)."""
+    """The fetching end; implements base.Wire."""
 
     def __init__(self, conversation: _MemoryConversation) -> None:
         self._conversation = conversation
@@ -117,7 +121,7 @@ class MemoryWire:
 
 
 class MemoryFabric:
-    """The network of the `memory` lane: who can be reached under which address."""
+    """The network of the `memory` lane: which lane is at which address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,7 +141,7 @@ class MemoryFabric:
 
 
 class MemoryLane:
-    """base.Lane inside one process; its address is the boot id."""
+    """Implements base.Lane inside one process; its address is the boot id."""
 
     name = "memory"
     direct = False
@@ -156,7 +160,7 @@ class MemoryLane:
         return LaneAddress(self.name, boot_id)
 
     def reaches(self, address: LaneAddress) -> bool:
-        """Nobody knows before trying."""
+        """Return True: whether the peer is there is known only after an attempt."""
         return True
 
     def open(self, address: LaneAddress) -> Wire:

@@ -1,11 +1,11 @@
 """The `nixl` lane: the fetcher reads the exporter's registered pool, one-sided (RDMA, NVLink, UCX).
 
-Frames travel over an inner two-sided lane, as for `shm`; the exporter's process takes no part in
-the reads themselves. Reads run while more is announced and are awaited in `settle`; only then may
-CONFIRM be asked. However a conversation ends, no read can touch our blocks afterwards.
+Frames travel over an inner two-sided lane, as in `shm`; the exporter's process takes no part in the
+reads. Reads run while more tokens are announced. `settle` waits for them; only then may CONFIRM be
+sent. However a conversation ends, no read can touch our blocks afterwards.
 
-What cannot land in place (another dtype, a slice of heads, a pool that is no plain memory) is read
-into a registered scratch buffer and written from there.
+KV that cannot be read in place (another dtype, a slice of heads, a pool that is no plain memory) is
+read into a registered scratch buffer and written to the pool from there.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ MAP: Final = "map"
 SCRATCH_BYTES: Final = 8 << 20
 KINDS: Final = ("DRAM", "VRAM")
 DIGITS: Final = 20
-MAX_PEERS: Final = 64  # whose attributes are kept parsed
+MAX_PEERS: Final = 64  # peers whose parsed attributes are cached
 
 
 @dataclass(frozen=True, slots=True)
 class NixlPool:
-    """`memory`: uint8, the whole KV pool, contiguous; `map`: how the blocks lie in it.
+    """The pool to register with NIXL.
 
-    `devices`: the network devices UCX may use, comma-separated.
+    `memory`: uint8, the whole KV pool, contiguous. `map`: how the blocks lie in it. `devices`: the
+    network devices that UCX may use, comma-separated.
     """
 
     memory: torch.Tensor
@@ -70,25 +71,25 @@ class _Local:
     pool: NixlPool
     timeout_s: float
     scratch: torch.Tensor
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of scratch and peers
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards scratch and peers
     peers: set[str] = field(default_factory=set[str])
 
     def meet(self, peer: _NixlPeer) -> None:
-        """Raises KVCorrupt."""
+        """Make the peer known to the agent, unless it is. Raises KVCorrupt."""
         with self.lock:
             if peer.agent not in self.peers:
                 self.agent.add_peer(peer.agent, peer.metadata)
                 self.peers.add(peer.agent)
 
     def drop(self, agent: str) -> None:
-        """A failed peer: its next conversation begins from nothing."""
+        """Forget a failed peer: its next conversation must `meet` it anew."""
         with self.lock:
             self.peers.discard(agent)
             self.agent.drop_peer(agent)
 
 
 class NixlLane:
-    """base.Lane over NIXL. `inner`: an own lane for the frames."""
+    """Implements base.Lane over NIXL. `inner`: a lane of its own for the frames."""
 
     name = "nixl"
     direct = True
@@ -102,11 +103,11 @@ class NixlLane:
         self._peer_of = lru_cache(MAX_PEERS)(_peer_of)
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
-        """Raises ConfigError without NIXL."""
+        """Register the pool and start the inner lane. Raises ConfigError without NIXL."""
         agent = Agent(boot_id, self._pool.devices)
         scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
         agent.register(self._pool.memory)
-        metadata = agent.metadata()  # before the scratch: peers need not reach that
+        metadata = agent.metadata()  # before the scratch is registered: peers need not reach it
         agent.register(scratch)
         pump = self._pump = Pump(agent, self._timing.kv_progress_s)
         self._local = _Local(agent, self._pool, self._timing.kv_progress_s, scratch)
@@ -153,10 +154,10 @@ class NixlLane:
 
 
 class NixlWire:
-    """base.DirectWire."""
+    """Implements base.DirectWire."""
 
     def __init__(self, inner: Wire, local: _Local, find: Callable[[], _NixlPeer]) -> None:
-        """`find` says where the peer's pool is; raises KVCorrupt."""
+        """`find` returns where the peer's pool is, or raises KVCorrupt."""
         self._inner = inner
         self._local = local
         self._find = find
@@ -171,7 +172,7 @@ class NixlWire:
         return self._inner.receive()
 
     def finish(self) -> None:
-        """Returns when no read can touch our memory any more."""
+        """End the conversation. When this returns, no read can touch our memory any more."""
         self._abandon()
         self._inner.finish()
 
@@ -214,7 +215,7 @@ class NixlWire:
         return peer
 
     def _places(self, views: Sequence[memoryview]) -> list[tuple[int, int]] | None:
-        """(address, length) of each view; None if one lies outside what is registered."""
+        """Return (address, length) of each view; None if one lies outside the registered memory."""
         memory = self._local.pool.memory
         low, high = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         places: list[tuple[int, int]] = []
@@ -269,7 +270,10 @@ def _pieces(peer: _NixlPeer, span: KVSpan, source: Remote, target: Target) -> li
 def _matched(
     places: Sequence[tuple[int, int]], base: int, pieces: Sequence[Piece]
 ) -> Iterator[PageRun]:
-    """Both lists cut at the borders of either. Raises KVCorrupt if they differ in length."""
+    """Yield copies that map `pieces` to `places`, cut at the borders of either list.
+
+    Raises KVCorrupt if `pieces` have fewer bytes than `places`.
+    """
     waiting = (
         (base + piece.offset, piece.num_bytes)
         if piece.dense
@@ -291,7 +295,7 @@ def _matched(
 
 
 def _peer_of(address: LaneAddress) -> _NixlPeer:
-    """Raises KVCorrupt for attributes that are none of ours."""
+    """Return the pool that the address describes. Raises KVCorrupt for attributes that do not."""
     attributes = dict(address.attributes)
     base, kind = attributes.get(BASE, ""), attributes.get(KIND, "")
     if not (base.isascii() and base.isdigit() and len(base) <= DIGITS) or kind not in KINDS:

@@ -1,11 +1,11 @@
 """What the `nixl` lane needs of NIXL (optional extra `nixl`): one agent, its memory, its reads.
 
-Untyped third-party calls stop here, and so do its exceptions. NIXL knows no blocking wait: states
-are polled, here and nowhere else, with a pause that a cancellation ends at once. Its own progress
-thread spins (a whole core when idle), so it stays off; `Pump` moves our end while peers read.
+Only this module makes NIXL's untyped calls and sees its exceptions. NIXL has no blocking wait, so
+only this module polls states, with a pause that a cancellation ends at once. NIXL's own progress
+thread spins (a whole core when idle), so it stays off; `Pump` drives our agent while peers read.
 
 NIXL can pickle descriptor lists: those two functions are never called. Any peer that has an agent's
-metadata can read what is registered: only the KV pool is, and a scratch buffer of ours.
+metadata can read what is registered: only the KV pool and a scratch buffer of ours are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUSY: Final = "PROC"
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """`num_bytes` at `remote` of the peer belong at `local` of ours: absolute addresses."""
+    """A copy: `num_bytes` at address `remote` of the peer go to address `local` of this process."""
 
     local: int
     remote: int
@@ -41,8 +41,8 @@ class PageRun:
 
 
 def load() -> Any | None:
-    """NIXL's Python module; None where it is not installed or cannot run."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read once, when it is imported
+    """Return NIXL's Python module, or None where it is not installed or cannot run."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL reads this once, when it is imported
     for name in MODULES:
         try:
             return importlib.import_module(name)
@@ -59,7 +59,8 @@ class Agent:
         module = load()
         if module is None:
             raise ConfigError("lane nixl needs the extra baton[nixl]", field="kv_lanes")
-        # UCX listens on every interface unless its environment names some: there is no other way.
+        # UCX listens on every interface unless its environment names some; it has no other setting
+        # for it.
         os.environ["UCX_NET_DEVICES"] = devices
         config = module.nixl_agent_config(
             enable_prog_thread=False,
@@ -75,7 +76,9 @@ class Agent:
         self._registered: list[Any] = []
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let peers read, and NIXL write, `memory` (uint8, contiguous). Raises ConfigError."""
+        """Let peers read `memory` (uint8, contiguous), and let NIXL write to it. Raises
+        ConfigError.
+        """
         kind, device = _place_of(memory)
         try:
             rows = [(memory.data_ptr(), memory.nbytes, device, "")]
@@ -87,7 +90,7 @@ class Agent:
         return self._agent.get_agent_metadata()
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Raises KVCorrupt if this is not the metadata of agent `name`."""
+        """Make a peer known. Raises KVCorrupt if `metadata` is not that of agent `name`."""
         try:
             found = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -96,14 +99,14 @@ class Agent:
             raise KVCorrupt(f"metadata of NIXL agent {found!r}, not {name}")
 
     def drop_peer(self, name: str) -> None:
-        """Close the connection: reads under way fail. Idempotent."""
+        """Close the connection to a peer: reads under way fail. Idempotent."""
         try:
             self._agent.remove_remote_agent(name)
         except Exception as error:  # noqa: BLE001 - NIXL's own; unknown by now is what we want
             del error
 
     def read(self, peer: str, runs: Sequence[PageRun], kinds: tuple[str, str]) -> Read:
-        """Begin to read; `kinds`: of our memory and the peer's. Raises KVLost."""
+        """Begin to read. `kinds`: the memory kinds of our side and of the peer's. Raises KVLost."""
         table = np.array([(run.local, run.remote, run.num_bytes) for run in runs], np.uint64)
         zeros = np.zeros(len(runs), np.uint64)
         local = np.stack([table[:, 0], table[:, 2], zeros], axis=1)
@@ -121,7 +124,7 @@ class Agent:
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Nothing of ours can be read any more. Idempotent."""
+        """Unregister all memory: peers can read nothing of ours any more. Idempotent."""
         for registered in self._registered:
             self._agent.deregister_memory(registered)
         self._registered.clear()
@@ -134,7 +137,9 @@ class Agent:
             raise KVLost(f"NIXL peer lost: {error}") from error
 
     def release(self, handle: Any) -> bool:
-        """False: still under way, and not to be stopped."""
+        """Release a read's handle. Return False if the read is still running and cannot be
+        stopped.
+        """
         try:
             self._agent.release_xfer_handle(handle)
         except Exception:  # noqa: BLE001 - NIXL's own
@@ -146,7 +151,7 @@ class Agent:
 
 
 class Read:
-    """A read under way; `over` once nothing of it can touch our memory any more."""
+    """A read under way. It is `over` once it cannot touch our memory any more."""
 
     def __init__(self, agent: Agent, handle: Any, state: str) -> None:
         self._agent = agent
@@ -158,7 +163,7 @@ class Read:
         return self._handle is None
 
     def wait(self, timeout_s: float, cancelled: threading.Event) -> None:
-        """Until the bytes are there. Raises KVLost, also if cancelled, and KVTimeout."""
+        """Wait until the bytes are there. Raises KVLost (also if cancelled) and KVTimeout."""
         deadline = self._agent.now() + timeout_s
         while self._state == BUSY:
             if cancelled.wait(POLL_S):
@@ -171,16 +176,18 @@ class Read:
         self.release()
 
     def release(self) -> bool:
-        """Stop it if it still runs; whether it is over now."""
+        """Stop the read if it still runs; return whether it is over now."""
         if self._handle is not None and self._agent.release(self._handle):
             self._handle = None
         return self.over
 
 
 class Pump:
-    """Moves the agent while peers may be reading: reads over TCP need both processes to run, and so
-    does the first read of every peer. Sleeps when nobody has asked for anything during the last
-    `linger_s`."""
+    """Drives the agent while peers may be reading.
+
+    Reads over TCP need both processes to run, and so does the first read of every peer. The thread
+    sleeps when `poke` has not been called for `linger_s`.
+    """
 
     def __init__(self, agent: Agent, linger_s: float, clock: Clock | None = None) -> None:
         self._agent = agent
@@ -193,7 +200,7 @@ class Pump:
         self._thread.start()
 
     def poke(self) -> None:
-        """Somebody may read from now on. Any thread."""
+        """Drive the agent from now on: a peer may read. Any thread."""
         with self._changed:
             asleep = self._until == 0.0
             self._until = self._clock.monotonic() + self._linger_s
@@ -201,7 +208,7 @@ class Pump:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """End the thread. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -223,5 +230,5 @@ def _place_of(memory: torch.Tensor) -> tuple[str, int]:
 
 
 def kind_of(memory: torch.Tensor) -> str:
-    """NIXL's word for where a tensor lies."""
+    """Return NIXL's name for the memory in which a tensor lies: "DRAM" or "VRAM"."""
     return _place_of(memory)[0]

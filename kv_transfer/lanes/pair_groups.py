@@ -1,9 +1,9 @@
 """torch.distributed groups of two processes, made on demand, without a default group.
 
-Life of a pair: built by both ends through a store that lives in their control connection (no
-second port, no server) -> used by one conversation at a time -> idle, for the next one -> closed
-when its place is needed, or killed at the first error. A wait that timed out has closed the
-group's sockets (gloo) or left a kernel behind (NCCL), so a killed pair is never tried again.
+Life of a pair: both ends build it through a store that lives in their control connection (no second
+port, no server). One conversation at a time uses it; between two it is idle. It is closed when
+another pair needs its place, or killed at the first error. A wait that timed out has closed the
+group's sockets (gloo) or left a kernel behind (NCCL), so a killed pair is never used again.
 
 `gloo` sends from host memory; `nccl` is the same code with a staging tensor on the device.
 """
@@ -36,14 +36,16 @@ Backend: TypeAlias = Literal["gloo", "nccl"]
 
 MAX_STORE_ENTRIES: Final = 64  # a rendezvous of two ranks needs a handful
 DEPTH: Final = 2  # frames under way in one pair: one travels while the next is built
-EXPORTER: Final = 0  # ranks
+EXPORTER: Final = 0  # ranks of the two processes
 FETCHER: Final = 1
 _KEY: Final = struct.Struct("<H")
 
 
 class ControlStore(Store):
-    """A rendezvous store of two: what one end sets, the other finds. `get` and `wait` read the
-    control connection, so they belong to the thread that owns it."""
+    """A rendezvous store for two processes: what one end sets, the other can get.
+
+    `get` and `wait` read the control connection, so only the thread that owns it may call them.
+    """
 
     def __init__(self, control: RecordSocket, timeout_s: float) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class ControlStore(Store):
         self._entries: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
-        # torch hands bytes over as a str of latin-1 characters in some versions
+        # some versions of torch pass bytes as a str of latin-1 characters
         data = value.encode("latin1") if isinstance(value, str) else bytes(value)
         self._entries[key] = data
         name = key.encode()
@@ -83,7 +85,7 @@ class ControlStore(Store):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group, and the Python half of its store, which must live as long."""
+    """A process group and the Python half of its store, which must live as long as the group."""
 
     process_group: Any
     store: ControlStore
@@ -99,7 +101,7 @@ class Groups:
     deadlines: Deadlines = field(default_factory=lambda: Deadlines(SystemClock()))
 
     def build(self, control: RecordSocket, rank: int) -> Group:
-        """A group of two; the other end builds the other rank at the same time.
+        """Return a group of two; the other end builds the other rank at the same time.
 
         Raises KVLost, KVTimeout, KVCorrupt.
         """
@@ -119,7 +121,7 @@ class Groups:
 def _gloo(store: Store, rank: int, timeout: timedelta, host: str) -> Any:
     options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
-    options._threads = 1  # for collectives: a pair has none
+    options._threads = 1  # threads for collectives, which a pair does not use
     options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
     return ProcessGroupGloo(store, rank, 2, options)
 
@@ -131,8 +133,10 @@ def _nccl(store: Store, rank: int, timeout: timedelta) -> Any:
 
 
 class Pair:
-    """One group and its staging memory. One conversation uses it at a time, from one thread;
-    `kill` may come from any."""
+    """One group and its staging memory.
+
+    One conversation uses it at a time, on one thread; any thread may call `kill`.
+    """
 
     def __init__(self, pair_id: bytes, groups: Groups, group: Group) -> None:
         self.id = pair_id
@@ -150,22 +154,25 @@ class Pair:
 
     @property
     def usable(self) -> bool:
-        """No error yet, and nothing under way."""
+        """True if the pair has had no error and no frame is under way."""
         return not (self._killed.is_set() or self._sending or self._expected)
 
     @property
     def num_expected(self) -> int:
-        """Tensors that `receive` will return."""
+        """The number of tensors that `receive` will return."""
         return len(self._expected)
 
     def buffer(self) -> memoryview:
-        """Where the next frame may be built: then `send` copies nothing. Waits for its last use."""
+        """Return memory in which the next frame may be built, so that `send` copies nothing.
+
+        Waits until the frame that was last sent from there has gone.
+        """
         if len(self._sending) == DEPTH:
             self._finish(self._sending.popleft())
         return self._views[self._turn]
 
     def send(self, frame: Buffer) -> None:
-        """Send rank 1 a frame; returns while it travels. Raises KVLost, KVTimeout."""
+        """Send a frame to rank 1; return while it travels. Raises KVLost, KVTimeout."""
         size = len(frame)
         buffer = self.buffer()
         if not _lies_in(frame, buffer):
@@ -177,19 +184,21 @@ class Pair:
         self._sending.append(self._run(lambda: self._process_group.send([wire], FETCHER, 0)))
 
     def flush(self) -> None:
-        """Wait until every frame has been taken. Raises KVLost, KVTimeout."""
+        """Wait until the peer has taken every frame. Raises KVLost, KVTimeout."""
         while self._sending:
             self._finish(self._sending.popleft())
 
     def expect(self, size: int) -> None:
-        """Take the next tensor, of `size` bytes, as it comes. Raises KVLost."""
+        """Begin to receive the next tensor, which has `size` bytes. Raises KVLost."""
         turn, self._turn = self._turn, (self._turn + 1) % DEPTH
         wire = self._wire[turn, :size]
         work = self._run(lambda: self._process_group.recv([wire], EXPORTER, 0))
         self._expected.append((work, turn, size))
 
     def receive(self) -> memoryview:
-        """The oldest tensor expected; valid until the next is asked for. Raises as `send`."""
+        """Return the oldest expected tensor, valid until the next call. Raises the errors of
+        `send`.
+        """
         work, turn, size = self._expected.popleft()
         self._finish(work)
         if self._wire is not self._host:
@@ -197,15 +206,19 @@ class Pair:
         return self._views[turn][:size].toreadonly()
 
     def kill(self) -> None:
-        """Nothing more over this pair. Breaks an NCCL wait at once; a gloo wait ends when the peer
-        closes or its own timeout passes. Any thread."""
+        """Let nothing more travel over this pair. Any thread.
+
+        An NCCL wait ends at once; a gloo wait ends when the peer closes or its own timeout passes.
+        """
         if not self._killed.is_set():
             self._killed.set()
             if self._groups.backend == "nccl" and self._group is not None:
                 self._group.process_group.abort()
 
     def close(self) -> None:
-        """Give the sockets back; the peer's waits fail. Owner only."""
+        """Close the sockets; waits of the peer fail. Only the thread that uses the pair may call
+        this.
+        """
         self.kill()
         self._sending.clear()
         self._expected.clear()

@@ -1,4 +1,4 @@
-"""Which pairs a lane keeps, and how two processes agree on the one for a conversation.
+"""The pairs that a lane keeps, and how two processes agree on the pair for a conversation.
 
     exporter                        fetcher
       WANTED             -->          takes an idle pair with us, or proposes a new one
@@ -6,7 +6,7 @@
       USE                -->          as offered | build it under this id | none
       STORE *            <->          STORE *             (building: a few addresses)
 
-Either end may have closed a pair that the other still thinks idle: then it is built anew.
+Either end may have closed a pair that the other still thinks idle: then they build a new one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Use(enum.IntEnum):
 
 
 class Pairs:
-    """All pairs of one lane, at most `limit`; idle ones are kept, the oldest go first."""
+    """All pairs of one lane, at most `limit`. Idle ones are kept; the oldest is closed first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._idle: OrderedDict[bytes, tuple[str, Pair]] = OrderedDict()  # by id: peer, pair
+        self._idle: OrderedDict[bytes, tuple[str, Pair]] = OrderedDict()  # by id: (peer, pair)
         self._num_pairs = 0  # idle, in use, and being built
         self._num_built = 0
         self._closed = False
@@ -56,13 +56,15 @@ class Pairs:
         return self._num_built
 
     def take(self, pair_id: bytes) -> Pair | None:
-        """The idle pair of that id, now the caller's."""
+        """Return the idle pair with that id, which the caller now owns; None if there is none."""
         with self._lock:
             entry = self._idle.pop(pair_id, None)
             return None if entry is None else entry[1]
 
     def take_with(self, peer: str) -> Pair | None:
-        """The idle pair with `peer` that was used last, now the caller's."""
+        """Return the idle pair with `peer` that was used last; None if there is none. The caller
+        owns it.
+        """
         with self._lock:
             for pair_id in reversed(self._idle):
                 if self._idle[pair_id][0] == peer:
@@ -70,7 +72,9 @@ class Pairs:
         return None
 
     def reserve(self) -> bool:
-        """Make room for one more pair, if need be by closing the oldest idle one. Else False."""
+        """Reserve room for one more pair, closing the oldest idle one if needed. False if there is
+        no room.
+        """
         with self._lock:
             if self._closed:
                 return False
@@ -84,12 +88,14 @@ class Pairs:
         return True
 
     def leave(self) -> None:
-        """Give back the room of a pair that is closed or was never built."""
+        """Give back the room of a pair that has been closed or was never built."""
         with self._lock:
             self._num_pairs -= 1
 
     def build(self, groups: Groups, control: RecordSocket, rank: int, pair_id: bytes) -> Pair:
-        """A new pair in room that the caller has; the room is given back if this raises."""
+        """Build a pair in the room that the caller has reserved. If this raises, the room is given
+        back.
+        """
         try:
             pair = Pair(pair_id, groups, groups.build(control, rank))
         except BaseException:
@@ -100,7 +106,9 @@ class Pairs:
         return pair
 
     def give_back(self, peer: str, pair: Pair) -> None:
-        """The conversation is over: keep the pair for the next, or close it if it failed."""
+        """Take back the pair of an ended conversation: keep it for the next one, or close it if it
+        failed.
+        """
         with self._lock:
             if pair.usable and not self._closed:
                 self._idle[pair.id] = (peer, pair)
@@ -109,7 +117,7 @@ class Pairs:
         self.leave()
 
     def close(self) -> None:
-        """Close the idle pairs; those in use close when they come back."""
+        """Close the idle pairs; those in use are closed when they are given back."""
         with self._lock:
             self._closed = True
             idle = [pair for _, pair in self._idle.values()]
@@ -120,7 +128,10 @@ class Pairs:
 
 
 def agree_as_exporter(pairs: Pairs, groups: Groups, control: RecordSocket) -> Pair | None:
-    """Ask for a pair; None: big frames must go another way. Raises KVLost, KVTimeout, KVCorrupt."""
+    """Ask for a pair. Return None if big frames must travel as records.
+
+    Raises KVLost, KVTimeout, KVCorrupt.
+    """
     control.send(Tag.WANTED)
     offer = control.receive(groups.timeout_s)
     if offer.tag is not Tag.OFFER or len(offer.body) not in (0, PAIR_ID_BYTES):
@@ -144,7 +155,7 @@ def agree_as_exporter(pairs: Pairs, groups: Groups, control: RecordSocket) -> Pa
 
 
 def agree_as_fetcher(pairs: Pairs, groups: Groups, control: RecordSocket, peer: str) -> Pair | None:
-    """Answer WANTED. Returns and raises as agree_as_exporter."""
+    """Answer WANTED. Return a pair or None, and raise, as agree_as_exporter does."""
     idle = pairs.take_with(peer)
     if idle is None and not pairs.reserve():
         control.send(Tag.OFFER)

@@ -1,7 +1,7 @@
 """Tagged records over a connected socket, and a thread that notices peers that have gone.
 
-What the `dist` lane speaks beside its tensors: `{length u32, tag u8}` little-endian, then `length`
-bytes. Not here: what a record means (dist.py, pairs.py).
+The `dist` lane sends records beside its tensors: `{length u32, tag u8}` little-endian, then
+`length` bytes. What a record means is in dist.py and pairs.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tag(enum.IntEnum):
     OFFER = 3  # fetcher: the id of an idle pair or of one to build; empty: no room
     USE = 4  # exporter: u8, a pairs.Use
     STORE = 5  # rendezvous of a new pair: u16 length of the key, key, value
-    FINISHED = 6  # the sender says no more
+    FINISHED = 6  # the sender sends no more
 
 
 _TAGS: Final = {int(tag): tag for tag in Tag}
@@ -43,15 +43,17 @@ class Record:
 
 
 class RecordSocket:
-    """Owns a connected stream socket (TCP: with TCP_NODELAY). One thread sends and receives; any
-    may `break_`."""
+    """Sends and receives records; owns a connected stream socket (TCP: with TCP_NODELAY).
+
+    One thread sends and receives; any thread may `break_`.
+    """
 
     def __init__(self, connection: socket.socket, send_timeout_s: float) -> None:
         self.socket = connection
         self._send_timeout_s = send_timeout_s
 
     def send(self, tag: Tag, body: Buffer = b"") -> None:
-        """Raises KVLost, KVTimeout if the peer takes nothing for too long."""
+        """Send a record. Raises KVLost; KVTimeout if the peer takes no bytes for too long."""
         try:
             self.socket.settimeout(self._send_timeout_s)
             self.socket.sendall(_HEAD.pack(len(body), tag))
@@ -63,8 +65,11 @@ class RecordSocket:
             raise KVLost(f"connection lost: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Record:
-        """The next record. Raises KVLost at the end of the connection, KVTimeout if a wait for
-        bytes takes longer than `timeout_s`, KVCorrupt for what is no record."""
+        """Return the next record.
+
+        Raises KVLost at the end of the connection, KVTimeout if a wait for bytes takes longer than
+        `timeout_s`, and KVCorrupt for bytes that are no record.
+        """
         try:
             self.socket.settimeout(timeout_s)
             length, number = _HEAD.unpack(self._exactly(_HEAD.size))
@@ -77,7 +82,7 @@ class RecordSocket:
             raise KVLost(f"connection lost: {error}") from error
 
     def readable(self) -> bool:
-        """Whether `receive` would at least begin at once."""
+        """Whether bytes of a record are there, so that `receive` begins without waiting."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -93,23 +98,23 @@ class RecordSocket:
         return data
 
     def break_(self) -> None:
-        """Both directions end now, for both peers; a blocked call raises KVLost. Any thread."""
+        """End both directions now, for both peers; a blocked call raises KVLost. Any thread."""
         with contextlib.suppress(OSError):  # the peer was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Only when no other thread may still use it."""
+        """Close the socket. Call it only when no other thread may still use it."""
         self.socket.close()
 
 
 class HangupWatch:
     """Calls back, once, when the peer of a watched socket is gone. One thread, asleep until then.
 
-    Needed because a thread that waits for a tensor, or for a prefill, reads no socket.
+    It is needed because a thread that waits for a tensor, or for a prefill, reads no socket.
     """
 
     def __init__(self) -> None:
-        # Held while calling back: after `remove` no callback runs or will.
+        # Held during a callback: once `remove` has returned, no callback runs any more.
         self._lock = threading.RLock()
         self._callbacks: dict[int, Callable[[], None]] = {}  # by file descriptor
         self._epoll = select.epoll()
@@ -119,20 +124,24 @@ class HangupWatch:
         self._thread.start()
 
     def add(self, connection: socket.socket, callback: Callable[[], None]) -> None:
-        """`callback` must not block. Nothing after `stop`."""
+        """Call `callback`, which must not block, when the peer hangs up. Does nothing after
+        `stop`.
+        """
         with self._lock:
             if not self._epoll.closed:
                 self._callbacks[connection.fileno()] = callback
                 self._epoll.register(connection.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def remove(self, connection: socket.socket) -> None:
-        """Before the socket is closed: its number may be another's at once."""
+        """Stop watching. Call it before the socket is closed: its number may soon be another
+        socket's.
+        """
         with self._lock:
             if self._callbacks.pop(connection.fileno(), None) and not self._epoll.closed:
                 self._epoll.unregister(connection.fileno())
 
     def stop(self) -> None:
-        """Call nobody back any more. Idempotent."""
+        """End the thread; no callback is called any more. Idempotent."""
         self._wake.close()
         self._thread.join()
 
@@ -141,13 +150,13 @@ class HangupWatch:
         ready.register(self._epoll.fileno(), select.POLLIN)
         while True:
             ready.poll()
-            # Taken under the lock: a number seen before it might be another connection's by now.
+            # Polled under the lock: a number polled before it might be another connection's by now.
             with self._lock:
                 for number, _ in self._epoll.poll(0):
                     if number == self._woken.fileno():
                         self._close()
                         return
-                    # Stays registered, disarmed, until `remove`.
+                    # The socket stays registered, but disarmed, until `remove`.
                     callback = self._callbacks.get(number)
                     if callback is not None:
                         callback()

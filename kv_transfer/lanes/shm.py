@@ -1,8 +1,8 @@
 """The `shm` lane: the fetcher maps the exporter's pool and copies straight out of it.
 
-Frames (who may read what, from when on, was the lease held) travel over an inner two-sided lane;
-the bytes cross no socket: one copy from pool to pool, by the fetcher's own thread. If the exporter
-dies its mapped memory stays readable, but nobody confirms the lease any more, so it is not used.
+Frames (who may read what, from when on, was the lease held) travel over an inner two-sided lane.
+The KV bytes cross no socket: the fetcher's own thread copies them once, from pool to pool. If the
+exporter dies, its mapped memory stays readable, but nobody confirms the lease, so it is not used.
 
 A peer names a file, never a path: it must lie in the configured directory, belong to this user and
 be closed to all others (shm_arena.py). Block ids and heads are checked against the peer's map.
@@ -34,7 +34,7 @@ INODE: Final = "inode"
 MAP: Final = "map"
 INNER: Final = "inner"
 DIGITS: Final = 20
-MAX_PEERS: Final = 64  # whose attributes are kept parsed
+MAX_PEERS: Final = 64  # peers whose parsed attributes are cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,11 @@ class _ShmPeer:
 
 
 class ShmLane:
-    """base.Lane and LendingLane over one host's shared memory. `inner`: an own lane for the frames;
-    `pool`: how our pool lies in `arena`, whose page ids are its block ids."""
+    """Implements base.Lane and base.LendingLane over one host's shared memory.
+
+    `inner`: a lane of its own for the frames. `pool`: how our pool lies in `arena`; the arena's
+    page ids are the pool's block ids.
+    """
 
     name = "shm"
     direct = True
@@ -78,7 +81,7 @@ class ShmLane:
             theirs, ours = self._peer_of(address).map, self._pool
         except KVError:
             return False
-        # Strides too: their pages are ours in size and in every offset.
+        # Strides as well: then a peer's page has the size and the offsets of our own pages.
         return (theirs.block_size, theirs.layers) == (ours.block_size, ours.layers)
 
     def borrow(self, address: LaneAddress, pages: Sequence[int]) -> ShmLoan:
@@ -96,7 +99,7 @@ class ShmLane:
         self._arena.let_go()
 
     def stop(self) -> None:
-        """The arena stays: who made it closes it."""
+        """Stop the inner lane. Whoever made the arena closes it."""
         self._inner.stop()
 
     def _inside(self, address: LaneAddress) -> LaneAddress:
@@ -104,7 +107,7 @@ class ShmLane:
 
 
 class ShmLoan:
-    """base.Loan: the peer's file stays mapped until it ends."""
+    """Implements base.Loan: the peer's file stays mapped until the loan ends."""
 
     def __init__(self, arena: ShmArena, attached: Attached, ids: tuple[int, ...]) -> None:
         self.ids = ids
@@ -128,10 +131,12 @@ class ShmLoan:
 
 
 class ShmWire:
-    """base.DirectWire. Frames are the inner wire's; the peer's file is mapped at the first pull."""
+    """Implements base.DirectWire. Frames use the inner wire; the first pull maps the peer's
+    file.
+    """
 
     def __init__(self, inner: Wire, arena: ShmArena, find: Callable[[], _ShmPeer]) -> None:
-        """`find` says where the peer's pool is; raises KVCorrupt."""
+        """`find` returns where the peer's pool is, or raises KVCorrupt."""
         self._inner = inner
         self._arena = arena
         self._find = find
@@ -176,7 +181,7 @@ class ShmWire:
         target.memory.write(span.layer, target.blocks, span.start, span.end, payload)
 
     def settle(self) -> None:
-        """Every pull has landed when it returned."""
+        """Do nothing: a pull has landed when it returns."""
 
     def _attach(self, source: Remote, target: Target) -> _ShmPeer:
         peer = self._find()
@@ -194,7 +199,7 @@ class ShmWire:
         return self._bytes[piece.offset : piece.offset + piece.num_bytes]
 
     def _copy(self, sources: Sequence[Bytes], views: Sequence[memoryview]) -> None:
-        """From one list of runs into another of the same length; numpy lets go of the GIL."""
+        """Copy runs of bytes into `views` of the same total length; numpy releases the GIL."""
         waiting = iter(sources)
         source = np.empty(0, np.uint8)
         for view in views:
@@ -208,7 +213,7 @@ class ShmWire:
                 place, source = place[size:], source[size:]
 
     def _pack(self, pieces: Sequence[Piece]) -> Bytes:
-        """The pieces one after the other, in memory of our own."""
+        """Copy the pieces one after the other into memory of our own, and return it."""
         total = sum(piece.num_bytes for piece in pieces)
         if len(self._scratch) < total:
             self._scratch = np.empty(total, np.uint8)
@@ -228,7 +233,7 @@ class ShmWire:
 
 
 def _peer_of(address: LaneAddress) -> _ShmPeer:
-    """Raises KVCorrupt for attributes that are none of ours."""
+    """Return the pool that the address describes. Raises KVCorrupt for attributes that do not."""
     attributes = dict(address.attributes)
     inode = attributes.get(INODE, "")
     if not (inode.isascii() and inode.isdigit() and len(inode) <= DIGITS):

@@ -4,14 +4,16 @@
     a file:     | pool | to a whole system page | board: its owner's signals to readers |
     page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
 
-Life: create (first sweeping away files whose owner has died) -> memory() is given to the KV pool
--> peers' files are attached and detached as conversations and adopted pages need them -> close
-unlinks the file. Who has it mapped keeps its bytes: a peer that dies takes nothing away.
+Life: an arena is created, after files whose owner has died were swept away. memory() is given to
+the KV pool. Peers' files are attached and detached as conversations and adopted pages need them.
+close unlinks the file; processes that have it mapped keep its bytes, so a peer that dies takes
+nothing away.
 
-An owner holds an exclusive flock for as long as it lives; the kernel lets go of it, also after
-kill -9. A pid would lie between containers, which share the directory but not the process table.
+An owner holds an exclusive flock for as long as it lives. The kernel releases the lock with the
+process, even after kill -9. A pid would mean nothing between containers, which share the directory
+but not the process table.
 
-Not here: which pages are whose (the engine's block pool), leases and fences (exports.py).
+Who owns which page is known to the engine's block pool; leases and fences are in exports.py.
 """
 
 from __future__ import annotations
@@ -40,15 +42,18 @@ log = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY: Final = Path("/dev/shm")
 RESERVED_BYTES: Final = 1 << 40  # addresses, not memory: room for peers
-BOARD_BYTES: Final = PAGE_BYTES  # word 0: not 0 while the owner wants its pages back
+BOARD_BYTES: Final = PAGE_BYTES  # word 0 is not 0 while the owner wants its pages back
 _NAME: Final = re.compile(r"baton-[0-9a-f]{8,64}")
 _NEW: Final = ".new"
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """What a peer must know to find a file: its name in the shared directory, never a path, and the
-    inode, by which it notices that its directory is another one of the same name."""
+    """What a peer must know to find a file.
+
+    `name`: the file's name in the shared directory, never a path. `inode`: tells the file from
+    another one of this name in another directory.
+    """
 
     name: str
     inode: int
@@ -57,7 +62,7 @@ class ArenaPlace:
 
 @dataclass(slots=True, eq=False)
 class Attached:
-    """A peer's file in our range. `offset` is in bytes of the range."""
+    """A peer's file mapped into our range. `offset` counts bytes from the start of the range."""
 
     place: ArenaPlace
     offset: int
@@ -68,10 +73,7 @@ class Attached:
 
 
 class ShmArena:
-    """`num_bytes` of pool memory in `directory`; `page_bytes`: what page ids count in.
-
-    Nothing is imported upward: the pool gets a tensor, and page ids are plain numbers.
-    """
+    """A pool of `num_bytes` in a file in `directory`; a page id counts units of `page_bytes`."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class ShmArena:
         self.page_bytes = page_bytes
         sweep(directory)
         self._descriptor, self.place = _create(directory, f"baton-{boot_id}", num_bytes)
-        # Both: page ids are whole, and so are the pages of the system.
+        # Page ids start at whole pages, and so does a mapping of the system.
         self._unit = math.lcm(page_bytes, PAGE_BYTES)
         own = _up(num_bytes, PAGE_BYTES) + BOARD_BYTES
         total = _up(own + reserved_bytes, self._unit)
@@ -108,7 +110,7 @@ class ShmArena:
 
     @property
     def address(self) -> int:
-        """Of the first own byte in this process."""
+        """The address of the first own byte in this process."""
         return self._range.address
 
     @property
@@ -116,31 +118,38 @@ class ShmArena:
         return len(self._attached)
 
     def memory(self) -> torch.Tensor:
-        """uint8 [num_bytes]: the own pages, zeroed, shared."""
+        """Return uint8 [num_bytes]: the own pages, zeroed and shared."""
         return self._all[: self.place.num_bytes]
 
     def pages(self) -> torch.Tensor:
-        """uint8 [pages of the whole range, page_bytes]: own and foreign pages by their ids. A page
-        that nothing is mapped at must not be touched, a foreign one not written."""
+        """Return uint8 [pages of the whole range, page_bytes]: own and foreign pages by their ids.
+
+        A page to which nothing is mapped must not be touched, and a foreign page must not be
+        written.
+        """
         count = len(self._all) // self.page_bytes
         return self._all[: count * self.page_bytes].view(count, self.page_bytes)
 
     def reach(self) -> torch.Tensor:
-        """uint8 [bytes of the whole range]: `memory`, and behind it where peers' pages appear."""
+        """Return uint8 [bytes of the whole range]: `memory`, and behind it where peers' pages
+        appear.
+        """
         return self._all
 
     def orphaned(self, peer: Attached) -> bool:
-        """Whether the peer's owner has died (or closed its pool, all done): its lock is gone. What
-        is mapped stays as it is. Only while attached."""
+        """Whether the peer's owner has died or closed its pool: then its lock is gone.
+
+        The mapped bytes stay as they are. Only while attached.
+        """
         try:
             fcntl.flock(peer.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return False
-        fcntl.flock(peer.descriptor, fcntl.LOCK_UN)  # whoever sweeps needs it
+        fcntl.flock(peer.descriptor, fcntl.LOCK_UN)  # a process that sweeps needs the lock
         return True
 
     def want_back(self, wanted: bool) -> None:
-        """Announce to all that have this pool attached whether its owner is short of pages."""
+        """Tell all processes that have this pool attached whether its owner is short of pages."""
         self._board[0] = wanted
 
     def wanted(self, peer: Attached) -> bool:
@@ -148,15 +157,15 @@ class ShmArena:
         return bool(peer.board[0])
 
     def foreign_bytes(self, peer: Attached) -> torch.Tensor:
-        """uint8 [peer's num_bytes]: its whole file. Only while attached; read-only."""
+        """Return uint8 [num_bytes of the peer]: its whole file, read-only. Only while attached."""
         return self._all[peer.offset : peer.offset + peer.place.num_bytes]
 
     def foreign_base(self, peer: Attached) -> int:
-        """The id of the peer's page 0 among `pages`."""
+        """Return the id of the peer's page 0 among `pages`."""
         return peer.offset // self.page_bytes
 
     def reaches(self, place: ArenaPlace) -> bool:
-        """Whether that file is in our directory and may be mapped."""
+        """Whether the peer's file is in our directory and may be mapped."""
         try:
             os.close(self._open(place))
         except (KVLost, KVRefused):
@@ -166,7 +175,7 @@ class ShmArena:
     def attach(self, place: ArenaPlace) -> Attached:
         """Map a peer's file, or count one more user of it.
 
-        Raises KVLost if it is not there (any more), KVRefused if it must not be mapped.
+        Raises KVLost if the file is not there (any more), KVRefused if it must not be mapped.
         """
         with self._lock:
             peer = self._attached.get(place)
@@ -177,13 +186,17 @@ class ShmArena:
             return peer
 
     def detach(self, peer: Attached) -> None:
-        """One user less. An unused file stays mapped, for the next one, while its owner lives."""
+        """Count one user less. An unused file stays mapped, for the next user, while its owner
+        lives.
+        """
         with self._lock:
             peer.num_users -= 1
 
     def let_go(self) -> int:
-        """Unmap the files of dead owners that nobody uses. Returns their number. Until then their
-        memory counts against the processes that replace them."""
+        """Unmap the files of dead owners that nobody uses; return their number.
+
+        Until then their memory counts against the processes that replace the owners.
+        """
         with self._lock:
             unused = [peer for peer in self._attached.values() if peer.num_users == 0]
             dead = [peer for peer in unused if self.orphaned(peer)]
@@ -192,7 +205,7 @@ class ShmArena:
         return len(dead)
 
     def close(self) -> None:
-        """Unlink the file and let go of it; the memory stays while tensors are left. Idempotent."""
+        """Unlink and close the file; the memory stays while tensors use it. Idempotent."""
         with self._lock:
             if self._descriptor >= 0:
                 with contextlib.suppress(FileNotFoundError):
@@ -205,7 +218,9 @@ class ShmArena:
                         del self._attached[place]
 
     def _open(self, place: ArenaPlace) -> int:
-        """A descriptor of a peer's file, checked to be what it was announced as."""
+        """Return a descriptor of a peer's file, checked against its announced name, inode
+        and size.
+        """
         if not _NAME.fullmatch(place.name):
             raise KVRefused("not the name of an arena")
         try:
@@ -237,7 +252,9 @@ class ShmArena:
         return Attached(place, offset, size, descriptor, self._board_at(offset + size))
 
     def _gap(self, size: int) -> int:
-        """Where `size` bytes are free: the first fit."""
+        """Return the first offset where `size` bytes are free. Raises KVRefused if there is
+        none.
+        """
         start = _up(self._own_bytes, self._unit)
         for peer in sorted(self._attached.values(), key=lambda peer: peer.offset):
             if start + size <= peer.offset:
@@ -248,8 +265,10 @@ class ShmArena:
         return start
 
     def _prune(self, name: str) -> None:
-        """Unmap files that nobody uses and nobody can attach again, and older files of `name`: so a
-        peer that announces another size each time takes no more room than others."""
+        """Unmap the unused files that nobody can attach again, and unused older files of `name`.
+
+        So a peer that announces another size each time takes no more room than others.
+        """
         for place, peer in list(self._attached.items()):
             if peer.num_users == 0 and (place.name == name or not self.reaches(place)):
                 self._unmap(peer)
@@ -261,7 +280,7 @@ class ShmArena:
 
 
 def sweep(directory: Path) -> int:
-    """Unlink the arenas of this user whose owner is dead. Returns their number."""
+    """Unlink the arenas of this user whose owner is dead; return their number."""
     count = 0
     try:
         names = os.listdir(directory)
@@ -294,8 +313,11 @@ def _orphaned(path: Path) -> bool:
 
 
 def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace]:
-    """The file, empty until it is locked and has the name that sweepers look for: so a process that
-    dies in between leaves no memory behind."""
+    """Create the file; return its descriptor and place.
+
+    It stays empty until it is locked and has the name that sweepers look for: a process that dies
+    in between leaves no memory behind.
+    """
     if not _NAME.fullmatch(name) or num_bytes < 1:
         raise ConfigError(f"no arena can be called {name} and hold {num_bytes} bytes")
     path, new = directory / name, directory / (name + _NEW)
@@ -307,7 +329,8 @@ def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(new, path)
-        # Now, not at the first write: a full tmpfs would kill the process in mid-step.
+        # Allocated now, not at the first write: a full tmpfs would kill the process in the middle
+        # of a step.
         os.posix_fallocate(descriptor, 0, _up(num_bytes, PAGE_BYTES) + BOARD_BYTES)
     except OSError as error:
         os.close(descriptor)
@@ -321,7 +344,7 @@ def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace
 
 
 def _refuse(status: os.stat_result, place: ArenaPlace) -> str | None:
-    """Why a file must not be mapped, None if it may."""
+    """Return why a file must not be mapped; None if it may."""
     if not stat.S_ISREG(status.st_mode):
         return "not a regular file"
     if status.st_uid != os.geteuid():

@@ -1,9 +1,9 @@
-"""The `stream` lane: frames over TCP, Unix sockets and TLS, without anything in between.
+"""The `stream` lane: frames over TCP, Unix sockets and TLS, without a library in between.
 
-Data-plane threads of its own, blocking sockets, no event loop. A peer on the same host is reached
-over a Unix socket in a private directory; its path carries the boot id, so a path that exists here
-leads to that very process. TLS (tls.py) guards TCP; the Unix socket is guarded by its directory.
-Accepting: stream_server.py. Reading and writing frames: framed_socket.py.
+It has data-plane threads of its own, blocking sockets and no event loop. A peer on the same host is
+reached over a Unix socket in a private directory. The socket's path carries the boot id, so a path
+that exists here leads to that very process. TLS (tls.py) guards TCP; the directory guards the Unix
+socket. Accepting: stream_server.py. Reading and writing frames: framed_socket.py.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ MAX_UNIX_PATH: Final = 100  # bytes; the kernel takes 107
 
 @dataclass(frozen=True, slots=True)
 class StreamLaneOptions:
-    """Where a stream lane listens. `port` 0 takes a free one; `advertise_host` is the host that
-    peers get. `unix_dir`: for Unix sockets; None = a private directory of this process. At least
-    one of `tcp` and `unix`. `tls`: on TCP; both sides or neither."""
+    """Where a stream lane listens.
+
+    `port` 0 takes a free one; `advertise_host` is the host that peers get. `unix_dir`: for Unix
+    sockets; None = a private directory of this process. At least one of `tcp` and `unix` must be
+    true. `tls`: for TCP; both sides must have it, or neither.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -57,7 +60,7 @@ class StreamLaneOptions:
 
 
 class StreamLane:
-    """base.Lane over sockets; its wires are base.ScatterWire."""
+    """Implements base.Lane over sockets; its wires are base.ScatterWire."""
 
     name = "stream"
     direct = False
@@ -77,7 +80,7 @@ class StreamLane:
         self._private: SocketFolder | None = None
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
-        """Raises ConfigError if an address cannot be bound."""
+        """Listen; return the address. Raises ConfigError if an address cannot be bound."""
         listeners: list[Listener] = []
         address, attributes = "", dict[str, str]()
         options = self._options
@@ -104,10 +107,10 @@ class StreamLane:
         return LaneAddress(self.name, address, tuple(sorted(attributes.items())))
 
     def reaches(self, address: LaneAddress) -> bool:
-        """Over a Unix socket that is there, or over TCP if both sides want TLS or neither."""
+        """Whether the peer has a Unix socket here, or both sides (or neither) want TLS over TCP."""
         attributes = dict(address.attributes)
         if not address.address or _is_socket(attributes.get(UNIX)):
-            return True  # no TCP: a path that is not there may be a peer that is no more
+            return True  # no TCP: a Unix path that is not there may belong to a peer that has died
         return (TLS in attributes) == (self._client_tls is not None)
 
     def open(self, address: LaneAddress) -> StreamWire:
@@ -166,7 +169,7 @@ class StreamLane:
 
 
 class StreamWire:
-    """base.ScatterWire over a connection, which begins with the first word sent."""
+    """Implements base.ScatterWire over a connection, which opens at the first send or receive."""
 
     def __init__(
         self,
@@ -181,39 +184,41 @@ class StreamWire:
         self._on_ended = on_ended
         self._lock = threading.Lock()
         self._connection: FramedSocket | None = None
-        self._ended: str | None = None  # why nothing may be said or heard any more
+        self._ended: str | None = None  # why nothing may be sent or received any more
 
     @property
     def at_rest(self) -> bool:
-        """Connected, alive as far as is known, nothing to be read: fit for one more question."""
+        """Whether the connection is open, as far as is known, and has nothing to read: fit to be
+        reused.
+        """
         connection = self._connection
         return connection is not None and self._ended is None and connection.at_rest()
 
     def send(self, parcel: Buffer) -> None:
-        """Raises KVLost, KVTimeout, KVRefused (certificates)."""
+        """Send a parcel. Raises KVLost, KVTimeout, KVRefused (certificates)."""
         self._spoken_to().send(parcel, self._timing.kv_progress_s)
 
     def receive(self) -> bytes | None:
-        """The next frame. Raises KVLost, KVTimeout, KVRefused, KVCorrupt (no frame)."""
+        """Return the next frame. Raises KVLost, KVTimeout, KVRefused, KVCorrupt (no frame)."""
         return self._spoken_to().receive(self._timing.kv_progress_s)
 
     def receive_header(self) -> bytes | None:
-        """Raises as `receive`."""
+        """Return the next frame's header, or None at the end. Raises the errors of `receive`."""
         header = self._spoken_to().receive_header(self._timing.kv_progress_s)
         return None if header is None else bytes(header)
 
     def receive_into(self, views: Sequence[memoryview]) -> None:
-        """Raises as `receive`."""
+        """Fill `views` with the next bytes. Raises the errors of `receive`."""
         self._spoken_to().receive_into(views, self._timing.kv_progress_s)
 
     def finish(self) -> None:
-        """The last call of the thread that uses this wire. Idempotent."""
+        """Close the connection. The last call of the thread that uses this wire. Idempotent."""
         self._end("finished")
         if self._connection is not None:
             self._connection.close()
 
     def cancel(self) -> None:
-        """Any thread, idempotent."""
+        """Break the connection. Any thread, idempotent."""
         self._end("cancelled")
         connection = self._connection
         if connection is not None:
@@ -229,7 +234,7 @@ class StreamWire:
 
     # ---- connecting ----------------------------------------------------------------------------
     def _connect(self) -> FramedSocket:
-        """Try the places of the address, best first. Raises what the last one came to."""
+        """Try the places of the address, best first. Raises the error of the last one."""
         last: KVError = KVLost(f"no place to reach at {self._address.address!r}")
         for family, target, tls in self._places():
             try:
@@ -257,7 +262,9 @@ class StreamWire:
     def _dial(
         self, family: int, target: str | tuple[str, int], tls: ssl.SSLContext | None
     ) -> FramedSocket:
-        """Connected, and after the TLS handshake. Raises KVLost, KVTimeout, KVRefused."""
+        """Return a connection, after the TLS handshake if any. Raises KVLost, KVTimeout,
+        KVRefused.
+        """
         connection = FramedSocket(socket.socket(family, socket.SOCK_STREAM))
         self._adopt(connection)
         try:
@@ -272,7 +279,9 @@ class StreamWire:
         return connection
 
     def _adopt(self, connection: FramedSocket | None) -> None:
-        """What `cancel` is to break from now on. Raises KVLost if that has come already."""
+        """Set the connection that `cancel` will break. Raises KVLost if `cancel` has been called
+        already.
+        """
         with self._lock:
             if connection is not None and self._ended is not None:
                 connection.close()

@@ -1,7 +1,8 @@
-"""The accepting half of the `stream` lane: one thread that accepts, one per served connection.
+"""The accepting half of the `stream` lane: one thread accepts; each connection has a thread of its
+own.
 
 Life of a connection: accepted -> (TLS handshake) -> `serve` runs on its thread -> closed by either
-side. At the limit the connection that has been silent longest is closed to make room, if it has
+side. At the limit, the connection that has been silent longest is closed to make room, if it has
 been silent for a second (an idle one of a pool, or a peer that never sent anything). Otherwise the
 new connection gets a refusal and is closed.
 """
@@ -36,38 +37,43 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 256
 MAX_INCOMING: Final = 64 << 10  # payload of a frame from a fetcher: control messages only
-SILENT_S: Final = 1.0  # a connection that is silent for so long may have to make room
-LINGER_S: Final = 1.0  # for a refused peer to read why
+SILENT_S: Final = 1.0  # a connection that is silent for so long may be closed to make room
+LINGER_S: Final = 1.0  # how long a refused peer may take to read the reason
 MAX_LINGERING: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A bound socket, and TLS for what it accepts."""
+    """A bound socket, and the TLS context of the connections that it accepts (None: no TLS)."""
 
     socket: socket.socket
     tls: ssl.SSLContext | None = None
 
 
 class Served:
-    """base.Incoming over an accepted connection."""
+    """Implements base.Incoming over an accepted connection."""
 
     def __init__(self, connection: FramedSocket) -> None:
         self.connection = connection
-        self.silent_since: float | None = None  # while its thread waits for the peer's next frame
+        # set while its thread waits for the peer's next frame
+        self.silent_since: float | None = None
         self._clock = SystemClock()
         self._closing = Closing()
         self._buffer: memoryview | None = None
 
     @property
     def buffer(self) -> memoryview:
-        """Where big frames may be built (frames.encode_into); sent before the next one is made."""
+        """Memory to build big frames in (frames.encode_into); each is sent before the next is
+        built.
+        """
         if self._buffer is None:
             self._buffer = memoryview(bytearray(HEADER_BYTES + MAX_PAYLOAD))
         return self._buffer
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Raises KVCorrupt for what is no frame."""
+        """Return the next frame, or None if the peer has left. Raises KVCorrupt for bytes that are
+        no frame.
+        """
         self.silent_since = self._clock.monotonic()
         try:
             frame = self.connection.receive(timeout_s)
@@ -84,7 +90,7 @@ class Served:
         self._closing.on_closed(callback)
 
     def hang_up(self) -> None:
-        """The peer is gone or has said all. Any thread, idempotent."""
+        """Note that the peer is gone or has sent everything. Any thread, idempotent."""
         self._closing.notify()
 
     def break_(self) -> None:
@@ -129,11 +135,11 @@ class StreamServer:
 
     @property
     def num_connections(self) -> int:
-        """Being served now. Any thread."""
+        """The number of connections being served now. Any thread."""
         return len(self._active)
 
     def stop(self) -> None:
-        """Break every connection; give back all threads and descriptors. Idempotent."""
+        """Break every connection; end all threads and close all descriptors. Idempotent."""
         with self._lock:
             if self._stopped:
                 return
@@ -167,7 +173,7 @@ class StreamServer:
         try:
             connection, _ = listener.socket.accept()
         except BlockingIOError:
-            return  # it has left already
+            return  # the peer has left already
         except OSError as error:
             log.warning("cannot accept a KV connection: %s", error)
             self._drop_one(listener.socket)
@@ -180,7 +186,7 @@ class StreamServer:
         try:
             connection.setblocking(True)
             served = Served(FramedSocket(connection, MAX_INCOMING))
-        except OSError as error:  # reset before we got to it
+        except OSError as error:  # the peer has reset the connection already
             log.debug("a KV connection was gone at once: %s", error)
             connection.close()
             return
@@ -192,7 +198,9 @@ class StreamServer:
         thread.start()
 
     def _make_room(self) -> bool:
-        """End the connection that has been silent longest, if it was silent for long enough."""
+        """Close the connection that has been silent longest, if for at least SILENT_S; return
+        whether it did.
+        """
         with self._lock:
             silent = [
                 (since, id(served), served)
@@ -219,7 +227,9 @@ class StreamServer:
         self._lingering.append((self._clock.monotonic() + LINGER_S, connection))
 
     def _close_lingering(self) -> float | None:
-        """Close refused connections whose time is over; seconds until the next one's is."""
+        """Close refused connections whose time is over. Return the seconds until the next one's;
+        None: no other.
+        """
         now = self._clock.monotonic()
         while self._lingering and (
             self._lingering[0][0] <= now or len(self._lingering) > MAX_LINGERING
@@ -228,12 +238,14 @@ class StreamServer:
         return self._lingering[0][0] - now if self._lingering else None
 
     def _drop_one(self, listener: socket.socket) -> None:
-        """Out of descriptors: use the spare one to accept and refuse a caller, instead of
-        spinning."""
+        """Out of descriptors: use the spare one to accept and close a connection, instead of
+        spinning.
+        """
         if self._spare is None:
             waiting = select.poll()
             waiting.register(self._woken, select.POLLIN)
-            waiting.poll(LINGER_S * 1000)  # another process was faster: give it time
+            # another process took the spare descriptor: wait a little
+            waiting.poll(LINGER_S * 1000)
         else:
             os.close(self._spare)
             with contextlib.suppress(OSError):
@@ -263,7 +275,7 @@ class StreamServer:
 
 
 def _spare() -> int | None:
-    """A spare descriptor, for the time when all others are in use; None if that is now."""
+    """Open a spare descriptor for the time when all others are in use; None if none is left."""
     try:
         return os.open(os.devnull, os.O_RDONLY)
     except OSError:

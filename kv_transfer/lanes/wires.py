@@ -30,7 +30,7 @@ class Kept:
 
 
 class WirePool:
-    """Idle connections by peer, the youngest is taken first. Any thread."""
+    """Idle connections by peer; the youngest is taken first. Any thread."""
 
     def __init__(self, clock: Clock, idle_s: float) -> None:
         self._clock = clock
@@ -61,14 +61,17 @@ class WirePool:
         _finish(dropped)
 
     def drop_old(self) -> None:
-        """Drop connections that have been idle for too long. Without this they, and the memory of a
-        dead peer that they hold, would stay until the next conversation."""
+        """Drop connections that have been idle for too long.
+
+        Otherwise they, and the memory of a dead peer that they hold, would stay until the next
+        conversation.
+        """
         with self._lock:
             dropped = self._prune()
         _finish(dropped)
 
     def close(self) -> None:
-        """Drop all, and all that come later. Idempotent."""
+        """Drop all connections, and each one given later. Idempotent."""
         with self._lock:
             self._closed = True
             dropped = [kept for idle in self._idle.values() for kept in idle]

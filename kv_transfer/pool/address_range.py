@@ -1,10 +1,11 @@
 """A reserved range of addresses into which files are mapped at chosen places.
 
-Reserving costs no memory: what is not mapped faults. One tensor over the whole range sees whatever
-is mapped later, so page `i` of it may lie in another process' file. The range is given back when
-the last tensor over it is gone, never earlier: no view can dangle.
+Reserving costs no memory; touching an address that is not mapped faults. One tensor over the whole
+range sees whatever is mapped later, so page `i` of it may lie in another process' file. The range
+is given back when the last tensor over it is gone, never earlier: no view can dangle.
 
-Linux only (MAP_FIXED over an own reservation); through ctypes, for Python's mmap takes no address.
+Linux only (MAP_FIXED over a reservation of our own); it uses ctypes, as Python's mmap takes no
+address.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ def _libc() -> ctypes.CDLL:
 
 
 class AddressRange:
-    """`num_bytes` of addresses, a multiple of the system's page; nothing is mapped at first."""
+    """A range of `num_bytes` addresses, a multiple of the system's page; nothing is mapped at
+    first.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError if so many addresses are not to be had."""
+        """Raises OSError if the system does not grant so many addresses."""
         self._libc = _libc()
         self.num_bytes = num_bytes
         nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -48,19 +51,22 @@ class AddressRange:
         weakref.finalize(self._array, self._libc.munmap, self.address, num_bytes).atexit = False
 
     def tensor(self) -> torch.Tensor:
-        """uint8 [num_bytes] over the whole range; it keeps the range alive."""
+        """Return uint8 [num_bytes] over the whole range; the tensor keeps the range alive."""
         return torch.frombuffer(self._array, dtype=torch.uint8)
 
     def map_file(self, descriptor: int, offset: int, num_bytes: int, *, writable: bool) -> None:
-        """The file's first bytes appear at `offset`. A write through a read-only mapping kills the
-        process: better than another node's memory spoilt. Raises OSError."""
+        """Map the first `num_bytes` of a file at `offset`. Raises OSError.
+
+        A write through a read-only mapping kills the process: that is better than damage to another
+        node's memory.
+        """
         self._check(offset, num_bytes)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED | _MAP_FIXED
         self._mmap(self.address + offset, num_bytes, access, flags, descriptor)
 
     def unmap(self, offset: int, num_bytes: int) -> None:
-        """Remove what is mapped there; the addresses stay reserved."""
+        """Remove the mapping of these bytes; their addresses stay reserved."""
         self._check(offset, num_bytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         self._mmap(self.address + offset, num_bytes, _PROT_NONE, flags, -1)

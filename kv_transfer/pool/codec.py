@@ -1,10 +1,10 @@
-"""KV payloads from one precision to another, by torch on the host. Layout does not change here.
+"""Converts KV payloads from one precision to another, by torch on the host; the layout stays.
 
-int8 is symmetric, per token and head: scale = max|row| / 127, x^ = scale * round(x / scale), so
-|x - x^| <= scale / 2 = max|row| / 254 before x^ is rounded to the pool's dtype; it is bit for bit
-what an int8 pool stores of the same row (baton/engine/attention/kv_store.py). Narrowing casts
-saturate: what float16 or fp8 cannot hold becomes their largest number, never infinity. A row with
-an infinity or NaN comes out of int8 as NaN: damaged, and visibly so.
+int8 is symmetric, per token and head: scale = max|row| / 127, x^ = scale * round(x / scale), so |x
+- x^| <= scale / 2 = max|row| / 254 before x^ is rounded to the pool's dtype. It is bit for bit what
+an int8 pool stores of the same row (baton/engine/attention/kv_store.py). Narrowing casts saturate:
+what float16 or fp8 cannot hold becomes their largest number, never infinity. A row with an infinity
+or NaN becomes NaN under int8: damaged, and visibly so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCH_DTYPES: Final = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
-_TINY: Final = 1e-12  # the smallest row: all zeros must not divide by zero
+_TINY: Final = 1e-12  # least maximum of a row: a row of zeros must not divide by zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class Rows:
     scales: torch.Tensor | None = None
 
     def to(self, dtype: str) -> Rows:
-        """The same rows in another precision; int8 is quantised, saturation as the module says."""
+        """Return these rows in another precision; saturation and int8 as the module's docstring
+        says.
+        """
         target = TORCH_DTYPES[dtype]
         if self.values.dtype == target:
             return self
@@ -50,21 +52,22 @@ class Rows:
         return Rows(exact.to(target))
 
     def exact(self) -> torch.Tensor:
-        """float32 [tokens, heads, dim]."""
+        """Return the values as float32 [tokens, heads, dim]."""
         values = self.values.float()
         return values if self.scales is None else values * self.scales[..., None]
 
 
 def quantise(values: torch.Tensor) -> Rows:
-    """values float32 [tokens, heads, dim] -> int8 with a scale per token and head."""
+    """Quantise float32 [tokens, heads, dim] to int8 with a scale per token and head."""
     scales = values.abs().amax(-1).clamp_(min=_TINY) / 127
     return Rows((values / scales[..., None]).round_().to(torch.int8), scales)
 
 
 def unpack(spec: LayerSpec, payload: Payload) -> list[Rows]:
-    """K and (unless MLA) V of a payload, copied. Raises KVCorrupt for a length that does not fit.
+    """Return copies of the K and (unless MLA) V of a payload.
 
-    `payload.heads` must be given: the payload itself does not say how many they are.
+    Raises KVCorrupt for a length that does not fit. `payload.heads` must be given: the bytes do not
+    say how many heads they hold.
     """
     heads = payload.heads
     assert heads is not None
@@ -93,24 +96,24 @@ def unpack(spec: LayerSpec, payload: Payload) -> list[Rows]:
 
 
 def pack(rows: list[Rows]) -> list[memoryview]:
-    """The payload's fragments in order: K, V, K's scales, V's scales."""
+    """Return the payload's fragments in order: K, V, K's scales, V's scales."""
     tensors = [part.values for part in rows]
     tensors += [part.scales for part in rows if part.scales is not None]
     return [bytes_of(tensor) for tensor in tensors]
 
 
 def converted(spec: LayerSpec, payload: Payload, dtype: str) -> list[memoryview]:
-    """Fragments of the payload in another precision."""
+    """Return the fragments of the payload in another precision."""
     return pack([rows.to(dtype) for rows in unpack(spec, payload)])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a host tensor in row order: a view if it is contiguous, else a copy."""
+    """Return the bytes of a host tensor in row order: a view if it is contiguous, else a copy."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     if len(data) == 0:
         return torch.empty(0, dtype=dtype)
-    # bytearray: torch wants writable and aligned memory, a frame is neither
+    # bytearray: torch wants writable and aligned memory, and a frame is neither
     return torch.frombuffer(bytearray(data), dtype=dtype)

@@ -1,8 +1,8 @@
-"""A KV arena on a device as staging.py uses it: ArenaPool, and CudaCopies for a CUDA device.
+"""A KV arena on a device, for staging.py: ArenaPool, and CudaCopies for a CUDA device.
 
-The calls are straightforward and all in one place. The logic around them is staging.py's, which the
-tests prove with a fake device. "The compute stream" is the stream that is current where this object
-is made: the engine's.
+This module only makes the device calls. The logic around them is in staging.py, which the tests
+check with a fake device. "The compute stream" is the stream that is current where a CudaCopies is
+made: the engine's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from kv_transfer.protocol.shares import rows_bytes
 
 
 class ArenaPool:
-    """staging.DevicePool of a KV arena: tensors and indices. `described`, an ArenaMemory of the
-    same arena, answers for the format."""
+    """Implements staging.DevicePool for a KV arena. `described`: an ArenaMemory of the same arena,
+    which knows the format.
+    """
 
     def __init__(self, described: ArenaMemory) -> None:
         self._described = described
@@ -51,7 +52,9 @@ class ArenaPool:
         return self._described.tables(blocks)
 
     def parts(self, layer: int, heads: range | None) -> Sequence[torch.Tensor]:
-        """K, V, then int8's scales, [num_blocks, block_size, heads, dim] views of the arena."""
+        """Return K, V, then int8's scales, as [num_blocks, block_size, heads, dim] views of the
+        arena.
+        """
         parts = self._described.parts(layer, heads)
         return [part[..., None] if part.dim() == 3 else part for part in parts]
 
@@ -71,8 +74,9 @@ class ArenaPool:
 
 
 class CudaMark:
-    """An event. `wait` sleeps in the driver instead of spinning: data-plane threads have no core of
-    their own."""
+    """A CUDA event. `wait` sleeps in the driver instead of spinning, as data-plane threads have no
+    core of their own.
+    """
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(blocking=True)
@@ -85,7 +89,7 @@ class CudaMark:
 
 
 class CudaCopies:
-    """staging.DeviceCopies; a copy stream per lane, made on first use."""
+    """Implements staging.DeviceCopies with one copy stream per lane."""
 
     def __init__(self, device: torch.device, num_lanes: int) -> None:
         self._device = device
@@ -106,7 +110,7 @@ class CudaCopies:
         host: torch.Tensor,
         after: Mark,
     ) -> Mark:
-        """One gather kernel and one copy per source."""
+        """See staging.DeviceCopies. One gather kernel and one copy per source."""
         stream = self._after(lane, after)
         with torch.cuda.stream(stream):
             block, row = self._indices(places)
@@ -125,7 +129,7 @@ class CudaCopies:
         places: Places,
         after: Mark,
     ) -> Mark:
-        """One copy and one scatter kernel per target."""
+        """See staging.DeviceCopies. One copy in all, and one scatter kernel per target."""
         stream = self._after(lane, after)
         with torch.cuda.stream(stream):
             block, row = self._indices(places)
@@ -134,7 +138,8 @@ class CudaCopies:
             for target in targets:
                 shape = (len(places.row), *target.shape[2:])
                 size = shape[0] * shape[1] * shape[2] * target.element_size()
-                part = staged[taken : taken + size].clone()  # aligned for the wider dtype
+                # copied, so that it is aligned for a wider dtype
+                part = staged[taken : taken + size].clone()
                 target[block, row] = part.view(target.dtype).view(shape)
                 taken += size
             return self._record(stream)
@@ -159,11 +164,13 @@ class CudaCopies:
 
 
 def memory_of(arena: Arena, timeout_s: float) -> KVMemory:
-    """What a connector needs of a node's pool, on a device or not. `timeout_s`: StagedMemory's.
-    Call it where the engine's compute stream is current."""
+    """Return the KVMemory of a node's pool, on a device or not.
+
+    `timeout_s`: see StagedMemory. Call it where the engine's compute stream is current.
+    """
     if isinstance(arena, GroupArena):
         return GroupMemory(arena)
-    # The engine keeps of a sliding window what it still shows, on either side.
+    # Of a sliding window the engine keeps only what later tokens see, as exporter and as fetcher.
     described = ArenaMemory(arena, windowed=True)
     if arena.device.type == "cpu":
         return described

@@ -1,10 +1,10 @@
-"""GroupMemory: the pools of a tensor-parallel group as one, for a connector beside its leader.
+"""GroupMemory: the pools of a tensor-parallel group as one pool, for a connector beside its leader.
 
-Every rank's pool is mapped there (baton/engine/parallel/pool.py), so to its peers the node
-looks like one that holds all heads: rows are put together from the ranks' slices, and taken apart.
-A head that lies on several ranks is read from the first and written to all. Never views: a row's
-bytes lie in several pools. Groups whose leader cannot reach the other ranks' pools have a connector
-per rank instead (Connector.join_group).
+The leader has every rank's pool mapped (baton/engine/parallel/pool.py), so to its peers the node
+looks like one that holds all heads: rows are put together from the ranks' slices, and cut into
+them. A head that lies on several ranks is read from the first and written to all. There are no
+views, as a row's bytes lie in several pools. A group whose leader cannot reach the other ranks'
+pools has a connector per rank instead (Connector.join_group).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kv_transfer.protocol.shares import rows_bytes
 
 
 class GroupMemory:
-    """base.KVMemory over a GroupArena."""
+    """Implements base.KVMemory over a GroupArena."""
 
     def __init__(self, arena: GroupArena) -> None:
         self.arena = arena
@@ -38,7 +38,7 @@ class GroupMemory:
         ]
 
     def heads(self, layer: int) -> range:
-        """All of them."""
+        """Return all KV heads of the layer."""
         return range(self.layers[layer].kv_heads)
 
     def group(self, layer: int) -> int:
@@ -50,21 +50,21 @@ class GroupMemory:
         return self._ranks[0].tables(blocks)
 
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
-        """Memory that hosts have written needs no mark."""
+        """Do nothing: memory that the host has written needs no mark."""
 
     def landed(self) -> None:
-        """What the host has written is there."""
+        """Do nothing: what the host has written is there."""
 
     def views(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range
     ) -> Sequence[memoryview] | None:
-        """There are none."""
+        """Return None: a row's bytes lie in several pools."""
         return None
 
     def read(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
     ) -> Sequence[memoryview]:
-        """See KVMemory: host copies."""
+        """See KVMemory. Returns host copies."""
         wanted = self.heads(layer) if heads is None else heads
         block, row = self._ranks[0].slots(layer, blocks, start, end)
         slices: list[list[torch.Tensor]] = []
@@ -94,7 +94,9 @@ class GroupMemory:
                 target[block, row] = movable(values[:, local])
 
     def _pieces(self, layer: int, wanted: range) -> Iterator[tuple[ArenaMemory, range]]:
-        """Which of the wanted heads each rank holds, in order; replicas come again."""
+        """Yield each rank's memory with the wanted heads that it holds, in order; replicated heads
+        repeat.
+        """
         for memory in self._ranks:
             own = memory.heads(layer)
             piece = range(max(own.start, wanted.start), min(own.stop, wanted.stop))

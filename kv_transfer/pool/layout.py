@@ -2,13 +2,13 @@
 
 A block (a page) of an arena holds a slot for each layer of its layer group. A slot is
 `[2, block_size, kv_heads, head_dim]`: all K rows, then all V rows (`[block_size, kv_heads, k_dim]`
-alone for MLA). The wire wants K rows, then V rows of a token range, token-major. Both are row-major
-in the token, so any two block sizes interoperate by a list of byte ranges alone.
-
+alone for MLA). The wire carries the K rows, then the V rows of a token range, token-major. Both are
+row-major in the token, so any two block sizes interoperate by a list of byte ranges alone.
     slot:  | K row 0 .. K row B-1 | V row 0 .. V row B-1 |     row = kv_heads * dim * item bytes
 
-Whole rows are views. A slice of heads (another tensor-parallel size at the peer) is packed into a
-host copy: its pieces are too small to travel one by one. int8 scales lie behind a page's slots.
+Whole rows are read as views. A slice of heads (for a peer of another tensor-parallel size) is
+packed into a host copy, as its pieces are too small to send one by one. int8 scales lie behind the
+slots of a page.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ HOLE: Final = 0xFFFF_FFFF  # a block id that no pool has
 
 
 class Arena(Protocol):
-    """What is needed of baton.engine.memory.kv_cache.KVArena. Its layers are this rank's: their
-    kv_heads are those that lie here.
+    """What this module needs of baton.engine.memory.kv_cache.KVArena.
 
-    layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype, or
-    longer, where other pools' blocks can be read behind the own ones;
-    scales(l): int8 KV's [num_blocks, block_size, kv_heads], K's and V's;
-    group_of[l]: which of a sequence's block lists layer l reads; buffer(): all pages' bytes,
-    writable (CPU arenas only), where layer l of block b begins at b * page_bytes + slot_offset(l).
+    Its layers are those of this rank: their kv_heads count the heads that lie here.
+
+    layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype;
+    longer where other pools' blocks can be read behind the own ones.
+    scales(l): int8 KV's [num_blocks, block_size, kv_heads], K's and V's.
+    group_of[l]: which of a sequence's block lists layer l reads.
+    buffer(): all pages' bytes, writable (CPU arenas only); layer l of block b begins at b *
+    page_bytes + slot_offset(l).
     """
 
     page_bytes: int
@@ -71,11 +73,12 @@ class Slot:
 def byte_ranges(
     spec: LayerSpec, pool: PoolFormat, slot: Slot, held: HeldBlocks, tokens: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """(offset, length) in the arena's bytes of K rows, then V rows of `tokens` [start, end), all
-    held, in wire order; neighbouring rows are merged (within a block, and across adjacent blocks
-    for a lone layer of MLA).
+    """Return (offset, length) in the arena's bytes of the K rows, then V rows of `tokens` [start,
+    end).
 
-    `spec` is the pool's own: its kv_heads are those that lie there.
+    All these tokens must be held. The ranges are in wire order. Neighbouring rows are merged:
+    within a block, and across adjacent blocks for a lone layer of MLA. `spec` is the pool's own:
+    its kv_heads count the heads that lie there.
     """
     start, end = tokens
     item = DTYPE_BYTES[pool.dtype]
@@ -101,14 +104,18 @@ def byte_ranges(
 
 
 def _place(held: HeldBlocks, index: int) -> int:
-    """Where the sequence's block `index` stands among those that are held."""
+    """Return the index of the sequence's block `index` among the held ones. Raises InternalError if
+    it is no longer held.
+    """
     if index < held.first:
         raise InternalError(f"block {index} of a sequence is not held any more")
     return index - held.first
 
 
 class ArenaMemory:
-    """base.KVMemory over a KV arena: views into it on CPU, host copies for any other device."""
+    """Implements base.KVMemory over a KV arena: views into it on CPU, host copies for any other
+    device.
+    """
 
     def __init__(
         self,
@@ -119,10 +126,9 @@ class ArenaMemory:
         tp: tuple[int, int] = (1, 0),
         windowed: bool = False,
     ) -> None:
-        """`staged`: copy through host memory; None = unless the arena lies in it itself. `layers`:
-        of the whole model, `tp`: (size, rank), where the arena holds a slice of its heads.
-        `windowed`: the pool keeps of a sliding-window layer only what later tokens see.
-
+        """`staged`: copy through host memory; None = only if the arena is not in host memory.
+        `layers` (of the whole model) and `tp` (size, rank): given where the arena holds a slice of
+        the heads. `windowed`: the pool keeps of a sliding-window layer only what later tokens see.
         Raises ConfigError if the arena does not hold this rank's heads.
         """
         self.layers = arena.layers if layers is None else layers
@@ -136,29 +142,34 @@ class ArenaMemory:
         self._buffer = memoryview(b"") if self._staged else arena.buffer().cast("B")
 
     def heads(self, layer: int) -> range:
-        """The whole model's KV heads that lie here."""
+        """Return the KV heads that lie here, as indices of the whole model."""
         return self._heads[layer]
 
     def group(self, layer: int) -> int:
-        """Which of a sequence's block lists the layer reads."""
+        """Return which of a sequence's block lists the layer reads."""
         return self._arena.group_of[layer]
 
     def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
-        """One per layer group. Missing blocks are filled in as HOLE, so that the others keep their
-        places. Nobody reads a hole, and a peer that tries is refused."""
+        """Return one block table per layer group, with HOLE for each missing block.
+
+        So the other blocks keep their places. Nobody reads a hole, and a peer that tries is
+        refused.
+        """
         return tuple((*(HOLE,) * held.first, *held.ids) for held in blocks)
 
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
-        """Memory that the host has written needs no mark."""
+        """Do nothing: memory that the host has written needs no mark."""
 
     def landed(self) -> None:
-        """What the host has written is there."""
+        """Do nothing: what the host has written is there."""
 
     def read(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
     ) -> Sequence[memoryview]:
-        """Fragments of tokens [start, end) as Payload orders them. Whole rows on the CPU: no copy,
-        valid while pinned."""
+        """Return fragments of tokens [start, end) in Payload's order.
+
+        Whole rows on the CPU are views without a copy, valid while the blocks are pinned.
+        """
         heads = self._heads[layer] if heads is None else heads
         views = self._row_views(layer, blocks, start, end, heads)
         if views is not None and self.format.dtype != INT8:
@@ -172,13 +183,13 @@ class ArenaMemory:
     def views(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range
     ) -> Sequence[memoryview] | None:
-        """Whole rows of an exact pool in main memory; None otherwise."""
+        """Return views of whole rows of an exact pool in main memory; None otherwise."""
         if self.format.dtype == INT8:
-            return None  # scales are gathered
+            return None  # an int8 pool's scales must be gathered
         return self._row_views(layer, blocks, start, end, heads)
 
     def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
-        """Put `payload` (of the pool's dtype or any other) into tokens [start, end)."""
+        """Write `payload`, which may be of any dtype, as tokens [start, end)."""
         heads = self._heads[layer] if payload.heads is None else payload.heads
         spec = self.layers[layer]
         wanted = (end - start) * rows_bytes(spec, len(heads), payload.dtype)
@@ -207,8 +218,10 @@ class ArenaMemory:
 
     # ---- slices, scales, devices: through torch ------------------------------------------------
     def parts(self, layer: int, heads: range | None = None) -> list[torch.Tensor]:
-        """K, V (unless MLA), then int8's scales of both, of `heads` (None = all here): views
-        [num_blocks, block_size, heads, dim] and [num_blocks, block_size, heads]. fp8 as bytes."""
+        """Return K, V (unless MLA), then int8's scales of both, of `heads` (None = all here).
+
+        They are views: [num_blocks, block_size, heads, dim], and scales without dim. fp8 as bytes.
+        """
         own = self._heads[layer]
         wanted = own if heads is None else heads
         if not own.start <= wanted.start <= wanted.stop <= own.stop:
@@ -223,7 +236,7 @@ class ArenaMemory:
     def slots(
         self, layer: int, blocks: Blocks, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and row index [end - start] of each token, int64, on the arena's device."""
+        """Return each token's block and row index [end - start], int64, on the arena's device."""
         size, held = self.format.block_size, blocks[self._arena.group_of[layer]]
         _place(held, start // size)
         tokens = torch.arange(start, end)
@@ -244,5 +257,7 @@ class ArenaMemory:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """torch cannot index fp8 tensors, but it can index their bytes."""
+    """Return a tensor that can be indexed: an fp8 tensor's bytes, as torch cannot index fp8
+    itself.
+    """
     return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

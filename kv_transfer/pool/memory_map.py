@@ -1,11 +1,11 @@
-"""Where the blocks of a KV pool lie in its memory, as plain numbers that can travel.
+"""Where the blocks of a KV pool lie in its memory, as plain numbers that can be sent.
 
-What a lane that reads a peer's memory (`shm`, `nixl`) must know of it; derived from the pool's own
-tensors, so it says nothing about why they lie so: layers outermost or blocks outermost, scales
-beside the rows or behind them, all is an offset and a stride. Not here: any bytes.
+A lane that reads a peer's memory (`shm`, `nixl`) needs this map. It is derived from the pool's own
+tensors and holds offsets and strides only, so it fits any arrangement: layers outermost or blocks
+outermost, scales beside the rows or behind them.
 
 Within one part (K, V, K's scales, V's scales) of a block, rows are token-major and dense:
-`[block_size, heads, head_bytes]`; block b of it begins at `offset + b * stride`.
+`[block_size, heads, head_bytes]`; block b of the part begins at `offset + b * stride`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`rows` runs of `row_bytes`, the first at `offset`, `row_stride` apart."""
+    """`rows` runs of `row_bytes` bytes each. The first begins at `offset`, each next one
+    `row_stride` later.
+    """
 
     offset: int
     rows: int
@@ -79,8 +81,10 @@ class MemoryMap:
                     raise ValueError("a block beyond the end of the memory")
 
     def fits(self, layers: Sequence[LayerSpec], dtype: str) -> bool:
-        """Whether these are layers of such a model, stored as `dtype`. Their number of heads is
-        that of a rank and stays outside."""
+        """Whether these are layers of such a model, stored as `dtype`.
+
+        The number of heads, which depends on the rank, is not compared.
+        """
         return [[part.head_bytes for part in place.parts] for place in self.layers] == [
             _head_bytes(spec, dtype) for spec in layers
         ]
@@ -88,8 +92,11 @@ class MemoryMap:
     def pieces(
         self, layer: int, blocks: Sequence[int], tokens: tuple[int, int], heads: range
     ) -> list[Piece]:
-        """Where tokens [start, end) of `heads` (counted from this pool's first) lie, in Payload's
-        order; neighbours are merged. Raises KVCorrupt for what is not in the pool."""
+        """Return where tokens [start, end) of `heads` (counted from this pool's first) lie.
+
+        The pieces are in Payload's order; neighbours are merged. Raises KVCorrupt for tokens, heads
+        or blocks that the pool does not have.
+        """
         start, end = tokens
         size, place = self.block_size, self.layers[layer]
         if not 0 <= start <= end <= len(blocks) * size:
@@ -113,7 +120,7 @@ class MemoryMap:
 
     # ---- as text -------------------------------------------------------------------------------
     def to_text(self) -> str:
-        """Compact: equal layers at equal distances are one entry."""
+        """Return the map as JSON; equal layers at equal distances are one entry."""
         runs = [
             [len(run), run[0].heads, _entries(run[0], run[1] if len(run) > 1 else run[0])]
             for run in _runs(self.layers)
@@ -124,7 +131,7 @@ class MemoryMap:
 
     @staticmethod
     def from_text(text: str) -> MemoryMap:
-        """Raises KVCorrupt for what is no map."""
+        """Parse the text of `to_text`. Raises KVCorrupt if it is no valid map."""
         try:
             if len(text) > MAX_TEXT:
                 raise ValueError("too long")
@@ -142,10 +149,10 @@ class MemoryMap:
 
 
 def map_of(arena: Arena, address: int, num_bytes: int, num_blocks: int | None = None) -> MemoryMap:
-    """The map of `arena`, whose tensors lie in the `num_bytes` at `address` of this process.
-    `num_blocks`: how many are its own, None = all that its tensors show.
+    """Return the map of `arena`, whose tensors lie in the `num_bytes` at `address` of this process.
 
-    Raises ConfigError if they do not, or not as a map can say it.
+    `num_blocks`: how many blocks are its own; None = all that its tensors show. Raises ConfigError
+    if the tensors do not lie there, or if their blocks are not dense.
     """
     layers: list[LayerPlace] = []
     shown = 0
@@ -189,7 +196,7 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 
 
 def _shift(place: LayerPlace, other: LayerPlace) -> list[int] | None:
-    """How far apart the parts of two alike layers lie; None if they are not alike."""
+    """Return the distance between the parts of two alike layers; None if they are not alike."""
     same = place.heads == other.heads and [(p.stride, p.head_bytes) for p in place.parts] == [
         (p.stride, p.head_bytes) for p in other.parts
     ]
@@ -210,7 +217,7 @@ def _runs(layers: Sequence[LayerPlace]) -> list[list[LayerPlace]]:
 
 
 def _entries(first: LayerPlace, second: LayerPlace) -> list[list[int]]:
-    """[offset, distance to the next layer's, stride, head bytes] of each part."""
+    """Return [offset, distance to the next layer's, stride, head bytes] of each part."""
     return [
         [a.offset, b.offset - a.offset, a.stride, a.head_bytes]
         for a, b in itertools.zip_longest(first.parts, second.parts)

@@ -1,16 +1,17 @@
 """StagedMemory: a KV pool on a device, reached by the host lanes through pinned buffers.
 
-The engine's thread only marks what it has enqueued; the data plane's threads do the copying, on
-streams of their own, and wait for nothing but what they need:
+The engine's thread only marks what it has enqueued. The data plane's threads copy, on streams of
+their own, and wait only for the work whose results they copy:
 
     read    written(): mark on the compute stream -> copy stream waits for that mark
                 -> gather into a slot -> host waits for the copy -> views of the slot
     write   payload -> slot -> copy stream waits for the compute stream, once per conversation
                 -> scatter into the pool -> landed(): the compute stream waits for all of it
 
-A slot is one pinned buffer of the ring with a copy stream of its own. While any view of it is alive
-it is not given out again; with none left, the next copy waits: back-pressure on the data plane,
-never on the engine. Which device copies is behind `DeviceCopies`: device_copies.py has CUDA's.
+A slot is one pinned buffer of the ring with a copy stream of its own. It is not given out again
+while any view of it is alive. If no slot is free, the next copy waits: back-pressure on the data
+plane, never on the engine. `DeviceCopies` hides the device; device_copies.py implements it for
+CUDA.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from baton.protocol.errors import InternalError, KVTimeout
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.protocol.base import Blocks, Payload
 
-SLOT_BYTES: Final = 4 << 20  # a frame of int8 KV, converted to float32
+SLOT_BYTES: Final = 4 << 20  # enough for a frame of int8 KV, converted to float32
 NUM_SLOTS: Final = 16
-MAX_MARKS: Final = 256  # per layer; more means that nobody ever asks the oldest whether it is done
+MAX_MARKS: Final = 256  # per layer; a reached mark stays until the next one is added
 
 
 class Mark(Protocol):
@@ -40,7 +41,7 @@ class Mark(Protocol):
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Block this thread until the device has come so far."""
+        """Block this thread until the device has reached the mark."""
         ...
 
 
@@ -53,17 +54,18 @@ class Places:
 
 
 class DeviceCopies(Protocol):
-    """What staging needs of a device. Any thread; nothing but `Mark.wait` waits.
+    """What staging needs of a device. Any thread; no method waits for the device, except
+    `Mark.wait`.
 
-    `lane` names a copy stream: copies on the same one keep their order, others may overtake.
+    `lane` names a copy stream: copies on one stream keep their order, others may overtake them.
     """
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host memory [num_bytes] uint8 that the device copies to and from while others work."""
+        """Return host memory [num_bytes] uint8 for copies that run beside other work."""
         ...
 
     def mark(self) -> Mark:
-        """A point after everything that the compute stream has been given until now."""
+        """Return the point after all work that the compute stream has been given until now."""
         ...
 
     def gather(
@@ -74,8 +76,12 @@ class DeviceCopies(Protocol):
         host: torch.Tensor,
         after: Mark,
     ) -> Mark:
-        """Once `after` is reached: the places in each source, one source after the other, into
-        `host` (uint8, exactly filled). Sources: [num_blocks, block_size, heads, dim], on it."""
+        """Once `after` is reached, copy the places of each source into `host` (uint8, exactly
+        filled).
+
+        The sources come one after the other: tensors [num_blocks, block_size, heads, dim] on the
+        device.
+        """
         ...
 
     def scatter(
@@ -86,11 +92,13 @@ class DeviceCopies(Protocol):
         places: Places,
         after: Mark,
     ) -> Mark:
-        """The reverse; touches nothing but the places."""
+        """Once `after` is reached, copy `host` into the places of the targets; the reverse of
+        `gather`.
+        """
         ...
 
     def hold_compute(self, until: Mark) -> None:
-        """Work that the compute stream gets from now on runs after `until`."""
+        """Let work that the compute stream gets from now on run after `until`."""
         ...
 
 
@@ -100,14 +108,14 @@ class StagingSlot:
 
     index: int
     host: torch.Tensor  # [SLOT_BYTES] uint8, pinned
-    busy: Mark | None = None  # the last copy out of it into the pool
+    busy: Mark | None = None  # the last copy from this buffer into the pool
 
 
 class Ring:
     """A fixed number of slots. Any thread."""
 
     def __init__(self, copies: DeviceCopies, num_slots: int, slot_bytes: int) -> None:
-        # SimpleQueue: its put() is safe inside a finalizer, whichever thread and lock that meets.
+        # SimpleQueue: a finalizer may call its put() on any thread and under any lock.
         self._free: SimpleQueue[StagingSlot] = SimpleQueue()
         self.slot_bytes = slot_bytes
         for index in range(num_slots):
@@ -118,9 +126,10 @@ class Ring:
         return self._free.qsize()
 
     def take(self, num_bytes: int, timeout_s: float) -> StagingSlot:
-        """A slot for `num_bytes`, its last copy over. Waits for one to be given back.
+        """Return a slot for `num_bytes` whose last copy is over; wait until one is free.
 
-        Raises KVTimeout without one for `timeout_s`, InternalError for more than a slot holds.
+        Raises KVTimeout if none is free for `timeout_s`, InternalError for more bytes than a slot
+        holds.
         """
         if num_bytes > self.slot_bytes:
             raise InternalError(f"{num_bytes} bytes do not fit a staging slot")
@@ -137,7 +146,9 @@ class Ring:
         self._free.put(slot)
 
     def lend(self, slot: StagingSlot, num_bytes: int) -> memoryview:
-        """A view of the slot's first bytes; the slot is free again when the last view is gone."""
+        """Return a view of the slot's first bytes; the slot is free again when the last view is
+        gone.
+        """
         array = slot.host[:num_bytes].numpy()
         weakref.finalize(array, self._free.put, slot)
         return array.data
@@ -147,8 +158,8 @@ class Ring:
 class _Written:
     """Tokens [0, upto) of the sequence in `blocks` are in the pool once `mark` is reached.
 
-    Known by the identity of `blocks`, which is kept alive here: the next sequence in the very same
-    blocks has another object, and must not be answered with marks of this one.
+    The sequence is known by the identity of `blocks`, which is kept alive here: the next sequence
+    in the very same blocks has another object, and must not get the marks of this one.
     """
 
     blocks: Blocks
@@ -157,15 +168,19 @@ class _Written:
 
 
 class Marks:
-    """Per layer, what was published and which point of the device's work made it true."""
+    """The published tokens of each layer, and the point of the device's work at which they are
+    written.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self._layers: list[deque[_Written]] = [deque() for _ in range(num_layers)]
         self._lock = threading.Lock()
 
     def add(self, layer: int, blocks: Blocks, upto: int, mark: Mark) -> None:
-        """Engine thread. Forgets marks that are reached: those of one stream are reached in
-        order."""
+        """Add a mark, and forget those that are reached: marks of one stream are reached in order.
+
+        Called by the engine thread.
+        """
         with self._lock:
             marks = self._layers[layer]
             while marks and (len(marks) >= MAX_MARKS or marks[0].mark.done()):
@@ -173,8 +188,9 @@ class Marks:
             marks.append(_Written(blocks, upto, mark))
 
     def find(self, layer: int, blocks: Blocks, end: int) -> Mark | None:
-        """The earliest point at which tokens [0, end) are there; None if it is not known (any
-        more)."""
+        """Return the earliest mark at which tokens [0, end) are written; None if it is unknown or
+        forgotten.
+        """
         with self._lock:
             for written in self._layers[layer]:
                 if written.blocks is blocks and written.upto >= end:
@@ -184,14 +200,14 @@ class Marks:
 
 @dataclass(slots=True)
 class _StagedConversation(threading.local):
-    """What one thread has written since its last landed()."""
+    """What one thread has written since it last called landed()."""
 
     after: Mark | None = None
     written: list[Mark] = field(default_factory=list[Mark])
 
 
 class DevicePool(Protocol):
-    """A KV pool in device memory, as layout.py sees it."""
+    """A KV pool in device memory, with what layout.py knows of it."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]: ...
@@ -209,22 +225,28 @@ class DevicePool(Protocol):
     def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]: ...
 
     def parts(self, layer: int, heads: range | None) -> Sequence[torch.Tensor]:
-        """K, V, then any scales of `heads` (None = all here), [num_blocks, block_size, heads, dim];
-        the order of the wire."""
+        """Return K, V, then any scales of `heads` (None = all here), in the order of the wire.
+
+        Each is [num_blocks, block_size, heads, dim].
+        """
         ...
 
     def places(self, layer: int, blocks: Blocks, start: int, end: int) -> Places:
-        """Where tokens [start, end) lie."""
+        """Return where tokens [start, end) lie."""
         ...
 
     def converted(self, layer: int, num_tokens: int, payload: Payload) -> Sequence[memoryview]:
-        """The payload's fragments in the pool's dtype. Raises KVCorrupt if its length is wrong."""
+        """Return the payload's fragments in the pool's dtype. Raises KVCorrupt if its length is
+        wrong.
+        """
         ...
 
 
 class StagedMemory:
-    """base.KVMemory over a pool on a device. Threads: `written` is the engine's, all else the data
-    plane's."""
+    """Implements base.KVMemory over a pool on a device.
+
+    The engine's thread calls `written`; threads of the data plane call all other methods.
+    """
 
     def __init__(
         self,
@@ -234,7 +256,7 @@ class StagedMemory:
         num_slots: int = NUM_SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """`timeout_s`: longest wait for a slot; a data plane that stands still so long is lost."""
+        """`timeout_s`: the longest wait for a slot, after which a transfer fails with KVTimeout."""
         self._pool = pool
         self._copies = copies
         self._timeout_s = timeout_s
@@ -267,24 +289,30 @@ class StagedMemory:
     def views(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range
     ) -> Sequence[memoryview] | None:
-        """None: nothing of a device can be received into."""
+        """Return None: bytes cannot be received straight into a device."""
         return None
 
     # ---- out of the pool -------------------------------------------------------------------------
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
-        """Tokens [0, upto) of `layer` have been given to the compute stream. Before any reader may
-        know. Engine thread; does not wait."""
+        """Mark that tokens [0, upto) of `layer` have been given to the compute stream.
+
+        Called on the engine thread before any reader may know of them; does not wait.
+        """
         self._marks.add(layer, blocks, upto, self._copies.mark())
 
     def read(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
     ) -> Sequence[memoryview]:
-        """Host views, one after the other the parts of tokens [start, end); the slot behind them is
-        held until all are gone. Waits for the engine's work and for a slot. Raises KVTimeout."""
+        """Return host views of the parts of tokens [start, end), one after the other.
+
+        Their slot stays taken until all views are gone. Waits for the engine's work and for a slot.
+        Raises KVTimeout.
+        """
         sources = self._pool.parts(layer, heads)
         places = self._pool.places(layer, blocks, start, end)
         num_bytes = sum(_row_bytes(source) for source in sources) * (end - start)
-        # Without a mark of its own: behind all that the engine has enqueued, which is never wrong.
+        # Without a mark of these tokens: wait for all that the engine has enqueued, which is always
+        # enough.
         after = self._marks.find(layer, blocks, end) or self._copies.mark()
         slot = self.ring.take(num_bytes, self._timeout_s)
         try:
@@ -297,7 +325,7 @@ class StagedMemory:
 
     # ---- into the pool ---------------------------------------------------------------------------
     def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
-        """Begin to put `payload` into tokens [start, end); landed() ends it. Waits for a slot.
+        """Begin to write `payload` as tokens [start, end); `landed` ends it. Waits for a slot.
 
         Raises KVCorrupt for a payload of another length, KVTimeout.
         """
@@ -307,7 +335,7 @@ class StagedMemory:
         places = self._pool.places(layer, blocks, start, end)
         mine = self._conversation
         if mine.after is None:
-            # Earlier owners of these blocks may still be read by steps under way.
+            # Steps under way may still read these blocks for their earlier owners.
             mine.after = self._copies.mark()
         slot = self.ring.take(num_bytes, self._timeout_s)
         try:
@@ -319,8 +347,11 @@ class StagedMemory:
             self.ring.give(slot)
 
     def landed(self) -> None:
-        """The engine sees everything that this thread has written, from its next step on; so do
-        later owners of the blocks, if the conversation failed. Does not wait."""
+        """Let the engine's next steps run after all that this thread has written. Does not wait.
+
+        If the conversation failed, this also protects the next owners of the blocks from late
+        writes.
+        """
         mine = self._conversation
         for mark in mine.written:
             if not mark.done():
@@ -337,5 +368,5 @@ def _fill(buffer: memoryview, fragments: Sequence[memoryview]) -> None:
 
 
 def _row_bytes(part: torch.Tensor) -> int:
-    """Of one token in a part [num_blocks, block_size, heads, dim]."""
+    """Return the bytes of one token in a part [num_blocks, block_size, heads, dim]."""
     return part.shape[2] * part.shape[3] * part.element_size()

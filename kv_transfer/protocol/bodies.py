@@ -1,9 +1,10 @@
-"""Messages <-> payload bytes: the one place where KV control bodies meet protobuf.
+"""Converts messages to payload bytes and back: the only module where KV control bodies are
+protobuf.
 
 The messages are those of protos/kv.proto.
 
-Unknown, missing or out-of-bounds fields raise KVCorrupt here, so that inside there are only valid
-values. DATA payloads are raw bytes and pass through untouched.
+Unknown, missing or out-of-bounds fields raise KVCorrupt here, so that all other modules see valid
+values only. DATA payloads are raw bytes and pass through unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def kind_of(message: Message) -> Kind:
 
 
 def encode_body(message: Message) -> Buffer:
-    """The payload of the frame that carries `message`."""
+    """Return the payload of the frame that carries `message`."""
     match message:
         case Data():
             return message.payload
@@ -91,7 +92,7 @@ def encode_body(message: Message) -> Buffer:
 
 
 def decode_body(kind: Kind, payload: memoryview) -> Message:
-    """The message in a frame's payload. Raises KVCorrupt if it is none."""
+    """Return the message in a frame's payload. Raises KVCorrupt if it is none."""
     if kind is Kind.DATA:
         return Data(payload)
     try:

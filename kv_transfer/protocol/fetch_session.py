@@ -1,8 +1,8 @@
 """The fetcher's state machine of a KV conversation, without I/O: receive(event) -> [actions].
 
-The exporter's, the course of a conversation and the rules of both: session.py. One machine holds
-one conversation (fetch, renew or release); the connection may be a fresh one or one that is kept,
-whose peer is known and needs no handshake.
+The exporter's machine, the course of a conversation and the rules of both are in session.py. One
+machine holds one conversation (fetch, renew or release). The connection may be fresh or one that
+was kept; the peer of a kept connection is known and needs no handshake.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class FetcherState(enum.Enum):
     NEW = enum.auto()
     GREETING = enum.auto()
     STREAMING = enum.auto()
-    CONFIRMING = enum.auto()  # all has been read; was the lease held until after that?
+    # all has been read; the exporter is asked if the lease was held until after that
+    CONFIRMING = enum.auto()
     CHECKING = enum.auto()
     RELEASING = enum.auto()
     DONE = enum.auto()
@@ -67,10 +68,10 @@ class Intent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WantedExport:
-    """What the fetching side wants of which export, speaking for `epoch` of the request.
+    """What the fetching side wants of which export, for `epoch` of the request.
 
-    FETCH: `hold` leaves the ACK out, `adopt` reads nothing: the pages are used where they lie.
-    RELEASE: `part` is for this tensor-parallel rank alone.
+    FETCH: with `hold` no ACK is sent; with `adopt` nothing is read, as the pages are used where
+    they lie. RELEASE: `part` releases for this tensor-parallel rank alone.
     """
 
     handle: KVHandle
@@ -106,8 +107,7 @@ class WantedExport:
 class FetcherSession:
     """Holds one conversation. After DONE a fetch has its `end`: only then may a block be used.
 
-    `peer`: the exporter's HELLO of the connection, None before a handshake; kept connections bring
-    it along.
+    `peer`: the exporter's HELLO if the connection was kept from an earlier conversation, else None.
     """
 
     def __init__(
@@ -145,11 +145,15 @@ class FetcherSession:
 
     @property
     def in_pool_dtype(self) -> bool:
-        """Payloads are bytes as our own pool stores them."""
+        """True if payloads are bytes as our own pool stores them."""
         return self._dtype == self._identity.format.dtype
 
     def receive(self, event: FetcherEvent) -> list[FetcherAction]:
-        """Raises the KVError that ends it; IllegalTransition for a local event out of place."""
+        """Handle an event; return the actions to perform.
+
+        Raises the KVError that ends the conversation, and IllegalTransition for a local event out
+        of place.
+        """
         handler = FETCHER_TABLE.get((self.state, event_type(event)))
         try:
             if handler is None:
@@ -217,15 +221,18 @@ class FetcherSession:
         return []
 
     def expect(self, header: Header, num_bytes: int) -> KVSpan:
-        """What a DATA frame of `num_bytes` of payload is about, its header not yet verified: so
-        nothing changes here. Raises KVCorrupt if it cannot be the next one of its layer."""
+        """Return the span that a DATA frame with `num_bytes` of payload is about.
+
+        The header is not verified yet, so this changes no state. Raises KVCorrupt if the frame
+        cannot be the next one of its layer.
+        """
         if self.state is not FetcherState.STREAMING:
             raise KVCorrupt(f"DATA in state {self.state.name}")
         self._check_header(header)
         if header.layer >= len(self._layers):
             raise KVCorrupt(f"DATA of layer {header.layer} of {len(self._layers)}")
         start, end = header.token0, header.token0 + header.num_tokens
-        # Contiguous per layer: a lost, replayed or reordered frame is noticed at once.
+        # DATA is contiguous per layer: a lost, replayed or reordered frame is noticed at once.
         if (
             start != self._received[header.layer]
             or not start < end <= self._wanted.handle.num_tokens
@@ -281,7 +288,8 @@ class FetcherSession:
                 f"{end.num_frames} up to {end.num_tokens}"
             )
         if self._wanted.codec != DIRECT or self._wanted.adopt:
-            return self._succeed(end)  # nothing has been read that the lease must have outlasted
+            # nothing has been read in place, so no read could outlast the lease
+            return self._succeed(end)
         self._unconfirmed = end
         self.state = FetcherState.CONFIRMING
         handle = self._wanted.handle

@@ -1,12 +1,12 @@
 """KV frames: a 48-byte little-endian header and at most 1 MiB of payload. Pure functions.
 
-Not here: what control payloads mean (bodies.py), which frame may follow which (session.py).
-Byte by byte with test vectors: docs/kv_wire_format.md.
+What control payloads mean is in bodies.py; which frame may follow which is in session.py. Byte by
+byte with test vectors: docs/kv_wire_format.md.
 
-The digest covers the first 40 header bytes and the payload and is seeded by the exporter's boot
-id, so a frame of another process, another export or another place never passes as this one.
-HELLO and ERR are seeded with 0: either may be sent before both sides agree on a boot id.
-Lanes carry parcels: one or more whole frames, joined.
+The digest covers the first 40 header bytes and the payload and is seeded by the exporter's boot id,
+so a frame of another process, another export or another place is always refused. HELLO and ERR are
+seeded with 0: either may be sent before both sides agree on a boot id. Lanes carry parcels: one or
+more whole frames, joined.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ _KINDS: Final = frozenset(int(kind) for kind in Kind)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a frame says of itself. `layer` to `num_tokens` are 0 except in DATA, which is about
-    heads [head0, head0 + num_heads) of tokens [token0, token0 + num_tokens)."""
+    """The fields of a frame's header. `layer` to `num_tokens` are 0 except in DATA.
+
+    A DATA frame holds heads [head0, head0 + num_heads) of tokens [token0, token0 + num_tokens).
+    """
 
     kind: Kind
     export_seq: int = 0
@@ -72,7 +74,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A header that came before its payload: nothing in it is verified yet, not even itself."""
+    """A header that came before its payload: none of its fields is verified yet."""
 
     header: Header
     num_bytes: int
@@ -87,13 +89,16 @@ class Announced:
 
 
 def seed_of(boot_id: str) -> int:
-    """The digest seed of one exporter process: xxh3_64 of its boot id's ASCII text."""
+    """Return the digest seed of one exporter process: xxh3_64 of its boot id's ASCII text."""
     return xxhash.xxh3_64_intdigest(boot_id.encode())
 
 
 def encode(header: Header, fragments: Sequence[Buffer], boot_seed: int) -> bytes:
-    """One frame; the payload is the fragments in order, copied once. Raises InternalError for
-    a payload above 1 MiB or a field that does not fit: the sender's own fault."""
+    """Return one frame; its payload is the fragments in order, copied once.
+
+    Raises InternalError for a payload above 1 MiB or a field that does not fit: the sender's own
+    fault.
+    """
     num_bytes = sum(len(fragment) for fragment in fragments)
     if num_bytes > MAX_PAYLOAD:
         raise InternalError(
@@ -107,8 +112,11 @@ def encode(header: Header, fragments: Sequence[Buffer], boot_seed: int) -> bytes
 def encode_into(
     buffer: memoryview, header: Header, fragments: Sequence[Buffer], boot_seed: int
 ) -> memoryview:
-    """`encode` into the start of `buffer` (HEADER_BYTES + MAX_PAYLOAD are always enough); the part
-    of it that is the frame. The digest reads what has just been copied, not the pool again."""
+    """Do as `encode`, into the start of `buffer`; return the part of `buffer` that is the frame.
+
+    HEADER_BYTES + MAX_PAYLOAD are always enough. The digest reads the copied bytes, not the pool
+    again.
+    """
     end = HEADER_BYTES
     for fragment in fragments:
         start, end = end, end + len(fragment)
@@ -123,7 +131,7 @@ def encode_into(
 
 
 def _digested(header: Header, num_bytes: int) -> bytes:
-    """The header up to its digest. Raises InternalError for a field that does not fit."""
+    """Return the header up to its digest. Raises InternalError for a field that does not fit."""
     try:
         return _DIGESTED.pack(
             MAGIC, header.kind, 0, header.layer, header.head0, header.num_heads, header.token0,
@@ -134,8 +142,11 @@ def _digested(header: Header, num_bytes: int) -> bytes:
 
 
 def payload_bytes(header: Buffer) -> int:
-    """How many bytes follow these 48. Raises KVCorrupt if they do not begin like a frame, for then
-    nobody knows where the next one begins."""
+    """Return how many bytes of payload follow these 48.
+
+    Raises KVCorrupt if they do not begin like a frame, for then nobody knows where the next one
+    begins.
+    """
     (magic,) = _MAGIC.unpack_from(header)
     (num_bytes,) = _NUM_BYTES.unpack_from(header, _NUM_BYTES_AT)
     if magic != MAGIC:
@@ -146,7 +157,7 @@ def payload_bytes(header: Buffer) -> int:
 
 
 def decode(data: Buffer, boot_seed: int) -> Frame:
-    """The frame that `data` is, whole; the payload is a view into it.
+    """Return the frame that `data` holds, whole; the payload is a view into it.
 
     Raises KVCorrupt unless length, digest, kind and unused fields are all right.
     """
@@ -160,8 +171,11 @@ def decode(data: Buffer, boot_seed: int) -> Frame:
 
 
 def decode_header(data: Buffer, boot_seed: int) -> Announced:
-    """What the first 48 bytes of a frame say. Raises KVCorrupt for what cannot be a header; all
-    else is only true once `verify` has seen the payload."""
+    """Return what the first 48 bytes of a frame say.
+
+    Raises KVCorrupt for bytes that cannot be a header. The fields can be trusted only after
+    `verify` has checked the payload.
+    """
     if len(data) != HEADER_BYTES:
         raise KVCorrupt(f"truncated frame of {len(data)} bytes")
     fields = _DIGESTED.unpack_from(data)
@@ -180,8 +194,10 @@ def decode_header(data: Buffer, boot_seed: int) -> Announced:
 
 
 def split(parcel: Buffer) -> Iterator[memoryview]:
-    """The frames of a parcel, by what their headers say. What is not a whole frame comes last, as
-    it is: `decode` refuses it."""
+    """Yield the frames of a parcel, by the lengths in their headers.
+
+    Bytes at the end that are no whole frame are yielded unchanged: `decode` refuses them.
+    """
     view = memoryview(parcel).cast("B")
     while len(view) > HEADER_BYTES:
         end = HEADER_BYTES + min(_NUM_BYTES.unpack_from(view, _NUM_BYTES_AT)[0], MAX_PAYLOAD)

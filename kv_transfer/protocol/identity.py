@@ -1,4 +1,6 @@
-"""Who speaks in a KV handshake, with whom it may, and the proof that it knows the secret."""
+"""The two processes of a KV handshake: whether they may exchange KV, and the proof of the
+secret.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class Side(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is in a handshake. `secret` is the deployment's."""
+    """Who this process is in a handshake. `secret`: the secret of the deployment."""
 
     boot_id: str
     fingerprint: str
@@ -27,7 +29,7 @@ class Identity:
     protocol_version: int = PROTOCOL_VERSION
 
     def hello(self, side: Side, nonce: bytes, peer_nonce: bytes | None) -> Hello:
-        """Our HELLO; it answers the peer's challenge once that is known."""
+        """Return our HELLO; it answers the peer's challenge if `peer_nonce` is given."""
         mac = (
             b""
             if peer_nonce is None
@@ -36,8 +38,10 @@ class Identity:
         return Hello(self.protocol_version, self.boot_id, self.fingerprint, self.format, nonce, mac)
 
     def refuse(self, peer: Hello) -> Failure | None:
-        """Why these two may never exchange KV, None if they may. Block size, precision and tensor
-        parallelism are no reason: they are converted."""
+        """Return why these two may never exchange KV; None if they may.
+
+        Block size, precision and tensor parallelism are no reason: they are converted.
+        """
         if peer.protocol_version != self.protocol_version:
             text = f"protocol version {peer.protocol_version}, here {self.protocol_version}"
             return Failure(FailureCode.PROTOCOL, text)
@@ -47,12 +51,16 @@ class Identity:
         return None
 
     def proven(self, peer: Hello, side: Side, own_nonce: bytes) -> bool:
-        """Whether the peer answered our challenge with the same secret (constant time)."""
+        """Whether the peer answered our challenge with the same secret (compared in
+        constant time).
+        """
         expected = prove(self.secret, side, own_nonce, peer.boot_id, peer.layout_fingerprint)
         return hmac.compare_digest(expected, peer.mac)
 
 
 def prove(secret: bytes, side: Side, peer_nonce: bytes, boot_id: str, fingerprint: str) -> bytes:
-    """HMAC-SHA256(secret, side | peer's nonce | own boot id | fingerprint), joined by 0x7c."""
+    """Return HMAC-SHA256(secret, side | peer's nonce | own boot id | fingerprint), joined
+    by 0x7c.
+    """
     body = b"|".join((side.value.encode(), peer_nonce, boot_id.encode(), fingerprint.encode()))
     return hmac.new(secret, body, hashlib.sha256).digest()

@@ -1,10 +1,10 @@
-"""Leases by export sequence: pure values of time passed in, no clock, no thread, no timer."""
+"""Leases by export sequence number. Callers pass in the time: no clock, no thread, no timer."""
 
 from __future__ import annotations
 
 
 class Leases:
-    """Who may count on memory until when (monotonic seconds). A lapsed lease never comes back."""
+    """Until when each export is held (monotonic seconds). A lapsed lease never comes back."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -28,7 +28,7 @@ class Leases:
         self._until.pop(export_seq, None)
 
     def due(self, now: float) -> list[int]:
-        """Leases that have lapsed by `now`, earliest export first."""
+        """Return the exports whose lease has lapsed by `now`, the lowest number first."""
         return sorted(seq for seq, until in self._until.items() if until <= now)
 
     def next_expiry(self) -> float | None:

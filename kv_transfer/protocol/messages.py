@@ -13,8 +13,8 @@ from baton.protocol.kv_spec import PoolFormat
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32
 SECRET_BYTES: Final = 16
-# How KV travels (FETCH.codec): as the exporter stores it; int8 with scales; or not in frames at
-# all: the fetcher reads the exporter's memory itself, they say when.
+# How KV travels (FETCH.codec). raw: as the exporter stores it. int8: with scales. direct: the
+# fetcher reads the exporter's memory itself, and frames only say when.
 RAW: Final = "raw"
 INT8: Final = "int8"
 DIRECT: Final = "direct"
@@ -43,7 +43,9 @@ _ERRORS: Final[dict[FailureCode, type[KVError]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who speaks. `mac` is empty in a conversation's first HELLO: no challenge is known yet."""
+    """Who the sender is. `mac` is empty in a conversation's first HELLO: no challenge is
+    known yet.
+    """
 
     protocol_version: int
     boot_id: str
@@ -55,10 +57,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for tokens [start_token, end of the export) of all layers; which heads follows from the
-    formats in both HELLOs. `windowed`: of a sliding-window layer only the tokens that later ones
-    see. `adopt` (codec `direct`): all of it will be read where it lies, for as long as it is
-    renewed."""
+    """Asks for tokens [start_token, end of the export) of all layers.
+
+    Which heads are sent follows from the formats in both HELLOs. `windowed`: of a sliding-window
+    layer send only the tokens that later ones see. `adopt` (codec `direct`): the fetcher will read
+    all pages where they lie, for as long as it renews the lease.
+    """
 
     export_seq: int
     secret: bytes = field(repr=False)
@@ -73,7 +77,9 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlockTables:
-    """Codec `direct`, before any DATA: where the sequence lies, one table per layer group."""
+    """Sent under codec `direct` before any DATA: the sequence's blocks, one table per layer
+    group.
+    """
 
     block_size: int
     tables: tuple[tuple[int, ...], ...]
@@ -81,15 +87,18 @@ class SharedBlockTables:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """KV bytes; what they are stands in the frame's header. Empty under codec `direct`."""
+    """KV bytes; the frame's header says which. Empty under codec `direct`."""
 
     payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """All has been sent. `waited_ms`: how long the exporter had nothing to send meanwhile.
-    `lease_ms`: for a fetcher that adopts, by how much the lease was extended just before."""
+    """Everything has been sent.
+
+    `waited_ms`: how long the exporter had nothing to send meanwhile. `lease_ms`: by how much the
+    lease was extended just before, for a fetcher that adopts.
+    """
 
     num_tokens: int
     lease_held: bool
@@ -101,8 +110,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Releases the export. `part`: only as far as this tensor-parallel rank of the fetcher is
-    concerned. `answer`: with CONFIRM(not held), when nobody touches the blocks any more."""
+    """Releases the export.
+
+    `part`: release it only for this tensor-parallel rank of the fetcher. `answer`: reply with
+    CONFIRM(not held) when nobody touches the blocks any more.
+    """
 
     export_seq: int
     part: bool = False
@@ -118,8 +130,11 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """From a holder: is the lease held? From the exporter: it is (also as a sign of life), or,
-    after an ACK that wants an answer, no longer."""
+    """From a fetcher: asks if the lease is held.
+
+    From the exporter: the lease is held (also sent as a sign of life); or, after an ACK that wants
+    an answer, it is not held any more.
+    """
 
     export_seq: int
     secret: bytes = field(repr=False)
@@ -144,7 +159,9 @@ Message: TypeAlias = (
 
 
 def failure_of(error: KVError) -> Failure:
-    """The Failure that rebuilds `error` at the peer (KVRefused and unknown ones as PROTOCOL)."""
+    """Return the Failure that rebuilds `error` at the peer (KVRefused and unknown errors as
+    PROTOCOL).
+    """
     for code, cls in _ERRORS.items():
         if isinstance(error, cls) and cls is not KVRefused:
             return Failure(code, error.message)

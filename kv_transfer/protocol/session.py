@@ -81,7 +81,7 @@ def illegal(event: object, state: enum.Enum) -> KVError | IllegalTransition:
 
 
 def header_of(kind: Kind, export_seq: int, epoch: int) -> Header:
-    """The header of a control frame: HELLO names no export, the challenge comes first."""
+    """Return the header of a control frame. HELLO names no export, as the challenge comes first."""
     if kind is Kind.HELLO:
         return Header(kind)
     return Header(kind, export_seq, epoch)
@@ -106,7 +106,7 @@ class ExporterState(enum.Enum):
     READY = enum.auto()  # the peer is authenticated
     OPENING = enum.auto()
     STREAMING = enum.auto()
-    ENDING = enum.auto()  # all bytes are out; the lease is verified once more
+    ENDING = enum.auto()  # all bytes are sent; the lease is verified once more
     ENDED = enum.auto()
     CHECKING = enum.auto()
     HELD = enum.auto()
@@ -114,8 +114,11 @@ class ExporterState(enum.Enum):
 
 
 class ExporterSession:
-    """Serves one connection. `nonce` is our challenge, fresh for each connection; `direct`: the
-    lane lets the peer read our memory; `windowed`: our pool drops what slid out of a window."""
+    """Serves one connection.
+
+    `nonce`: our challenge, fresh for each connection. `direct`: the lane lets the peer read our
+    memory. `windowed`: our pool drops tokens that have slid out of a window.
+    """
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class ExporterSession:
         self._begin(Fetch(0, b"", "", 0))
 
     def _begin(self, fetch: Fetch) -> None:
-        """Reset what belongs to one FETCH."""
+        """Reset the state of the last FETCH."""
         self._fetch = fetch
         self._heads: list[range] = []
         self._frame_tokens: list[int] = []
@@ -152,7 +155,10 @@ class ExporterSession:
         return self.state is ExporterState.DONE
 
     def receive(self, event: ExporterEvent) -> list[ExporterAction]:
-        """Raises KVCorrupt for a frame, IllegalTransition for a local event out of place."""
+        """Handle an event; return the actions to perform.
+
+        Raises KVCorrupt for a frame out of place, IllegalTransition for a local event out of place.
+        """
         if isinstance(event, Closed):
             self.state = ExporterState.DONE
             return []
@@ -211,7 +217,7 @@ class ExporterSession:
 
     @property
     def _dtype(self) -> str:
-        """Of the payloads: codec `raw` carries what we store."""
+        """The dtype of the payloads; codec `raw` carries what our pool stores."""
         return INT8 if self._fetch.codec == INT8 else self._identity.format.dtype
 
     def on_opened(self, event: Opened) -> list[ExporterAction]:
@@ -300,7 +306,8 @@ class ExporterSession:
 _E = ExporterState
 _Handler: TypeAlias = Callable[[ExporterSession, Any], list[ExporterAction]]
 _READY: Final = (_E.READY, _E.ENDED, _E.HELD)  # the next conversation may begin
-# Closed is legal everywhere and ends the connection, never the lease. Only `receive` calls these.
+# Closed is legal in every state and ends the connection, never the lease. Only `receive` calls
+# these.
 EXPORTER_TABLE: Final[dict[tuple[ExporterState, type], _Handler]] = {
     (_E.NEW, Hello): ExporterSession.on_challenge,
     (_E.GREETED, Hello): ExporterSession.on_proof,

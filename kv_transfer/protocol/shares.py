@@ -1,9 +1,9 @@
-"""Who sends what to whom: pure arithmetic over formats, done alike by both ends of a conversation.
+"""Which rank sends which heads to which rank: pure arithmetic over formats, the same at both ends.
 
 A tensor-parallel rank holds a contiguous range of a layer's KV heads. With fewer heads than ranks
 each head lies on several ranks (GQA replication; MLA is the case of one head), and every fetching
 rank takes it from one of them. So an exporting rank may have nothing to send to some fetching rank,
-and is then not asked at all.
+which then does not contact it at all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kv_transfer.protocol.frames import MAX_PAYLOAD
 
 
 def heads_of(kv_heads: int, pool: PoolFormat) -> range:
-    """The whole model's KV heads that rank `tp_rank` of `tp_size` holds."""
+    """Return the KV heads that rank `tp_rank` of `tp_size` holds, as indices of the whole model."""
     size, rank = pool.tp_size, pool.tp_rank
     if kv_heads < size:
         head = rank * kv_heads // size
@@ -25,7 +25,9 @@ def heads_of(kv_heads: int, pool: PoolFormat) -> range:
 
 
 def share(spec: LayerSpec, exporter: PoolFormat, fetcher: PoolFormat) -> range:
-    """The heads of a layer that this exporting rank sends to this fetching rank; may be empty."""
+    """Return the heads of a layer that this exporting rank sends to this fetching rank; may be
+    empty.
+    """
     wanted = heads_of(spec.kv_heads, fetcher)
     held = heads_of(spec.kv_heads, exporter)
     both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
@@ -42,28 +44,28 @@ def share(spec: LayerSpec, exporter: PoolFormat, fetcher: PoolFormat) -> range:
 
 
 def meets(layers: Sequence[LayerSpec], exporter: PoolFormat, fetcher: PoolFormat) -> bool:
-    """Whether the exporting rank has anything for the fetching one."""
+    """Whether the exporting rank has any heads for the fetching one."""
     return any(len(share(spec, exporter, fetcher)) for spec in layers)
 
 
 def fetching_ranks(
     layers: Sequence[LayerSpec], exporter: PoolFormat, fetcher: PoolFormat
 ) -> frozenset[int]:
-    """The ranks of the fetcher's group that this exporting rank sends to."""
+    """Return the ranks of the fetcher's group to which this exporting rank sends."""
     ranks = range(fetcher.tp_size)
     return frozenset(r for r in ranks if meets(layers, exporter, replace(fetcher, tp_rank=r)))
 
 
 def first_sent(spec: LayerSpec, start_token: int, num_tokens: int, windowed: bool) -> int:
-    """The first token of a layer that travels when [start_token, num_tokens) are wanted."""
+    """Return the first token of a layer that is sent when [start_token, num_tokens) are wanted."""
     return max(start_token, first_visible(spec.window, num_tokens) if windowed else 0)
 
 
 def rows_bytes(spec: LayerSpec, num_heads: int, dtype: str) -> int:
-    """Bytes of one token's K, V and scales of `num_heads` heads, as they travel."""
+    """Return the bytes that one token's K, V and scales of `num_heads` heads have on the wire."""
     return (spec.token_bytes(dtype) + spec.scale_bytes(dtype)) // spec.kv_heads * num_heads
 
 
 def tokens_per_frame(spec: LayerSpec, num_heads: int, dtype: str) -> int:
-    """How many tokens of `num_heads` heads fit into one frame; 0 if not even one does."""
+    """Return how many tokens of `num_heads` heads fit into one frame; 0 if not even one does."""
     return MAX_PAYLOAD // rows_bytes(spec, num_heads, dtype)

@@ -1,4 +1,6 @@
-"""Events that the session machines (session.py) receive and actions that they return: values."""
+"""Events that the session machines (session.py) receive, and actions that they return. Plain
+values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from kv_transfer.protocol.messages import Confirm, Failure, Fetch, Message, Rene
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A frame of the peer, its digest verified and its body decoded."""
+    """A frame of the peer has come, its digest verified and its body decoded."""
 
     header: Header
     message: Message
@@ -21,7 +23,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A DATA frame whose payload already lies where `FetcherSession.expect` said, verified."""
+    """A DATA frame's payload already lies where `FetcherSession.expect` said, and is verified."""
 
     header: Header
     num_bytes: int
@@ -34,12 +36,14 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Fetcher: the wire is open (or, kept from an earlier conversation, at hand)."""
+    """Fetcher: the wire is ready, fresh or kept from an earlier conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Exporter: the export that FETCH named exists and is held; `tables`: where it lies."""
+    """Exporter: the export that FETCH named exists and is held. `tables`: the blocks in which it
+    lies.
+    """
 
     num_tokens: int
     tables: tuple[tuple[int, ...], ...] = ()
@@ -54,8 +58,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Exporter: tokens [0, upto[layer]) are published; `first_tokens` once prefill is complete.
-    `waited_ms`: in all, for something to send."""
+    """Exporter: tokens [0, upto[layer]) are published.
+
+    `first_tokens`: None until the prefill is complete. `waited_ms`: the total time without anything
+    to send.
+    """
 
     upto: tuple[int, ...]
     first_tokens: tuple[FirstToken, ...] | None
@@ -81,7 +88,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendData:
-    """Read `span` from the export and send it as one DATA frame, its payload of `dtype`."""
+    """Read `span` from the export and send it as one DATA frame with a payload of `dtype`."""
 
     span: KVSpan
     dtype: str
@@ -89,7 +96,7 @@ class SendData:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Verify the lease and send DATA without payload: `span` may be read by the fetcher itself."""
+    """Verify the lease and send DATA without payload: the fetcher may now read `span` itself."""
 
     span: KVSpan
 
@@ -103,8 +110,10 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Verify (RENEW, or `adopting`: extend) the lease; answer with LeaseHeld or Refused. None: the
-    open one."""
+    """Verify the lease, or extend it (RENEW, or `adopting`); answer with LeaseHeld or Refused.
+
+    `message` None: check the export that is open.
+    """
 
     message: Renew | Confirm | None
     adopting: bool = False
@@ -112,8 +121,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release the export. `rank` of `ranks`: only as far as this rank of the fetcher's group is
-    concerned. `wait`: return when nobody touches the blocks any more."""
+    """Release the export.
+
+    `rank` of `ranks`: release it only for this rank of the fetcher's group. `wait`: return when
+    nobody touches the blocks any more.
+    """
 
     export_seq: int
     epoch: int

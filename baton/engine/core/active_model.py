@@ -1,7 +1,7 @@
 """ActiveModel: what an engine's steps need of a model in memory.
 
-It comes and goes as a whole: assembly.py gives an engine its first one, sleeping.py takes it away
-and gives it another one (Engine.use).
+It is replaced as a whole: assembly.py gives an engine its first one; sleeping.py takes it away and
+later gives the engine another (Engine.use).
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ class NoModel:
 
 @dataclass(frozen=True, slots=True)
 class ActiveModel:
-    """`runner` runs the steps. The rest belongs to a real model: `pooler` for embeddings and
-    reranking, `proposer` if it speculates, `when_idle` to be called once the work has ended.
-    `utilization`: where `runner` counts what steps need of the machine."""
+    """A model in memory, ready for steps.
+
+    `runner` runs the steps. The other fields are None without a real model: `pooler` is for
+    embeddings and reranking, `proposer` for speculation, `when_idle` is called once the work has
+    ended. `utilization`: where `runner` counts how much of the machine the steps use.
+    """
 
     runner: Runner
     model: LoadedModel | None = None
@@ -53,10 +56,11 @@ def activate(
     arena: KVArena,
     utilization: Utilization,
 ) -> ActiveModel:
-    """Steps of `model` over `arena`; `draft` guesses if the config speculates with one.
+    """Return the parts that run steps of `model` over `arena`.
 
-    Measures the machine's limits into `utilization` if nobody knows them. `config` names the
-    arena's block size and number. Raises ConfigError for a draft that does not fit the model.
+    `draft` proposes tokens if the config speculates with a draft model. The machine's limits are
+    measured into `utilization` unless they are known. `config` has the arena's block size and
+    number of blocks. Raises ConfigError for a draft that does not fit the model.
     """
     meter = Meter(ModelRunner(model, arena), model, config, utilization)
     pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)

@@ -1,10 +1,11 @@
-"""LoRA adapters that come and go while an engine runs. Engine thread, between steps.
+"""LoRA adapters that are added and removed while an engine runs. Engine thread, between steps.
 
-    load()    read (any thread) -> attach(): requests may ask for it from the next step on
-    unload()  the node no longer publishes it -> detach() once nobody here uses it
+    add      read() on any thread -> attach(): requests may use it from the next step on
+    remove   the node no longer publishes it -> detach() once no request here uses it
 
-Weights are distinguished by id (baton/protocol/adapters.py): a name's new contents stand beside the
-old ones. Ranks of a tensor-parallel model would have to do the same in step: refused there.
+Weights are distinguished by id (baton/protocol/adapters.py), so a name's old and new contents can
+be in memory together. The ranks of a tensor-parallel model would have to change in step: refused
+there.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from baton.engine.models.lora import Adapter, read_adapter
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 
-MOST: Final = 256  # at once: each costs its weights, and a name in every node's record
+MOST: Final = 256  # adapters at once: each takes memory, and a name in every node's record
 
 
 def read(model: LoadedModel, name: str, path: Path) -> Adapter:
-    """Any thread. Raises ModelRefused if it cannot be served exactly."""
+    """Read an adapter's files. Any thread. Raises ModelRefused if it cannot be served exactly."""
     return read_adapter(name, path, model.dtype, model.device)
 
 
 def model_of(engine: Engine) -> LoadedModel:
-    """Raises UnsupportedFeature where adapters cannot change."""
+    """Return the engine's model. Raises UnsupportedFeature if its adapters cannot change."""
     model = engine.model
     if model is None:
         raise UnsupportedFeature("this engine has no model of its own", field="lora_name")
@@ -42,7 +43,7 @@ def model_of(engine: Engine) -> LoadedModel:
 
 
 def attach(engine: Engine, adapter: Adapter, path: Path) -> None:
-    """Serve it. Raises ModelRefused (nothing has changed) and InvalidRequest."""
+    """Serve `adapter`. Raises ModelRefused (then nothing has changed) and InvalidRequest."""
     model, ids = model_of(engine), engine.info.adapters
     if adapter.id in ids:
         return
@@ -61,13 +62,15 @@ def attach(engine: Engine, adapter: Adapter, path: Path) -> None:
 
 
 def forget(engine: Engine, name: str) -> None:
-    """A later load of the model is without it; its weights stay."""
+    """Leave the adapter out of later loads of the model; its weights stay in memory."""
     kept = [entry for entry in engine.config.lora_modules if _name(entry) != name]
     engine.set_adapters(engine.info.adapters, tuple(kept))
 
 
 def detach(engine: Engine, id_: str) -> bool:
-    """Free its weights; False, and nothing changed, while a request here wants them."""
+    """Free the adapter's weights. Return False, and change nothing, while a request here
+    uses them.
+    """
     if id_ not in engine.info.adapters:
         return True
     if engine.uses_adapter(id_):

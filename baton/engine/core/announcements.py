@@ -1,6 +1,9 @@
-"""Announcements: what a step reports to a prefill node's hooks: which requests were admitted, which
-layer has been written. Without hooks nothing is reported and every export has room. Layers of
-prompts are counted (EngineStats.num_layers), hooks or not."""
+"""Announcements: tells a prefill node's hooks which requests a step admits and which layers it
+writes.
+
+Without hooks nothing is reported and every export has room. Layers of prompts are counted
+(EngineStats.num_layers) with hooks or without.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ class Announcements:
         self._hooks = hooks
 
     def admitted(self, plan: StepPlan) -> None:
-        """Report new PREFILL requests before any layer runs, so that their handles leave at once.
-        Pins their blocks."""
+        """Pin the blocks of new PREFILL requests and report them to the hooks.
+
+        This comes before any layer runs, so that their handles are sent at once.
+        """
         if self._hooks is None:
             return
         for group in plan.admitted:
@@ -40,8 +45,12 @@ class Announcements:
         return self._hooks is None or self._hooks.may_admit(num_tokens, num_pending)
 
     def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """What the runner calls after each layer of `plan`. None for a step of single tokens: it is
-        short, nobody needs its progress, and it may run as one call for all layers."""
+        """Return what the runner calls after each layer of `plan`; None for a step of single
+        tokens.
+
+        Such a step is short and nobody needs its progress, so it may run as one call for all
+        layers.
+        """
         progress = tuple(
             (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
             for row in plan.rows

@@ -1,8 +1,9 @@
-"""Arrival: a request becomes a group of sequences, with all that is known of each. Pure.
+"""Arrival: makes a request a group of sequences, with all tokens known of each. Pure.
 
-Where it is decoded, a sequence per live sample. Where only its prompt is computed, one, from whose
-last token each sample draws its next; what the samples have emitted alike counts as prompt there,
-unless the request resumes exactly: then only its prompt is computed (replay.py).
+Where a request is decoded, each live sample is a sequence. Where only its prompt is computed, there
+is one sequence, from whose last token each sample draws its next. Tokens that all samples have
+emitted alike then count as prompt, unless the request resumes exactly: in that case only its prompt
+is computed (replay.py).
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ def new_group(
     info: ModelInfo,
     exact_chunk: int | None = None,
 ) -> RequestGroup:
-    """All live samples of `request` with what is known of each; for beams, the prompt. `root`:
-    parent of its first block hash; `order`: of its arrival; `exact_chunk`: see replay.py."""
+    """Return a group of all live samples of `request` with their known tokens; for beams, of the
+    prompt.
+
+    `root`: parent of its first block hash. `order`: its place in the order of arrival.
+    `exact_chunk`: see replay.py.
+    """
     params = request.params
     if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
-        # Whoever picks the best ones needs each token's own log probability.
+        # Choosing the best ones needs the log probability of each token.
         request = replace(request, params=replace(params, logprobs=0))
     beams = None
     if params.beam_width:
@@ -53,8 +58,10 @@ def new_group(
 
 
 def _fanning_out(request: Request, root: bytes, known: Sequence[int]) -> SequenceState:
-    """Of the tokens that all live samples share, `known`; those which have no more draw their next
-    one."""
+    """Return one sequence of `known`, the tokens that all live samples share.
+
+    The samples that have no token beyond these draw their next one from it.
+    """
     live = request.live_samples
     position = len(known) - len(request.prompt_ids)
     lacking = tuple(sample for sample in live if len(request.emitted(sample)) == position)
@@ -64,15 +71,17 @@ def _fanning_out(request: Request, root: bytes, known: Sequence[int]) -> Sequenc
 def arrive(
     group: RequestGroup, first_tokens: Sequence[FirstToken], end_of: EndOf
 ) -> list[TokenEvent]:
-    """Fill in what is known beyond the request, and drop the samples that it ends; the events that
-    report it."""
+    """Fill in the tokens known beyond the request, and drop the samples that they end.
+
+    Return the events that report this.
+    """
     if group.beams is not None:
         group.leader.candidates = _candidates(first_tokens)
         return []
     request, events = group.request, list[TokenEvent]()
     for sequence in list(group.sequences):
         if sequence.fan_out is not None:
-            continue  # not a sample, but what samples share
+            continue  # no sample, but what samples share
         position = sequence.num_outputs
         fill(sequence, first_tokens)
         reason, stop_token = end_of(sequence, group.task)
@@ -91,7 +100,9 @@ def arrive(
 
 
 def fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
-    """Append the tokens of positions that the sequence lacks; those it has are repetitions."""
+    """Append the tokens of positions that the sequence lacks; for other positions it has
+    the token.
+    """
     for first in sorted(first_tokens, key=lambda token: token.position):
         if first.sample == sequence.sample_index and first.position == sequence.num_outputs:
             sequence.tokens.append(first.token_id)
@@ -100,13 +111,18 @@ def fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
 def known_logprobs(
     sequence: SequenceState, position: int, first_tokens: Sequence[FirstToken]
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """END's log-probabilities of a sequence's tokens from `position` on; () if it sent none."""
+    """Return END's log-probabilities of a sequence's tokens from `position` on; () if it
+    sent none.
+    """
     known = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
     return tuple(filter(None, (known.get(at) for at in range(position, sequence.num_outputs))))
 
 
 def _candidates(first_tokens: Sequence[FirstToken]) -> tuple[TokenLogprob, ...] | None:
-    """What a search begins with, best first; None if END sent none: then it is computed."""
+    """Return a search's first candidates, best first.
+
+    None if END sent none; then they are computed here.
+    """
     ranked = sorted(first_tokens, key=lambda token: token.sample)
     return (
         tuple(

@@ -1,11 +1,11 @@
-"""Assembly: an engine is put together from complete parts; nothing is set on it afterwards.
+"""Assembly: puts an engine together from complete parts; nothing is set on it afterwards.
 
 load_parts()    weights, KV arena and grammars of a configured model
 assemble()      scheduler, steps and all that lies around them, over the parts of any runner
 build_engine()  both at once
 
-A prefill node works in between: its engine's hooks export KV of the arena, so the arena exists
-first, then the connector over it, then the hooks, then the engine.
+A prefill node calls the first two itself: its engine's hooks export KV of the arena. So the arena
+is made first, then the connector over it, then the hooks, then the engine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine is made of: `active` runs its steps, with KV in `arena`. Guided requests need
-    `grammars`."""
+    `grammars`.
+    """
 
     config: EngineConfig
     active: ActiveModel
@@ -60,15 +61,16 @@ class EngineParts:
 
 
 def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
-    """An engine that exports nothing. Raises what load_parts() and assemble() raise."""
+    """Return an engine that exports nothing. Raises the errors of load_parts() and assemble()."""
     return assemble(load_parts(config, memory))
 
 
 def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> EngineParts:
-    """Weights from `config.model`, the KV arena in what memory is left, or in `memory` (a pool on
-    the CPU only). Sets torch's threads if the config says how many.
+    """Load the weights of `config.model` and make the KV arena, in `memory` if given (on the CPU
+    only).
 
-    Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
+    The arena's size is what memory is left. Sets the number of torch's threads if the config has
+    one. Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
     """
     config = as_stored(config)
     if config.threads is not None:
@@ -86,10 +88,10 @@ def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> Engine
 def assemble(
     parts: EngineParts, hooks: EngineHooks | None = None, clock: Clock | None = None
 ) -> Engine:
-    """An engine of `parts`, which are its alone from now on. It exports its PREFILL requests
-    through `hooks`; None = not at all.
+    """Return an engine of `parts`, which nobody else may use from now on.
 
-    Raises ConfigError for a pool that holds no token, or a longest length beyond the model's.
+    It exports its PREFILL requests through `hooks`; None = not at all. Raises ConfigError for a
+    pool that holds no token, or a longest length beyond the model's.
     """
     config, active, arena, info = parts.config, parts.active, parts.arena, parts.info
     clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
@@ -139,7 +141,9 @@ def assemble(
 
 
 def _model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """As configured, else the model's own. Raises ConfigError for more than that."""
+    """Return the configured longest length, else the model's. Raises ConfigError if it exceeds
+    that.
+    """
     if config.max_model_len is None:
         return info.max_model_len
     if config.max_model_len > info.max_model_len:
@@ -151,10 +155,11 @@ def _model_len(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _pool_len(wanted: int, arena: KVArena) -> int:
-    """`wanted` tokens, or as many as the whole pool holds of one request.
+    """Return `wanted` tokens, or as many as the whole pool holds of one request if that is less.
 
-    A preempted request is computed again from its start, when windows free nothing yet: so that is
-    what all groups of layers can hold of it at once. Raises ConfigError if that is no token.
+    A preempted request is computed again from its start, when windows free nothing yet. So the
+    limit is what all groups of layers can hold of it at once. Raises ConfigError if that is no
+    token.
     """
     num_groups = arena.groups.num_groups
     max_len = min(wanted, arena.num_blocks // num_groups * arena.block_size)

@@ -1,9 +1,10 @@
 """Departure: a running request leaves with its KV, to go on in another engine. Pure.
 
-Only a request that decodes has KV worth moving, its blocks in the pool. What waits, prefills or was
-swapped out is computed anew elsewhere from its tokens, which the router knows. Of several samples
-what they share leaves, mostly the prompt, in one export: the rest of each is computed again, from
-tokens that are known, in one prefill. A search begins again, from the KV of its prompt.
+Only a decoding request whose blocks are in the pool has KV worth moving. A request that waits,
+prefills or was swapped out is computed anew elsewhere from its tokens, which the router knows. Of
+several samples, the KV that they share leaves in one export, mostly the prompt's; the rest of each
+is computed again in one prefill of known tokens. A beam search begins again, from the KV of its
+prompt.
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ class Leaving(StrEnum):
     """How much of a request's KV left with it; or why none did."""
 
     WHOLE = "whole"
-    SHARED = "shared"  # by all its samples
-    PROMPT = "prompt"  # of a search
+    SHARED = "shared"  # what all its samples share
+    PROMPT = "prompt"  # of a beam search
     UNCOMPUTED = "uncomputed"  # it waits, prefills or is swapped out; or its samples share nothing
-    ADOPTED = "adopted"  # pages of another pool for which there was no room here
-    PRECISION = "precision"  # an export would pass KV made in another precision for ours
+    ADOPTED = "adopted"  # it has pages of another pool, and there was no room to copy them here
+    # its KV was made in another precision, and an export would pass it as ours
+    PRECISION = "precision"
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """`blocks` hold the KV of the first `num_tokens` tokens, as far as the next one can see it,
-    pinned once for an export; `first_tokens`: the known tokens beyond them, at least one of each
-    sample, none of a search. `num_left_behind`: tokens of all samples whose KV stays here."""
+    """What a request takes along.
+
+    `blocks`: the KV of the first `num_tokens` tokens, as far as the next token can see it, pinned
+    once for an export. `first_tokens`: the known tokens beyond them, at least one per sample, none
+    of a search. `num_left_behind`: tokens of all samples whose KV stays here.
+    """
 
     blocks: BlockLists
     num_tokens: int
@@ -43,7 +48,9 @@ class Departure:
 
 
 def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -> Departure | None:
-    """What `group` can take along; None if nothing is worth it. `windows`: of the layer groups."""
+    """Return what `group` can take along; None if nothing is worth it. `windows`: of the layer
+    groups.
+    """
     sequence = group.leader
     if group.task is not Task.LOCAL or any(s.num_uncomputed != 1 for s in group.sequences):
         return None
@@ -53,17 +60,17 @@ def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -
     if group.beams is not None:
         num_tokens, leaving = min(num_tokens, sequence.num_prompt), Leaving.PROMPT
     if not num_tokens:
-        return None  # nothing is computed, or nothing that all share
+        return None  # nothing is computed, or the samples share nothing
     count = -(-num_tokens // block_size)
     held: list[HeldBlocks] = []
     for table, window in zip(sequence.tables, windows, strict=True):
         seen = first_visible(window, num_tokens)
         if table.end < count or seen < table.num_freed * block_size:
-            return None  # one token short of what a receiver may compute again
+            return None  # one token less is held than a receiver may have to compute again
         held.append(HeldBlocks(tuple(table.blocks[: count - table.num_freed]), table.num_freed))
     first = num_tokens - sequence.num_prompt
     if first < 0:
-        return None  # a prompt of whose tokens only the last one is left to compute
+        return None  # only the last token of the prompt is left to compute
     beyond = tuple(
         FirstToken(first + index, token, each.sample_index)
         for each in group.sequences

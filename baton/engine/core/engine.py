@@ -61,11 +61,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Engine:
-    """Made by assembly.py: build_engine() for a real model, assemble() of any parts.
+    """One model, made by assembly.py: build_engine() for a real model, assemble() for any parts.
 
-    `config` is resolved (block size, blocks, longest length filled in); `info.max_model_len` is
-    what a LOCAL request may reach here: the smallest of the model's, the configured one and the
-    whole pool.
+    `config` is resolved (block size, blocks, longest length filled in). `info.max_model_len` is the
+    longest that a LOCAL request may become here: the smallest of the model's length, the configured
+    one and what the whole pool holds.
     """
 
     config: EngineConfig
@@ -82,30 +82,32 @@ class Engine:
     steps: Steps
     outputs: Outputs
     active: ActiveModel
-    grammars: GrammarCache | None = None  # of guided requests
+    grammars: GrammarCache | None = None  # for guided requests
     _stalled: bool = field(default=False, init=False)
 
     # ---- its model ----
 
     @property
     def model(self) -> LoadedModel | None:
-        """None over a runner without one, and while the engine sleeps (sleeping.py)."""
+        """The model; None over a runner without one, and while the engine sleeps (sleeping.py)."""
         return self.active.model
 
     @property
     def ranks(self) -> Ranks | None:
-        """Other processes with shares of the model."""
+        """The other processes that hold shares of the model; None without any."""
         return None if self.model is None else self.model.ranks
 
     @property
     def pooler(self) -> Pooler | None:
-        """For embeddings and reranking, between steps; None without a model's own states."""
+        """The pooler for embeddings and reranking, between steps; None without a model's hidden
+        states.
+        """
         self.steps.wait()
         return self.active.pooler
 
     @property
     def when_idle(self) -> Callable[[], None] | None:
-        """What is to be called once the work has ended."""
+        """The function to call once the work has ended; None if there is none."""
         return self.active.when_idle
 
     @property
@@ -113,8 +115,10 @@ class Engine:
         return self.tables.pool
 
     def use(self, active: ActiveModel) -> None:
-        """Steps run this model from now on; nothing here refers to the one before any more. Only
-        without requests."""
+        """Run the steps of this model from now on, and drop every reference to the one before.
+
+        Only while there are no requests.
+        """
         self.steps.wait()
         self.steps.use(active.runner)
         self.scheduler.use(Drafter.of(active.proposer, self.config))
@@ -123,20 +127,22 @@ class Engine:
             self.set_adapters(active.model.info.adapters, self.config.lora_modules)
 
     def set_adapters(self, ids: tuple[str, ...], modules: tuple[str, ...]) -> None:
-        """Requests may ask for these adapters from now on; `modules`: what another load of the
-        model would read, see EngineConfig.lora_modules."""
+        """Let requests use exactly these adapters from now on.
+
+        `modules`: what another load of the model would read, see EngineConfig.lora_modules.
+        """
         self.info = replace(self.info, adapters=ids)
         self.config = replace(self.config, lora_modules=modules)
         self.bounds = replace(self.bounds, adapters=ids)
 
     def uses_adapter(self, id_: str) -> bool:
-        """Whether a request here asks for it."""
+        """Whether a request here uses the adapter."""
         return self.requests.use_adapter(id_)
 
     # ---- requests in ----
 
     def validate(self, request: Request, task: Task = Task.LOCAL) -> None:
-        """Refuse what this engine cannot serve, before it costs anything.
+        """Refuse a request that this engine cannot serve, before it costs anything.
 
         Raises InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
         a request that can never fit the model or, with a LOCAL task's output, the pool.
@@ -154,12 +160,13 @@ class Engine:
     ) -> None:
         """Take a request in; its tokens come out of the following steps.
 
-        With `reservation` its tokens count as computed (their KV must be written by now). One that
-        is `adopting` comes with its blocks' `adoption`, which from then on is ended here.
-        `first_tokens` fill the positions that the request's output ids lack and are repeated in its
-        first event. Raises what validate() raises, InvalidRequest for an id that already runs here,
-        and InternalError for a reservation that is not held. After a raise the reservation and the
-        adoption are still the caller's; KVStale for adopted pages that may be another's by now.
+        With `reservation` its tokens count as computed (their KV must be written by now). If the
+        reservation is `adopting`, `adoption` has its blocks; from then on the engine ends it.
+        `first_tokens` fill the positions that the request's output ids lack, and its first event
+        repeats them. Raises the errors of validate(), InvalidRequest for an id that already runs
+        here, InternalError for a reservation that is not held, and KVStale for adopted pages that
+        may belong to another request by now. After a raise, reservation and adoption still belong
+        to the caller.
         """
         self.validate(request, task)
         if request.id in self.requests:
@@ -185,13 +192,13 @@ class Engine:
         if reservation is None:
             self.scheduler.add(group)
         elif group.beams is not None:
-            # A search reports nothing for long: its first event says that its KV arrived.
+            # A search reports nothing for long, so its first event says that its KV arrived.
             self.requests.report([TokenEvent(request.id, request.epoch, 0, ())])
             self.requests.report(self.outputs.begin_search(group))
 
     @property
     def may_adopt(self) -> bool:
-        """Whether reservations can be `adopting`: all layers see all."""
+        """Whether reservations can be `adopting`: true if all layers see all tokens."""
         return self.tables.may_adopt
 
     def reserve(
@@ -201,13 +208,14 @@ class Engine:
         precision: str | None = None,
         adopting: bool = False,
     ) -> Reservation | None:
-        """Blocks for KV of the first `num_tokens` tokens that comes from elsewhere; None = no room.
+        """Reserve blocks for KV of the first `num_tokens` tokens that comes from elsewhere; None =
+        no room.
 
-        Takes prefix hits first: [0, start_token) need not be fetched. `precision`: the dtype that
-        the KV was made in, if it is not this pool's; then only KV of the same past answers for it,
-        and it for none other. `adopting` (only if may_adopt): full blocks stay where they are, in
-        another pool; room is taken for what follows them. The caller either passes it to add() or
-        cancels it. Raises ContextLengthExceeded if it can never fit.
+        Takes prefix hits first: tokens [0, start_token) need not be fetched. `precision`: the dtype
+        in which the KV was made, if it is not this pool's; then the prefix map keeps it apart from
+        all KV with another past. `adopting` (only if may_adopt): full blocks stay in another pool;
+        room is taken for what follows them. The caller passes the reservation to add() or cancels
+        it. Raises ContextLengthExceeded if it can never fit.
         """
         needed = self.tables.blocks_for_arrival(num_tokens)
         if num_tokens < 1 or needed > self.pool.num_blocks:
@@ -217,7 +225,7 @@ class Engine:
             )
         anew = request.params.skip_reading_prefix_cache
         if anew or exact_chunk_of(request, self.config) is not None:
-            tokens = ()  # all of its KV is fetched
+            tokens = ()  # no prefix hits: all of its KV is fetched
         else:
             tokens = request.known_ids[:num_tokens]
         root = self.known_root_hash(request, precision)
@@ -227,16 +235,19 @@ class Engine:
         return self.scheduler.reserve(request.id, hashes, num_tokens, precision, adopting)
 
     def cancel(self, reservation: Reservation) -> None:
-        """Free a reservation that was not added, once nobody writes into its blocks. Idempotent."""
+        """Free a reservation that was not added. Nobody may write into its blocks any more.
+        Idempotent.
+        """
         self.scheduler.cancel(reservation)
         self._stalled = False
 
     def abort(self, request_id: str) -> bool:
-        """End a request without a further event; False if it is not here. Also callable from hooks.
+        """End a request without a further event; False if it is not here. Hooks may call this as
+        well.
 
         All its blocks are free at once (during a step: at its end). The pin of a PREFILL request
-        stays: whoever reads the export returns it through unpin(). Reservations end by cancel()
-        alone.
+        stays: the reader of the export returns it through unpin(). A reservation must be freed by
+        cancel().
         """
         found = self.requests.abort(request_id)
         if found:
@@ -244,17 +255,20 @@ class Engine:
         return found
 
     def stop_sample(self, request_id: str, epoch: int, sample: int) -> None:
-        """Compute one sample no further: it ends without an event before the next step, as soon as
-        nobody waits to fork from it. Of the last one abort() is the end."""
+        """Compute one sample no further. To end the last sample, call abort() instead.
+
+        It ends without an event before the next step, as soon as no other sample waits to fork from
+        it.
+        """
         group = self.requests.get(request_id)
         if group is not None and group.request.epoch <= epoch:
             group.stopping.add(sample)
 
     def hand_on(self, request_id: str) -> Departure | None:
-        """Take a decoding request out, with its KV, so that another engine goes on with it.
+        """Take a decoding request out, with its KV, so that another engine continues it.
 
-        Its blocks are pinned once, for an export; `unpin` undoes that. None, and nothing changed,
-        if it is not here or has no KV worth moving. Between steps only.
+        Its blocks are pinned once, for an export; `unpin` undoes that. Return None, and change
+        nothing, if it is not here or has no KV worth moving. Between steps only.
         """
         group = self.requests.get(request_id)
         if group is None:
@@ -281,13 +295,15 @@ class Engine:
         return departure or Leaving.UNCOMPUTED
 
     def pin(self, blocks: BlockLists) -> None:
-        """One more reference to each block, independent of requests: an export reads them."""
+        """Add a reference to each block that belongs to no request, because an export reads the
+        blocks.
+        """
         self.pins.pin(blocks)
 
     def unpin(self, blocks: BlockLists) -> None:
         """Undo one pin; full computed blocks stay in the prefix map.
 
-        Raises InternalError if unpinned.
+        Raises InternalError for blocks that are not pinned.
         """
         self.pins.unpin(blocks)
         self._stalled = False
@@ -295,7 +311,7 @@ class Engine:
     # ---- the heart ----
 
     def step(self) -> list[TokenEvent]:
-        """One step: plan, run, finish. Returns the new tokens of all requests.
+        """Run one step: plan, run, finish. Return the new tokens of all requests.
 
         If it raises, `fail_step()` ends the requests of the step and the engine can go on.
         """
@@ -304,7 +320,7 @@ class Engine:
         return self._finish(flight, results)
 
     def _finish(self, flight: Flight, results: Sequence[ChunkResult]) -> list[TokenEvent]:
-        """The events of the step, behind those that needed no computing."""
+        """Return the step's events, after those that needed no computing."""
         plan = flight.plan
         try:
             computed = self.outputs.take(plan, results)
@@ -314,21 +330,20 @@ class Engine:
         if self.config.check_invariants:
             self.check()
         events = self.requests.take_events() + computed
-        # A preemption may have made room for somebody who waits.
+        # A preemption may have made room for a waiting request.
         self._stalled = not (plan.rows or events or plan.num_preempted)
         return events
 
     def fail_step(self) -> list[Request]:
-        """After step() raised: end the requests it was about (all, if it raised while planning).
+        """After step() raised: end the requests of that step (all, if it raised while planning).
 
-        Frees their blocks, keeps every other request, and returns those whose failure is to be
-        reported.
+        Their blocks are freed; every other request is kept. Return the requests whose failure is to
+        be reported.
         """
         return self.requests.fail_step(self.steps.last_plan)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Requests that steps have ended by themselves since the last call: their adopted pages
-        were no longer kept for them."""
+        """Return the requests that steps have ended with an error since the last call."""
         return self.requests.take_failed()
 
     @property
@@ -338,22 +353,25 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """The last step could do nothing: all requests wait for blocks that only a call (unpin,
-        cancel, abort, add) can free. Stepping again before such a call would be polling."""
+        """True if the last step could do nothing.
+
+        All requests then wait for blocks that only a call (unpin, cancel, abort, add) can free;
+        stepping before such a call would be polling.
+        """
         return self._stalled
 
     @property
     def short_of_room(self) -> bool:
-        """Somebody waits for blocks, or for room for his export."""
+        """Whether a request waits for blocks, or for room for its export."""
         return self.has_work and self.scheduler.short_of_room
 
     def current_load(self) -> NodeLoad:
-        """Load as the engine sees it; exports, fetches and draining are the node's to add."""
+        """Return the load as the engine sees it; the node adds exports, fetches and draining."""
         return NodeLoad(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             swapped=self.scheduler.num_swapped,
-            # Routers count blocks of tokens, whatever these take here.
+            # Routers count blocks of tokens; here such a block takes one block per layer group.
             free_blocks=self.pool.num_free // self.tables.num_groups,
             total_blocks=self.pool.num_blocks // self.tables.num_groups,
             waiting_tokens=self.scheduler.num_waiting_tokens,
@@ -362,23 +380,25 @@ class Engine:
         )
 
     def kv_usage(self) -> KVUsage:
-        """What the blocks hold for requests right now. Walks all block tables."""
+        """Return what the blocks hold for requests right now. Walks all block tables."""
         return KVUsage.of(self.scheduler.sequences(), self.pool.block_size)
 
     def take_block_events(self) -> list[BlockEvent]:
-        """Prefix-map changes since the last call, in order."""
+        """Return the changes of the prefix map since the last call, in order."""
         return self.pool.take_events()
 
     def known_root_hash(self, request: Request, precision: str | None = None) -> bytes:
-        """Parent of the first block hash of `request`: who does not share it shares no block.
-        `precision`: of its KV, None = this pool's."""
+        """Return the parent of the first block hash of `request`.
+
+        Requests with different roots share no block. `precision`: of the KV, None = this pool's.
+        """
         precision = precision or self.info.kv_dtype
         return block_hashes.root_hash(
             self.info.digest, request.tenant_salt, precision, request.adapter
         )
 
     def check(self) -> None:
-        """Prove that every reference to a block has an owner here. Raises InternalError."""
+        """Prove that every reference to a block has an owner here. Raises InternalError if not."""
         owned = self.scheduler.owned_blocks()
         owned.update(self.pins.counts)
         self.pool.check(owned)

@@ -1,6 +1,7 @@
-"""What the engine does with grammars: which it has, which requests wait for one and follow it.
+"""What the engine does with grammars: it keeps them, waits for them and gives sequences their
+guides.
 
-Compiling and following them is baton/guided; writing masks on logits is running/masks.py.
+Compiling and following a grammar is in baton/guided; writing masks on logits in running/masks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from baton.protocol.sampling import GuidedDecoding
 
 
 def grammars_of(config: EngineConfig, info: ModelInfo) -> GrammarCache:
-    """Of an engine over a checkpoint. Reads nothing yet."""
+    """Return the grammars of an engine over a checkpoint. Reads nothing yet."""
 
     def load() -> Vocabulary:
         return load_vocabulary(
@@ -30,8 +31,11 @@ def grammars_of(config: EngineConfig, info: ModelInfo) -> GrammarCache:
 
 
 def refuse_unguided(request: Request, grammars: GrammarCache | None) -> None:
-    """Raise InvalidRequest for a grammar that can be seen to be none, UnsupportedFeature for one
-    where there is no vocabulary."""
+    """Refuse a guided request that cannot be served.
+
+    Raises InvalidRequest for a grammar that is visibly invalid, and UnsupportedFeature if there is
+    no vocabulary.
+    """
     guided = request.params.guided
     if guided is None:
         return
@@ -41,16 +45,21 @@ def refuse_unguided(request: Request, grammars: GrammarCache | None) -> None:
 
 
 async def prepared(grammars: GrammarCache | None, guided: GuidedDecoding | None) -> Grammar | None:
-    """Wait, from asyncio, for the grammar of a request, so that `guide` does not. Whoever keeps
-    what this returns keeps it from being forgotten. Raises as `GrammarCache.get` does."""
+    """Wait, from asyncio, for the grammar of a request, so that `guide` need not wait.
+
+    Keep the result until then: while it is held, the cache does not forget the grammar. None if
+    there is nothing to prepare. Raises the errors of `GrammarCache.get`.
+    """
     if guided is None or grammars is None:
         return None
     return await grammars.prepared(guided)
 
 
 def guide(group: RequestGroup, grammars: GrammarCache | None) -> None:
-    """Give each sequence of a guided request its guide. Waits for the grammar, unless it was
-    `prepared`; raises as `GrammarCache.get` does."""
+    """Give each sequence of a guided request its guide.
+
+    Waits for the grammar, unless it was `prepared`. Raises the errors of `GrammarCache.get`.
+    """
     guided = group.request.params.guided
     if guided is None or grammars is None:
         return

@@ -1,13 +1,13 @@
 """LiveRequests: the requests of one engine, each from add() to its last event.
 
-    add()       -> present; what the next step reports of it without computing waits here
+    add()       -> present; events that need no computing wait here for the next step
     finished()  -> its last event is part of a step's events
     abort()     -> no further event
-    fail...()   -> ends with an error: RequestFailed from take_failed(), or fail_step()'s answer
+    fail...()   -> ends with an error: RequestFailed from take_failed(), or fail_step()'s result
     take_out()  -> goes on in another engine
 
 While a step is planned and run, the sequences of a request that ends early keep their blocks;
-step_ended() frees them. Not here: which request computes what (scheduler.py).
+step_ended() frees them. Which request computes what is in scheduler.py.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from baton.protocol.request import Request
 
 
 class LiveRequests:
-    """Gives blocks back through `scheduler` and counts into `stats`."""
+    """The table of requests. It frees blocks through `scheduler` and counts into `stats`."""
 
     def __init__(self, scheduler: Scheduler, stats: EngineStats) -> None:
         self._scheduler = scheduler
         self._stats = stats
         self._by_id: dict[str, RequestGroup] = {}
-        self._events: list[TokenEvent] = []  # need no computing: the next step reports them
-        self._failed: list[RequestFailed] = []  # not yet taken
-        self._dropped: list[RequestGroup] = []  # ended early while a step runs
+        self._events: list[TokenEvent] = []  # events without computing, which the next step reports
+        self._failed: list[RequestFailed] = []  # failures not yet taken
+        self._dropped: list[RequestGroup] = []  # requests that ended early while a step runs
         self._stepping = False
 
     def __contains__(self, request_id: object) -> bool:
@@ -44,18 +44,19 @@ class LiveRequests:
         return self._by_id.get(request_id)
 
     def leader(self, request_id: str) -> SequenceState:
-        """Its first sequence. Raises KeyError for a request that is not here."""
+        """Return the first sequence of a request. Raises KeyError if it is not here."""
         return self._by_id[request_id].leader
 
     def use_adapter(self, id_: str) -> bool:
-        """Whether a request asks for this adapter."""
+        """Whether a request uses this adapter."""
         return any(group.request.adapter == id_ for group in self._by_id.values())
 
     # ---- in and out ----
 
     def add(self, group: RequestGroup, events: Sequence[TokenEvent]) -> None:
-        """Count a request in; the next step reports `events`. If these end all its samples, it has
-        finished."""
+        """Add a request; the next step reports `events`. If these end all its samples, it has
+        finished.
+        """
         self._stats.num_requests += 1
         self._events.extend(events)
         if group.sequences:
@@ -64,11 +65,11 @@ class LiveRequests:
             self._stats.num_finished += 1
 
     def report(self, events: Iterable[TokenEvent]) -> None:
-        """The next step reports these, too."""
+        """Let the next step report these events as well."""
         self._events.extend(events)
 
     def finished(self, group: RequestGroup) -> None:
-        """The last event of `group` has been made; its blocks are free already."""
+        """Forget a request whose last event has been made; its blocks are free already."""
         del self._by_id[group.request.id]
         self._stats.num_finished += 1
 
@@ -91,8 +92,9 @@ class LiveRequests:
     # ---- failures ----
 
     def fail_doomed(self, lapsed: Iterable[str], plan: StepPlan | None = None) -> None:
-        """End the requests that cannot go on: see doomed(). Their samples of a step under way do
-        not count."""
+        """End the requests that cannot go on: see doomed(). Their results of a step under way do
+        not count.
+        """
         for failed in doomed(lapsed, plan, self._by_id):
             self._forget_events(failed.request_id)
             self._drop(self._by_id.pop(failed.request_id))
@@ -100,7 +102,7 @@ class LiveRequests:
             self._failed.append(failed)
 
     def fail_step(self, plan: StepPlan | None) -> list[Request]:
-        """A step raised: end the requests of its `plan` (None: all) and return them."""
+        """End the requests of the `plan` of a step that raised (None: all) and return them."""
         all_groups = self._by_id.values() if plan is None else (row.group for row in plan.rows)
         failed = [group for group in dict.fromkeys(all_groups) if not group.dropped]
         present = set(self._scheduler.groups())
@@ -113,18 +115,18 @@ class LiveRequests:
         return [group.request for group in failed]
 
     def take_failed(self) -> list[RequestFailed]:
-        """Requests that fail_doomed() has ended since the last call."""
+        """Return the requests that fail_doomed() has ended since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     # ---- steps ----
 
     def step_begun(self) -> None:
-        """From now on requests that end early keep their blocks."""
+        """Let requests that end early keep their blocks from now on."""
         self._stepping = True
 
     def step_ended(self) -> None:
-        """Free the blocks of requests that ended early meanwhile. Idempotent."""
+        """Free the blocks of requests that ended early during the step. Idempotent."""
         self._stepping = False
         dropped, self._dropped = self._dropped, []
         for group in dropped:
@@ -136,7 +138,7 @@ class LiveRequests:
         return bool(self._events)
 
     def take_events(self) -> list[TokenEvent]:
-        """What a step reports without computing."""
+        """Return, and forget, the events that a step reports without computing."""
         events, self._events = self._events, []
         return events
 
@@ -150,7 +152,7 @@ class LiveRequests:
             self._scheduler.remove(group)
 
     def _forget_events(self, request_id: str) -> bool:
-        """Returns whether there were any."""
+        """Drop the waiting events of a request; return whether there were any."""
         kept = [event for event in self._events if event.request_id != request_id]
         found, self._events = len(kept) < len(self._events), kept
         return found
@@ -159,10 +161,10 @@ class LiveRequests:
 def doomed(
     lapsed: Iterable[str], plan: StepPlan | None, present: Mapping[str, RequestGroup]
 ) -> list[RequestFailed]:
-    """Requests of `present` that must end with an error, each once.
+    """Return the requests of `present` that must end with an error, each once. Pure.
 
-    Those are `lapsed`, whose adopted pages may be another request's by now, and those of `plan`
-    whose output their grammar can no longer follow. Pure.
+    Those are `lapsed`, whose adopted pages may belong to another request by now, and those of
+    `plan` whose grammar can no longer follow their output.
     """
     errors: dict[str, BatonError] = {request_id: KVStale(TAKEN_BACK) for request_id in lapsed}
     for row in () if plan is None else plan.rows:

@@ -1,8 +1,9 @@
-"""Outputs: what the runner yields becomes tokens, token events, and the ends of samples.
+"""Outputs: turns the runner's results into tokens, token events, and the ends of samples.
 
-One step's results, row by row: known tokens grow (accepted drafts and the sampled one), blocks are
-marked computed, and an event reports it. A search reports nothing before it is done; then each of
-the n best is one event. The last part of Engine.step; it calls the scheduler's public methods only.
+For each row of a step, known tokens are added (accepted drafts and the sampled one), blocks are
+marked computed, and an event reports it. A beam search reports nothing before it is done; then each
+of the n best is one event. This is the last part of Engine.step; it calls only public methods of
+the scheduler.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from baton.protocol.errors import InternalError
 from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason
 
-End = tuple[FinishReason | None, int | None]  # why a sample ends, and by which stop id
+# why a sample ends (None: it does not), and by which stop id
+End = tuple[FinishReason | None, int | None]
 
 
 class Outputs:
-    """`limit(task)`: most tokens, prompt and output; `ended(group)` is called for each request
-    that leaves the engine by an event."""
+    """Takes the results of steps.
+
+    `limit(task)`: the most tokens, prompt and output. `ended(group)` is called for each request
+    that leaves the engine by an event.
+    """
 
     def __init__(
         self,
@@ -41,13 +46,15 @@ class Outputs:
         self._ended = ended
 
     def take(self, plan: StepPlan, results: Sequence[ChunkResult]) -> list[TokenEvent]:
-        """Mutates the plan's sequences. Raises InternalError for results that do not fit it."""
+        """Add the results to the plan's sequences; return the events. Raises InternalError if they
+        do not fit.
+        """
         if len(results) != len(plan.rows):
             raise InternalError(f"{len(results)} results for {len(plan.rows)} rows")
         events: list[TokenEvent] = []
         for row, result in zip(plan.rows, results, strict=True):
             if row.gone:
-                continue  # it was planned before its end was known
+                continue  # planned before its end was known
             if (result.sampled is None) != (row.chunk.sample is None):
                 raise InternalError(f"{row.chunk.request_id}: tokens exactly where they are asked")
             row.group.note_prompt_logprobs(row.chunk.start, result.prompt_logprobs)
@@ -65,7 +72,7 @@ class Outputs:
         return events
 
     def end_of(self, sequence: SequenceState, task: Task) -> End:
-        """Whether the tokens known so far end the sample already."""
+        """Return whether, and why, the known tokens end the sample already."""
         if sequence.num_outputs <= 0:
             return None, None
         return sequence.ends_with(
@@ -75,8 +82,11 @@ class Outputs:
     # ---- prompts for others ----
 
     def _prefilled(self, row: Row, sampled: Sampled | None) -> list[TokenEvent]:
-        """A PREFILL request ends with its last row: token 1 of each sample that lacks it (if none
-        does, an event without a token), or what a search begins with."""
+        """End a PREFILL request with its last row; return its events.
+
+        They are token 1 of each sample that lacks it (if none does, an event without a token), or
+        the first candidates of a search.
+        """
         group, sequence = row.group, row.sequence
         self._scheduler.computed(group, sequence, row.chunk, 0)
         if sequence.num_uncomputed:
@@ -110,7 +120,7 @@ class Outputs:
     # ---- samples ----
 
     def _sampled(self, row: Row, sampled: Sampled) -> TokenEvent:
-        """Append what was sampled, up to a token that ends the sample; ends it if one does."""
+        """Append the sampled tokens, up to one that ends the sample; end the sample if one does."""
         group, sequence, chunk = row.group, row.sequence, row.chunk
         drawn, num_drafts = sampled.token_ids, chunk.num_drafts
         drafts = tuple(chunk.token_ids[len(chunk.token_ids) - num_drafts :])
@@ -139,8 +149,9 @@ class Outputs:
     def _up_to_end(
         self, row: Row, drawn: tuple[int, ...], position: int
     ) -> tuple[tuple[int, ...], End]:
-        """`drawn`, from output index `position` on, without what follows a token that ends the
-        sample."""
+        """Return `drawn`, from output index `position` on, cut after a token that ends the
+        sample.
+        """
         limit = self._limit(row.group.task)
         for index, token in enumerate(drawn, 1):
             end = row.sequence.ends_with(token, position + index, self._eos_token_ids, limit)
@@ -151,11 +162,15 @@ class Outputs:
     # ---- beams ----
 
     def begin_search(self, group: RequestGroup) -> list[TokenEvent]:
-        """The first step of a search whose candidates came with its prompt's KV."""
+        """Do the first step of a search whose candidates came with its prompt's KV; return its
+        events.
+        """
         return self._search(group)
 
     def _search(self, group: RequestGroup) -> list[TokenEvent]:
-        """One step of the search, once all beams have their candidates."""
+        """Do one step of the search, once all beams have their candidates; return the events if it
+        is done.
+        """
         beams, sequences = group.beams, group.sequences
         candidates = [s.candidates for s in sequences if s.candidates is not None]
         if beams is None or len(candidates) < len(sequences):
@@ -190,7 +205,7 @@ class Outputs:
                     preemptions=group.num_preempted,
                 )
             )  # fmt: skip
-        for sample in range(len(events), count):  # everything else was ruled out
+        for sample in range(len(events), count):  # all other hypotheses were ruled out
             reason = FinishReason.LENGTH
             request = group.request
             events.append(
@@ -203,7 +218,7 @@ class Outputs:
             return
         sequence.num_prefill_chunks += 1
         self._stats.num_prefill_chunks += 1
-        # An exact one's known output is not part of it: that is replayed.
+        # The known output of an exact request is no part of its prompt: it is replayed.
         end = chunk.start + len(chunk.token_ids)
         replays = sequence.exact_chunk is not None and end >= sequence.num_prompt
         if chunk.sample is not None or replays:
@@ -212,7 +227,7 @@ class Outputs:
 
 
 def _reported_now(group: RequestGroup) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """The prompt's logprobs, for the request's first event; nothing later."""
+    """Return the prompt's logprobs for the request's first event; () for later ones."""
     if group.reported:
         return ()
     logprobs, group.prompt_logprobs = tuple(group.prompt_logprobs), []

@@ -42,15 +42,15 @@ PoolingKind = Literal["last", "mean"]
 
 
 class PoolOwner(Protocol):
-    """What a job needs of the engine: its blocks, and who else wants some."""
+    """What a job needs of the engine: its blocks, and how many requests run."""
 
     @property
     def pool(self) -> BlockPool:
-        """Where the prompts' blocks come from."""
+        """The pool of the prompts' blocks."""
         ...
 
     def pin(self, blocks: BlockLists) -> None:
-        """One more reference to each block."""
+        """Add a reference to each block."""
         ...
 
     def unpin(self, blocks: BlockLists) -> None:
@@ -58,12 +58,12 @@ class PoolOwner(Protocol):
         ...
 
     def current_load(self) -> NodeLoad:
-        """How many requests run."""
+        """Return the load, which has the number of running requests."""
         ...
 
 
 class Pooler:
-    """The model and the arena, for prompts whose hidden states are asked for. Keeps no state."""
+    """The model and the arena, for computing hidden states of prompts. Keeps no state."""
 
     def __init__(
         self, model: LoadedModel, arena: KVArena, max_num_batched_tokens: int, max_num_seqs: int
@@ -85,13 +85,13 @@ class Pooler:
 
     @property
     def num_classes(self) -> int:
-        """Of a classifier; 0 = it is none."""
+        """The number of a classifier's classes; 0 = the model is no classifier."""
         head = self._model.classifier
         return 0 if head is None else head.shape[0]
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk]) -> list[Tensor]:
-        """Hidden states of each chunk, [its tokens, H]; writes its KV into the arena."""
+        """Return hidden states of each chunk, [its tokens, H]; write its KV into the arena."""
         device = self._model.device
         step = flatten(chunks, self._attention, self._block_size, device)
         hidden = self._model.forward(step.token_ids, step.positions, step.batch)
@@ -99,7 +99,9 @@ class Pooler:
 
     @torch.inference_mode()
     def yes_probability(self, hidden: Tensor, yes: int, no: int) -> Tensor:
-        """hidden [N, H] float32 -> [N] float32: softmax over the two ids' logits, at yes."""
+        """hidden [N, H] float32 -> [N] float32: the probability of `yes` in the softmax over both
+        ids' logits.
+        """
         logits = self._model.logits(hidden.to(self._model.dtype))
         return logits[:, [no, yes]].softmax(-1)[:, 1]
 
@@ -113,7 +115,9 @@ class Pooler:
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A prompt under way: tokens [0, done) are computed. `total` sums hidden states (mean)."""
+    """A prompt under way: tokens [0, done) are computed. `total`: the sum of hidden states (for
+    mean).
+    """
 
     index: int
     token_ids: Sequence[int]
@@ -123,7 +127,10 @@ class _Prompt:
 
 
 class PoolingJob:
-    """Vectors of some prompts. Made and stepped on the engine's thread; close() when given up."""
+    """Computes vectors of some prompts.
+
+    It is made and stepped on the engine's thread; call close() when it is given up.
+    """
 
     def __init__(
         self,
@@ -136,7 +143,8 @@ class PoolingJob:
         """Raises InvalidRequest, or ContextLengthExceeded for a prompt that can never fit."""
         self._owner = owner
         self._pooler = pooler
-        self.most_tokens = pooler.max_num_batched_tokens  # of one forward; may be lowered
+        # the most tokens of one forward; may be lowered
+        self.most_tokens = pooler.max_num_batched_tokens
         self._kind = kind
         self._adapter = adapter
         self._prompts = prompts
@@ -151,10 +159,10 @@ class PoolingJob:
         return len(self._vectors) == len(self._prompts)
 
     def run(self, ended: Callable[[int], object] = lambda _: None) -> Tensor:
-        """Step to the end: [prompts, H] float32. `ended` is called after each step with the
-        number of prompts that it ended.
+        """Step to the end; return [prompts, H] float32.
 
-        Raises Overloaded if requests hold all blocks.
+        `ended` is called after each step with the number of prompts that it ended. Raises
+        Overloaded if requests hold all blocks.
         """
         try:
             while not self.done:
@@ -167,13 +175,13 @@ class PoolingJob:
         return self.vectors()
 
     def vectors(self) -> Tensor:
-        """[prompts, H] float32, in the prompts' order, on the model's device."""
+        """Return [prompts, H] float32, in the prompts' order, on the model's device."""
         if not self.done:
             raise InternalError("a pooling job is asked for vectors before its end")
         return torch.stack([self._vectors[index] for index in range(len(self._prompts))])
 
     def step(self) -> bool:
-        """One forward; False (and nothing changed) if no blocks are free for even one prompt."""
+        """Do one forward. Return False, and change nothing, if no prompt can have blocks."""
         planned = self._plan()
         if not planned:
             return False
@@ -194,7 +202,7 @@ class PoolingJob:
         return True
 
     def close(self) -> None:
-        """Free every block. Idempotent; the job cannot go on."""
+        """Free every block; the job cannot go on. Idempotent."""
         for prompt in self._active:
             self._owner.unpin(tuple(prompt.blocks))
         self._active = []
@@ -218,7 +226,9 @@ class PoolingJob:
             )
 
     def _plan(self) -> list[tuple[_Prompt, int]]:
-        """(prompt, tokens) of the next forward; admits prompts while tokens and blocks last."""
+        """Return (prompt, tokens) of the next forward; admit prompts while tokens and
+        blocks last.
+        """
         budget = self.most_tokens
         planned: list[tuple[_Prompt, int]] = []
         for prompt in self._active:
@@ -256,7 +266,9 @@ class PoolingJob:
         return prompt
 
     def _collect(self, prompt: _Prompt, rows: Tensor) -> None:
-        """Take in hidden states `rows` [n, H] of the prompt's next tokens; the last ones end it."""
+        """Take hidden states `rows` [n, H] of the prompt's next tokens; its last ones end the
+        prompt.
+        """
         if self._kind == "mean":
             added = rows.float().sum(0)
             prompt.total = added if prompt.total is None else prompt.total + added
@@ -282,5 +294,5 @@ class PoolingJob:
 
 
 def normalized(vectors: Tensor) -> Tensor:
-    """[N, H] -> [N, H] of length 1: their products are cosines."""
+    """Scale [N, H] to vectors of length 1, whose products are cosines."""
     return functional.normalize(vectors, dim=-1)

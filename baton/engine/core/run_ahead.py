@@ -3,15 +3,15 @@
     engine thread   plan 1, plan 2 | outputs 1, plan 3 | outputs 2, plan 4 | ...
     step thread             run 1 .......| run 2 .............| run 3 .............| ...
 
-So nothing of the engine lies between two steps. A step is planned before the tokens of the one
-under way are known where that one only decodes: each of its rows draws one token, whatever it turns
-out to be. PENDING stands for it while the next step is planned, and the step thread puts it in. If
-it ends its sample, the sample's row in the next step is wasted: nobody takes what it yields, and
-its blocks wait for that step's end (Scheduler.fly). Who came in meanwhile waits one step longer.
+So no work of the engine thread lies between two steps. If a step only decodes, each of its rows
+draws one token, and the next step is planned before these tokens are known. PENDING stands for such
+a token; the step thread replaces it. If the token ends its sample, the sample's row in the next
+step is wasted: its result is dropped, and its blocks are free after that step (Scheduler.fly). A
+request that arrives meanwhile waits one step longer.
 
-Two threads, and no lock: a flight has block lists of its own, and the past of sequences that grow
-meanwhile (`history`) is not asked for.
-Source: vLLM v1, --async-scheduling (v1/core/sched/async_scheduler.py).
+There are two threads and no lock: a flight has block lists of its own, and does not need the past
+of sequences (`history`), which grows meanwhile. Source: vLLM v1, --async-scheduling
+(v1/core/sched/async_scheduler.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from baton.engine.state.step_plan import Row, StepPlan
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import HeldBlocks
 
-PENDING: Final = -1  # a token that a step under way will draw
+PENDING: Final = -1  # stands for a token that a step under way will draw
 
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is planned: `results()` runs it, or waits until it has run. `ahead`: on the step
-    thread; `behind` another one, without a break."""
+    """A planned step. `results()` runs it, or waits until it has run.
+
+    `ahead`: its result on the step thread; None = it does not run there. `behind`: it runs there
+    right after another step.
+    """
 
     plan: StepPlan
     results: Callable[[], list[ChunkResult]]
@@ -41,13 +44,13 @@ class Flight:
     behind: bool = False
 
     def wait(self) -> None:
-        """Until nothing of it runs; whether it failed is for results() to say."""
+        """Wait until nothing of the step runs. Does not raise if it failed: results() does."""
         if self.ahead is not None:
             self.ahead.exception()
 
 
 class RunAhead:
-    """The step thread. `limit`: most tokens of a sequence."""
+    """The step thread. `limit`: the most tokens of a sequence."""
 
     def __init__(self, runner: Runner, limit: int) -> None:
         self.runner = runner
@@ -55,7 +58,7 @@ class RunAhead:
         self.thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
 
     def start(self, plan: StepPlan, before: Flight | None = None) -> Flight:
-        """Run `plan`, after `before` and with the tokens that this one draws."""
+        """Run `plan` on the step thread, after `before` and with the tokens that `before` draws."""
         rows = () if before is None else before.plan.rows
         drawn = {row.sequence: index for index, row in enumerate(rows)}
         chunks = [_own(row.chunk) for row in plan.rows]
@@ -70,7 +73,7 @@ class RunAhead:
     def _run(
         self, chunks: list[SequenceChunk], pending: dict[int, int], before: Flight | None
     ) -> list[ChunkResult]:
-        known = [] if before is None else before.results()  # raises what that one raised
+        known = [] if before is None else before.results()  # raises the error of the step before
         for index, source in pending.items():
             sampled = known[source].sampled
             if sampled is None:
@@ -80,7 +83,7 @@ class RunAhead:
 
     @contextmanager
     def foreseen(self, plan: StepPlan) -> Iterator[None]:
-        """Meanwhile its sequences are as if `plan` had run."""
+        """Inside the context, the plan's sequences look as if `plan` had run."""
         for row in plan.rows:
             row.sequence.num_computed = row.chunk.start + 1
             if not row.sequence.full(row.sequence.num_outputs + 1, self._limit):
@@ -96,8 +99,10 @@ class RunAhead:
 
 
 def decodes_plainly(plan: StepPlan) -> bool:
-    """Whether what follows `plan` can be planned before it has run: each row draws one token, from
-    what it computes alone."""
+    """Whether the step after `plan` can be planned before `plan` has run.
+
+    True if each row draws one token that depends on the row's own computing alone.
+    """
     return bool(plan.rows) and all(_draws_one(row) for row in plan.rows)
 
 
@@ -118,6 +123,6 @@ def _draws_one(row: Row) -> bool:
 
 
 def _own(chunk: SequenceChunk) -> SequenceChunk:
-    """With block lists that do not grow while it runs."""
+    """Return the chunk with copies of its block lists, which do not grow while it runs."""
     blocks = tuple([HeldBlocks(tuple(held.ids), held.first) for held in chunk.blocks])
     return replace(chunk, blocks=blocks)

@@ -52,8 +52,8 @@ MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit
 class Scheduler:
     """Owns the queues, the sequences' blocks and the reservations. Counts into `stats`.
 
-    A PREFILL request is admitted only if `may_export` says so; one that is refused waits at the
-    head, and nobody overtakes it. `drafter`: decode rows carry its drafts.
+    A PREFILL request is admitted only if `may_export` says so; a refused one waits at the head, and
+    none overtakes it. `drafter`: proposes the drafts of decode rows.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Scheduler:
         self._reservations: dict[Reservation, Taken] = {}
         self._num_reserved = 0
         self._flying: set[SequenceState] = set()
-        self._held: list[list[Table]] = []  # of who ended, but is part of a step under way
-        self._overtakes = 0  # reservations granted past the present head of waiting
-        self.short_of_room = False  # the last step found no blocks, or no export room, for somebody
+        self._held: list[list[Table]] = []  # of ended samples that a step under way computes
+        self._overtakes = 0  # reservations granted past the present head of the waiting queue
+        self.short_of_room = False  # the last step lacked blocks, or export room, for some request
 
     def use(self, drafter: Drafter | None) -> None:
-        """Decode rows carry its drafts from now on; None = none. Only without requests."""
+        """Draft with `drafter` from now on; None = no drafts. Only while there are no requests."""
         self._drafter = drafter
 
     # ---- what others may see ----
@@ -99,12 +99,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests running or about to: ready ones only lack a slot."""
+        """The number of requests that run or are ready (they lack only a slot)."""
         return len(self._running) + len(self._ready)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed, of requests waiting or under way."""
+        """The number of prompt tokens not yet computed, of requests waiting or under way."""
         waiting = sum(group.num_uncomputed for group in self._waiting)
         return waiting + sum(g.num_uncomputed for g in self._running if g.prefilling)
 
@@ -114,8 +114,9 @@ class Scheduler:
 
     @property
     def steady(self) -> bool:
-        """Whether the next step can be planned while one runs: nobody drafts, exports or reads what
-        others lend, and everybody who runs will find the blocks of one more token."""
+        """Whether the next step can be planned while one runs: no request drafts, exports, is
+        swapped out or reads adopted pages, and all running ones will find blocks for one more
+        token."""
         if self._drafter is not None or self._swapped or self._tables.adoptions:
             return False
         running = [*self._running, *self._ready]
@@ -131,7 +132,7 @@ class Scheduler:
         return [sequence for group in self.groups() for sequence in group.sequences]
 
     def owned_blocks(self) -> Counter[int]:
-        """References that sequences and reservations hold, per block: for BlockPool.check().
+        """Return the references of sequences and reservations per block, for BlockPool.check().
 
         Raises InternalError if the host copies are not those of the swapped requests.
         """
@@ -153,10 +154,10 @@ class Scheduler:
     def add_reserved(
         self, group: RequestGroup, reservation: Reservation, adoption: Adoption | None = None
     ) -> None:
-        """Take over a reservation: its tokens count as computed, its full blocks can be found, but
-        for those of `adoption`, which lie elsewhere.
+        """Take over a reservation: its tokens count as computed, and its full blocks can be found.
 
-        Raises InternalError for a reservation that is not held (cancelled, or used before).
+        The blocks of `adoption` cannot be found, as they lie in another pool. Raises InternalError
+        for a reservation that is not held (cancelled, or used before).
         """
         _follow(group)
         sequence, taken = group.leader, self._reservations.pop(reservation, None)
@@ -169,7 +170,7 @@ class Scheduler:
         insort(self._ready, group, key=attrgetter("key"))
 
     def remove(self, group: RequestGroup) -> None:
-        """Give back everything that `group` holds; the end of its life here."""
+        """Remove `group` and free everything that it holds."""
         if self._waiting and self._waiting[0] is group:
             self._overtakes = 0
         for queue in (self._running, self._ready, self._swapped, self._waiting):
@@ -185,7 +186,7 @@ class Scheduler:
         raise InternalError(f"{group.request.id}: not in this scheduler")
 
     def end(self, group: RequestGroup, sequence: SequenceState) -> bool:
-        """One sample has ended; returns whether it was the last, and its group is gone."""
+        """End one sample; return whether it was the last, so that its group is gone."""
         if len(group.sequences) == 1:
             self.remove(group)
             return True
@@ -196,7 +197,7 @@ class Scheduler:
     def branch(self, group: RequestGroup, parents: Sequence[SequenceState]) -> None:
         """Replace the group's sequences (beams, all computed) by forks of `parents`, in order.
 
-        The first fork of a parent is the parent itself; who is nobody's parent is freed at once.
+        The first fork of a parent is the parent itself; a beam without forks is freed at once.
         """
         used: set[SequenceState] = set()
         beams: list[SequenceState] = []
@@ -224,8 +225,8 @@ class Scheduler:
         precision: str | None = None,
         adopting: bool = False,
     ) -> Reservation | None:
-        """Blocks for `num_tokens` tokens, known ones of `hashes` first, or (`adopting`) for what
-        follows the full ones; None = no room now."""
+        """Reserve blocks for `num_tokens` tokens, those known by `hashes` first, or (`adopting`)
+        for what follows the full ones. Return None if there is no room now."""
         head = self._waiting[0] if self._waiting else None
         blocked = head is not None and (head.admitted_before or self._overtakes >= MAX_OVERTAKES)
         if blocked or self._swapped:
@@ -252,7 +253,7 @@ class Scheduler:
         return reservation
 
     def cancel(self, reservation: Reservation) -> None:
-        """Give a reservation back. Does nothing for one that is not held (cancelled, or used)."""
+        """Free a reservation. Does nothing for one that is not held (cancelled, or used)."""
         taken = self._reservations.pop(reservation, None)
         if taken is not None:
             self._tables.give_back(taken.tables)
@@ -260,7 +261,7 @@ class Scheduler:
     # ---- one step ----
 
     def schedule(self) -> StepPlan:
-        """Plan the next step. Mutates queues and block tables; blocks cover all planned tokens."""
+        """Plan the next step. Changes queues and block tables; blocks cover all planned tokens."""
         while self._ready and self._slots_for(self._ready[0]):
             insort(self._running, self._ready.pop(0), key=attrgetter("key"))
         for group in self._running:
@@ -290,8 +291,8 @@ class Scheduler:
             self._tables.give_back(tables)
 
     def give_way(self, group: RequestGroup) -> None:
-        """Preempt `group`, which runs or is ready: it reads another pool's pages, and their owner
-        needs them back."""
+        """Preempt `group`, which runs or is ready: the owner of the pages that it reads needs them
+        back."""
         if group in self._ready:
             self._ready.remove(group)
             self._running.append(group)
@@ -300,7 +301,7 @@ class Scheduler:
     def computed(
         self, group: RequestGroup, sequence: SequenceState, chunk: SequenceChunk, num_accepted: int
     ) -> None:
-        """The runner has written the KV of `chunk`; so many of its drafts are known tokens now."""
+        """Note that the KV of `chunk` is written and `num_accepted` of its drafts are accepted."""
         num_known = len(chunk.token_ids) - chunk.num_drafts + num_accepted
         sequence.num_computed = chunk.start + num_known
         if chunk.num_drafts:
@@ -313,8 +314,8 @@ class Scheduler:
             self._tables.free_invisible(sequence)
 
     def prove_private(self, plan: StepPlan) -> None:
-        """Raise InternalError if a row would write where anybody else reads (exports of PREFILL
-        requests apart: they are read as they are written)."""
+        """Raise InternalError if a row would write where another sequence or an export reads.
+        Exports of PREFILL requests are left out: they are read while they are written."""
         for row in plan.rows:
             if row.group.task is Task.LOCAL:
                 end = row.chunk.start + len(row.chunk.token_ids)
@@ -333,7 +334,7 @@ class Scheduler:
         return used + group.width <= self._limits.max_num_seqs
 
     def _attach(self, group: RequestGroup) -> bool:
-        """Fork followers whose share the leader has computed; returns whether some still wait."""
+        """Fork followers whose share the leader has computed; return whether some still wait."""
         waits = False
         for follower in group.sequences[1:]:
             if not follower.following:
@@ -347,7 +348,8 @@ class Scheduler:
         return waits
 
     def _grow_running(self) -> int:
-        """Blocks for all known tokens of running requests, oldest first; returns the preempted."""
+        """Give running requests blocks for their tokens, oldest first; return how many were
+        preempted."""
         preempted = 0
         index = 0
         while index < len(self._running):
@@ -364,12 +366,13 @@ class Scheduler:
         return preempted
 
     def _victim(self) -> RequestGroup:
-        """The youngest LOCAL request of the lowest priority
-        (who asks for more is LOCAL itself)."""
+        """Return the youngest LOCAL request of the lowest priority. There is one: the request that
+        asks for blocks is LOCAL itself."""
         return max((g for g in self._running if g.task is Task.LOCAL), key=attrgetter("key"))
 
     def _preempt(self, group: RequestGroup) -> None:
-        """Its blocks go, its tokens stay, it waits in front of those that came later."""
+        """Free a request's blocks, keep its tokens, put it before the waiting ones that
+        came later."""
         self._running.remove(group)
         self._stats.num_preemptions += 1
         group.num_preempted += 1
@@ -424,8 +427,8 @@ class Scheduler:
             self._plan_row(plan, group, leader)
 
     def headroom(self) -> int:
-        """One block of growth for each table of a running LOCAL sequence: else a newcomer, the
-        youngest, would be preempted at once and its work thrown away."""
+        """Return one block of growth for each table of a running LOCAL sequence. Without it a new
+        request, the youngest, would be preempted at once and its work thrown away."""
         running = sum(len(g.sequences) for g in self._running if g.task is Task.LOCAL)
         return running * self._tables.num_groups
 
@@ -442,7 +445,8 @@ class Scheduler:
         group.admitted_before = True
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Rows of one token (replayed ones too), and drafts in what they leave."""
+        """Plan rows of one token (also replayed ones), and drafts in the tokens that these
+        leave."""
         rows = [
             (group, sequence)
             for group in self._running
@@ -456,7 +460,7 @@ class Scheduler:
     def _draft(
         self, drafter: Drafter, rows: Sequence[tuple[RequestGroup, SequenceState]]
     ) -> dict[SequenceState, list[int]]:
-        """Drafts that fit the step and the pool; nobody is preempted for them."""
+        """Return drafts that fit the step and the pool; no request is preempted for them."""
         budget = self._limits.max_num_batched_tokens - len(rows)
         if self._waiting or any(group.prefilling for group in self._running):
             budget //= 2  # prompts must advance
@@ -491,6 +495,6 @@ class Scheduler:
 
 
 def _follow(group: RequestGroup) -> None:
-    """All but the first sequence wait to fork from it."""
+    """Let all sequences but the first wait until they can fork from it."""
     for sequence in group.sequences[1:]:
         sequence.following = True

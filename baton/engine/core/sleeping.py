@@ -4,8 +4,9 @@
                    goes back to the machine, every cached prefix with it
     reload()       any thread: weights from the checkpoint again, its adapters included
     wake()         engine thread: as before, with nothing cached
-The pool's addresses stay, so transfers need not hear of it. On a GPU its memory stays, too: lanes
-have published its addresses to peers.
+
+The pool's addresses stay, so transfers need not know of it. On a GPU the pool's memory stays as
+well: lanes have published its addresses to peers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Reloaded:
 
 
 def check(engine: Engine) -> None:
-    """Raises UnsupportedFeature for an engine that cannot sleep."""
+    """Raise UnsupportedFeature for an engine that cannot sleep."""
     if engine.model is None:
         raise UnsupportedFeature("this engine has no model of its own", field="level")
     if engine.model.ranks is not None:
@@ -42,7 +43,9 @@ def check(engine: Engine) -> None:
 
 
 def fall_asleep(engine: Engine) -> None:
-    """Raises UnsupportedFeature (see check), InternalError while anything is under way."""
+    """Free weights and KV memory. Raises UnsupportedFeature (see check), InternalError while
+    anything is under way.
+    """
     check(engine)
     if engine.has_work or engine.pool.num_used:
         raise InternalError("an engine with requests cannot sleep")
@@ -58,13 +61,18 @@ def fall_asleep(engine: Engine) -> None:
 
 
 def reload(config: EngineConfig) -> Reloaded:
-    """Raises ConfigError as load_model does. `config`: the engine's own, of now."""
+    """Load the weights again. `config`: the engine's present one. Raises the ConfigErrors of
+    load_model.
+    """
     return Reloaded(load_model(config), load_draft(config))
 
 
 def wake(engine: Engine, loaded: Reloaded) -> None:
-    """Raises ConfigError for another model than the one that fell asleep, Unavailable without
-    memory for the pool."""
+    """Give the engine its model and memory back.
+
+    Raises ConfigError for another model than the one that fell asleep, Unavailable if there is no
+    memory for the pool.
+    """
     digest = loaded.model.info.digest
     if digest != engine.info.digest:
         raise ConfigError(

@@ -1,10 +1,11 @@
-"""Steps: plans each step and runs it; with `ahead`, plans the one behind it while it runs.
+"""Steps: plans each step and runs it; with `ahead`, plans the next one while it runs.
 
-The life of a step:
-    plan()   requests that cannot go on end, adopted pages become own ones, the scheduler decides
+Life of a step:
+    plan()   requests that cannot go on end, adopted pages are copied, the scheduler decides
     run()    the runner's results; those of a request count only if its pages were safe throughout
     count()  how long it took, into the statistics
-Between plan() and LiveRequests.step_ended() no sequence of it loses its blocks.
+
+Between plan() and LiveRequests.step_ended() no sequence of the step loses its blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from baton.protocol.clock import Clock
 
 @dataclass(slots=True, eq=False, repr=False)
 class Steps:
-    """`ahead`: None = never. `prove`: that no row writes where others read."""
+    """Runs the steps. `ahead`: None = never plan ahead. `prove`: check that no row writes where
+    others read.
+    """
 
     scheduler: Scheduler
     runner: Runner
@@ -36,12 +39,14 @@ class Steps:
     ahead: RunAhead | None = None
     prove: bool = False
     last_plan: StepPlan | None = field(default=None, init=False)  # None while it is being made
-    _next: Flight | None = field(default=None, init=False)  # under way already
-    _started: float = field(default=0.0, init=False)  # monotonic seconds: this step's plan()
-    _ended: float = field(default=0.0, init=False)  # the last step that computed something
+    _next: Flight | None = field(default=None, init=False)  # a step that is under way already
+    # monotonic seconds: when this step's plan() began
+    _started: float = field(default=0.0, init=False)
+    # when the last step that computed something ended
+    _ended: float = field(default=0.0, init=False)
 
     def use(self, runner: Runner) -> None:
-        """Of the steps from now on; while nothing runs."""
+        """Use this runner for the steps from now on. Only while nothing runs."""
         self.runner = runner
         if self.ahead is not None:
             self.ahead.runner = runner
@@ -51,12 +56,12 @@ class Steps:
         return self._next is not None
 
     def wait(self) -> None:
-        """Until nothing runs: whoever asks has the model and the pool's memory to himself."""
+        """Wait until nothing runs: then only the caller uses the model and the pool's memory."""
         if self._next is not None:
             self._next.wait()
 
     def plan(self) -> Flight:
-        """The step whose results are next. If it raises, nothing is under way."""
+        """Return the step whose results come next. If it raises, nothing is under way."""
         self._started, self.last_plan = self.clock.monotonic(), None
         self.requests.fail_doomed(self.adopted.lapsed())
         self._give_way()
@@ -70,8 +75,10 @@ class Steps:
         return flight
 
     def run(self, flight: Flight) -> list[ChunkResult]:
-        """Run it, or wait for it: one result per row. Requests of it that cannot go on have ended
-        then. If it raises, nothing is under way."""
+        """Run the step, or wait for it; return one result per row.
+
+        Requests of the step that cannot go on have then ended. If it raises, nothing is under way.
+        """
         try:
             results = self._results(flight)
             self.requests.fail_doomed(self.adopted.lapsed(), flight.plan)
@@ -81,7 +88,7 @@ class Steps:
         return results
 
     def count(self, flight: Flight) -> None:
-        """The step has ended: count it and its seconds, unless it computed nothing."""
+        """Count a step that has ended, and its seconds, unless it computed nothing."""
         if not flight.plan.rows:
             return
         began = self._ended if flight.behind else self._started
@@ -92,7 +99,9 @@ class Steps:
     # ---- inside ----
 
     def _give_way(self) -> None:
-        """Copy adopted pages; preempt requests for whose wanted pages there is no room."""
+        """Copy adopted pages; preempt requests whose pages are wanted back but have no room
+        here.
+        """
         for request_id in self.adopted.take_over(self.scheduler.headroom()):
             group = self.requests.get(request_id)
             assert group is not None, "an adoption ends with its request"

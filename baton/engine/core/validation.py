@@ -15,8 +15,11 @@ from baton.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineBounds:
-    """What fits an engine: tokens of a request here (`local_len`) and of one that decodes
-    elsewhere (`model_len`), sequences at once, blocks."""
+    """The bounds of an engine.
+
+    `local_len`: most tokens of a request that decodes here. `model_len`: of one that decodes
+    elsewhere. `max_num_seqs`: sequences at once.
+    """
 
     local_len: int
     model_len: int
@@ -25,11 +28,13 @@ class EngineBounds:
     num_blocks: int
     block_size: int
     adapters: Collection[str] = ()
-    num_groups: int = 1  # of layers: each takes blocks of its own for every stretch of tokens
+    num_groups: int = 1  # layer groups; each takes blocks of its own for the same tokens
     generates: bool = True
 
     def limit(self, task: Task) -> int:
-        """Most tokens, prompt and output; a PREFILL task's output lives in another pool."""
+        """Return the most tokens, prompt and output; a PREFILL task's output lies in
+        another pool.
+        """
         return self.local_len if task is Task.LOCAL else self.model_len
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -37,8 +42,11 @@ class EngineBounds:
 
 
 def validate(request: Request, task: Task, bounds: EngineBounds) -> None:
-    """Raise InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
-    a request that can never fit the model or, with a LOCAL task's output, the pool."""
+    """Refuse a request that does not fit the bounds.
+
+    Raises InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for a
+    request that can never fit the model or, with a LOCAL task's output, the pool.
+    """
     if request.adapter and request.adapter not in bounds.adapters:
         raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
     if not bounds.generates:
@@ -115,8 +123,11 @@ def _check_length(request: Request, task: Task, bounds: EngineBounds) -> None:
 
 
 def most_blocks(request: Request, bounds: EngineBounds) -> int:
-    """Blocks with which a request of several sequences always gets to its end: whole prompt blocks
-    are shared, nothing else need be, and each sequence may hold one block that it is leaving."""
+    """Return the number of blocks with which a request of several sequences always reaches its end.
+
+    Whole prompt blocks are shared. Nothing else need be, and each sequence may hold one more block,
+    which it is about to free.
+    """
     params = request.params
     shared = (len(request.prompt_ids) - 1) // bounds.block_size * bounds.num_groups
     longest = bounds.blocks_for(len(request.prompt_ids) + params.max_tokens)

@@ -1,12 +1,13 @@
-"""AdoptedPages: between steps, which adopted pages may still be read, and which become own ones.
+"""AdoptedPages: between steps, which adopted pages may still be read, and which are copied here.
 
-The fence: a page may be read as long as its owner keeps it (Adoption.safe). It is asked before a
-step reads, and after: in between the process may have slept longer than the promise held, so what
-that step sampled counts only if it is safe afterwards too.
+The fence: a page may be read as long as its owner keeps it (Adoption.safe). This is checked before
+and after each step that reads pages. In between the process may have slept longer than the owner's
+promise lasts, so what a step sampled counts only if the pages are safe afterwards as well.
 
-The owner wants its memory back: what has been read in place for a while is copied, a bounded number
-of bytes per step and never into room that others need. When it says that it is short of memory, all
-is copied at once, more per step; a request for which there is no room here gives way for it.
+The owner wants its memory back. So pages that have been read in place for a while are copied: a
+bounded number of bytes per step, and never into room that other requests need. When the owner says
+that it is short of memory, all its pages are copied, with more bytes per step; a request for whose
+pages there is no room here is preempted.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from baton.protocol.errors import InternalError, KVStale
 TAKEN_BACK: Final = "the exporter may have taken its KV back"
 TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all
 TAKE_OVER_BYTES: Final = 8 << 20  # per step: about 2 ms
-SPARE_SHARE: Final = 8  # a pool less than 1 / 8 free is not filled with copies
-RECALLED_BYTES: Final = 32 << 20  # per step, of what its owner wants back: about 8 ms
-GIVE_WAY_AFTER_S: Final = 1.0  # that there has been no room for what is wanted back
+SPARE_SHARE: Final = 8  # a pool with less than 1 / 8 free is not filled with copies
+RECALLED_BYTES: Final = 32 << 20  # bytes per step of pages that their owner wants back: about 8 ms
+# so long there may be no room for pages that are wanted back, before their request is preempted
+GIVE_WAY_AFTER_S: Final = 1.0
 
 
 class AdoptedPages:
-    """`block_bytes`: of one block. `sequence_of`: the one sequence of a request."""
+    """Keeps and copies adopted pages.
+
+    `block_bytes`: bytes of one block. `sequence_of`: returns the one sequence of a request.
+    """
 
     def __init__(
         self,
@@ -49,9 +54,10 @@ class AdoptedPages:
         self._sequence_of = sequence_of
 
     def receive(self, adoption: Adoption | None, reservation: Reservation | None) -> None:
-        """Copy what of the adopted pages the sequence will write to: the last one unless full.
+        """Copy the last adopted page, unless full, as the sequence will write to it.
 
-        Raises KVStale if they may be another's, InternalError if they do not fit the reservation.
+        Raises KVStale if the pages may belong to another request by now, InternalError if they do
+        not fit the reservation.
         """
         if (adoption is not None) != (reservation is not None and reservation.adopting):
             raise InternalError("adopted pages exactly where they are reserved for")
@@ -70,12 +76,18 @@ class AdoptedPages:
         adoption.since = self._clock.monotonic()
 
     def lapsed(self) -> list[str]:
-        """Requests whose pages may be another's by now: what was read of them counts no more."""
+        """Return the requests whose pages may belong to others by now: what was read of these does
+        not count.
+        """
         return [a.request_id for a in self._tables.adoptions if not a.safe()]
 
     def take_over(self, headroom: int) -> list[str]:
-        """Copy some of those that are wanted back or were adopted longest ago; `headroom` blocks
-        stay free for who runs. Returns the requests that have to give way instead."""
+        """Copy some pages of adoptions that are wanted back or have lasted for a while, the oldest
+        first.
+
+        `headroom` blocks stay free for running requests. Return the requests that must be
+        preempted.
+        """
         pool, now = self._tables.pool, self._clock.monotonic()
         overdue: list[str] = []
         limits = {True: self._recalled_limit, False: self._limit}
@@ -93,5 +105,5 @@ class AdoptedPages:
         return overdue
 
     def take_over_all(self, sequence: SequenceState) -> None:
-        """Copy all that `sequence` has adopted, if there is room."""
+        """Copy all pages that `sequence` has adopted, if there is room."""
         self._tables.take_over(sequence, self._tables.pool.num_free)

@@ -1,4 +1,4 @@
-"""What main memory has left, by the kernel's account. Linux. Imports no torch."""
+"""How much main memory is left, as the kernel reports it. Linux. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes that new memory can have: the machine's, or the container's if that is less.
+    """Return the bytes that new memory can have: the machine's, or the container's if that is less.
 
     Raises ConfigError if the kernel does not report it.
     """
@@ -29,7 +29,9 @@ def available_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def _container_memory(cgroup: Path) -> int | None:
-    """Bytes that the control group still allows (page cache counts as free); None = no limit."""
+    """Return the bytes that the control group still allows (page cache counts as free); None = no
+    limit.
+    """
     names = ("memory.max", "memory.current", "inactive_file")
     if (cgroup / "memory").is_dir():  # control groups of version 1
         cgroup /= "memory"
@@ -41,10 +43,10 @@ def _container_memory(cgroup: Path) -> int | None:
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return max(0, int(limit) - int(current) + int(stat.get(names[2], "0")))
     except (OSError, ValueError):
-        return None  # nothing known to limit us
+        return None  # no limit is known
 
 
 def kilobytes(file: Path, name: str) -> int:
-    """Bytes of the line `name:  123 kB`."""
+    """Return the bytes that the line `name:  123 kB` of a file stands for."""
     lines = file.read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024

@@ -1,17 +1,17 @@
 """BlockPool: who holds which KV block. Integers only: it knows neither tensors nor requests.
 
-The life of a block:
+Life of a block:
     free, plain --allocate--> used --register(hash)--> used, in the prefix map
     used --last unref--> free, plain           (no hash: its content is worthless)
     used --last unref--> free, cached          (hash: still answers lookups, until evicted)
     free, cached --ref--> used                 (a prefix hit brings it back)
     free, cached --allocate--> used            (least recently used first; EVICTED is reported)
 
-Always: every block is in exactly one of used, free plain, free cached, so free + used == total.
-A block in the prefix map is full and never written again; only a sequence's last, unregistered
-block is. A key names one block: a second block with equal content stays unregistered (append-only
-block tables are worth more than de-duplication). Keys are block hashes, in further layer groups
-with the group's number behind: those are nobody else's business, so no event reports them.
+Every block is in exactly one of used, free plain, free cached, so free + used == total. A block in
+the prefix map is full and is never written again; only a sequence's last block, which is not
+registered, is written. A key names one block: a second block with equal content stays unregistered
+(append-only block tables are worth more than de-duplication). Keys are block hashes; in further
+layer groups the group's number is appended. No event reports those, as only this pool uses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.protocol.events import BlockEvent, BlockEventKind
 class BlockPool:
     """Ref counts, free blocks in eviction order, and the prefix map of `num_blocks` blocks.
 
-    Not thread-safe: the engine thread owns it. Every method that mutates says so by its verb.
+    Not thread-safe: the engine thread owns it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._parents: list[bytes | None] = [None] * num_blocks  # None: no event reports it
+        self._parents: list[bytes | None] = [None] * num_blocks  # None: no event reports the block
         self._by_hash: dict[bytes, int] = {}
         self._plain = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -47,7 +47,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that allocate() can hand out, cached ones included."""
+        """The number of blocks that allocate() can hand out, cached ones included."""
         return len(self._plain) + len(self._cached)
 
     @property
@@ -56,11 +56,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks in the prefix map, used or free."""
+        """The number of blocks in the prefix map, used or free."""
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def ref_count(self, block: int) -> int:
@@ -71,13 +71,14 @@ class BlockPool:
         return self._refs[block] == 1 and self._hashes[block] is None
 
     def hash_of(self, block: int) -> bytes | None:
-        """Under which the prefix map knows it."""
+        """Return the key by which the prefix map knows the block; None if it is not there."""
         return self._hashes[block]
 
     # ---- taking and giving back ----
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changed) if fewer are free.
+        """Return `count` blocks with one reference each; None (and nothing changed) if fewer are
+        free.
 
         Evicts cached blocks, least recently used first, once the plain ones are used up.
         """
@@ -91,7 +92,7 @@ class BlockPool:
         return blocks
 
     def ref(self, blocks: Iterable[int]) -> None:
-        """One more reference to each block; free ones must be cached (a prefix hit)."""
+        """Add a reference to each block; a free block must be cached (a prefix hit)."""
         for block in blocks:
             if self._refs[block] == 0:
                 if block not in self._cached:
@@ -100,9 +101,9 @@ class BlockPool:
             self._refs[block] += 1
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """One reference less to each block; the last one frees it.
+        """Remove a reference from each block; the last one frees the block.
 
-        Goes from the last block to the first: a prompt's tail is evicted before its head.
+        Goes from the last block to the first, so that a prompt's tail is evicted before its head.
         """
         for block in reversed(blocks):
             if self._refs[block] == 0:
@@ -115,10 +116,10 @@ class BlockPool:
                     self._cached[block] = None
 
     def copy_on_write(self, block: int) -> int | None:
-        """A block that the holder of one reference to `block` may write; None = no room.
+        """Return a block that the holder of one reference to `block` may write; None = no room.
 
-        `block` itself if nobody shares it and no lookup can find it. Otherwise a fresh one, to
-        which the caller's reference moves: the caller copies the content before it writes.
+        It is `block` itself if nobody shares it and no lookup can find it. Otherwise it is a fresh
+        one, to which the caller's reference moves: the caller copies the content before it writes.
         """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free and cannot be written")
@@ -133,7 +134,9 @@ class BlockPool:
     # ---- prefix map ----
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `hashes`. Takes no references; mutates nothing."""
+        """Return the blocks of the longest known prefix of `hashes`. Takes no references, changes
+        nothing.
+        """
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -143,12 +146,14 @@ class BlockPool:
         return blocks
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block that the prefix map knows by this key."""
+        """Return the block that the prefix map knows by this key, or None."""
         return self._by_hash.get(block_hash)
 
     def register(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
-        """Offer a full, computed block to later lookups. `parent`: hash of the block before it;
-        None: no event reports this one."""
+        """Offer a full, computed block to later lookups.
+
+        `parent`: the hash of the block before it; None: no event reports this block.
+        """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free and cannot enter the prefix map")
         if not self.enable_prefix_caching or block_hash in self._by_hash:
@@ -162,15 +167,17 @@ class BlockPool:
             self._events.stored(block_hash, parent)
 
     def take_events(self) -> list[BlockEvent]:
-        """Prefix-map changes since the last call, in order.
+        """Return the changes of the prefix map since the last call, in order.
 
-        After an overflow (nobody asked for long) they are replaced by `snapshot_events()`.
+        After an overflow (nobody called this for long) return `snapshot_events()` instead.
         """
         events = self._events.take()
         return self.snapshot_events() if events is None else events
 
     def snapshot_events(self) -> list[BlockEvent]:
-        """CLEARED, then STORED for the whole map: the state for a listener that starts now."""
+        """Return CLEARED, then STORED for the whole map: the state for a listener that
+        starts now.
+        """
         log = _EventLog(limit=self.num_blocks + 1)
         for block_hash, block in self._by_hash.items():
             parent = self._parents[block]
@@ -179,8 +186,10 @@ class BlockPool:
         return [BlockEvent(BlockEventKind.CLEARED), *(log.take() or [])]
 
     def clear_cache(self) -> None:
-        """Forget every known block: used ones stay with their holders, free ones become plain.
-        Reports one CLEARED."""
+        """Empty the prefix map: used blocks stay with their holders, free ones become plain.
+
+        Reports one CLEARED.
+        """
         for block in self._by_hash.values():
             self._hashes[block] = self._parents[block] = None
         self._by_hash.clear()
@@ -202,8 +211,11 @@ class BlockPool:
     # ---- proof ----
 
     def check(self, owned: Mapping[int, int] | None = None) -> None:
-        """Prove the invariants of the module docstring; with `owned` (block -> references that the
-        caller can account for) also that there is no other reference. Raises InternalError."""
+        """Prove the invariants of the module docstring. Raises InternalError if one is broken.
+
+        With `owned` (block -> references that the caller can account for) prove as well that there
+        is no other reference.
+        """
         used = sum(1 for refs in self._refs if refs > 0)
         free = [*self._plain, *self._cached]
         _prove(self.num_free + used == self.num_blocks, "free + used == total")
@@ -221,7 +233,9 @@ class BlockPool:
 
 
 class _EventLog:
-    """Block events, neighbours merged: a prompt of 100 blocks is one. At most `limit` hashes."""
+    """Block events; neighbours are merged, so a prompt of 100 blocks is one. At most `limit`
+    hashes.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -235,11 +249,11 @@ class _EventLog:
         self._append(BlockEventKind.EVICTED, block_hash, b"")
 
     def cleared(self) -> None:
-        """What came before is no news any more."""
+        """Replace all events by CLEARED, as they no longer matter."""
         self._runs, self._num_hashes = [(BlockEventKind.CLEARED, [], b"")], 0
 
     def take(self) -> list[BlockEvent] | None:
-        """The events, forgotten here; None if there were too many to keep."""
+        """Return and forget the events; None if there were too many to keep."""
         overflowed = self._num_hashes > self._limit
         events = [BlockEvent(kind, tuple(hashes), parent) for kind, hashes, parent in self._runs]
         self._runs, self._num_hashes = [], 0

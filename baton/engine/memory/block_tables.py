@@ -27,22 +27,22 @@ from baton.engine.state.stats import EngineStats
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
 
-NEVER: Final = 1 << 62  # Table.first_whole of who may not offer blocks to others
+NEVER: Final = 1 << 62  # Table.first_whole of a table that may not offer blocks to others
 
 
 class BlockMemory(Protocol):
-    """The bytes behind the blocks. KVArena is one; host copies are opaque to whoever holds them."""
+    """The bytes behind the blocks, as in KVArena. Host copies are opaque to their holders."""
 
     def copy_block(self, source: int, target: int) -> None:
-        """`source` may be an adopted one."""
+        """Copy a block. `source` may be an adopted one."""
         ...
 
     def clear_block(self, block: int) -> None:
-        """Zero it: it will be written only in part."""
+        """Zero a block that will be written only in part."""
         ...
 
     def read_blocks(self, blocks: Sequence[int]) -> Any:
-        """Copies of `blocks` in host memory; their row i is blocks[i]."""
+        """Return copies of `blocks` in host memory; row i is blocks[i]."""
         ...
 
     def write_blocks(self, host: Any, rows: Sequence[int], blocks: Sequence[int]) -> None:
@@ -52,9 +52,9 @@ class BlockMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Tables with a reference to each of their blocks; KV of the first `num_hits` blocks is there
-    (in a windowed group: of those that can still be seen). `num_found`: blocks out of the prefix
-    map, over all groups."""
+    """Tables with a reference to each of their blocks. The KV of the first `num_hits` blocks is
+    there (if windowed: of those still seen). `num_found`: blocks from the prefix map, in all
+    groups."""
 
     tables: list[Table]
     num_hits: int
@@ -62,8 +62,8 @@ class Taken:
 
 
 class BlockTables:
-    """Block tables of sequences over `pool`; `windows`: per layer group, how many tokens its layers
-    see at most (0 = all)."""
+    """Block tables of sequences over `pool`. `windows`: per layer group, the most tokens that its
+    layers see (0 = all)."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class BlockTables:
         self.pool = pool
         self.memory = memory
         self.windows = tuple(windows)
-        self.adoptions: set[Adoption] = set()  # whose pages a table names
+        self.adoptions: set[Adoption] = set()  # those whose pages a table names
         self._stats = stats
         self._windowed = any(self.windows)
 
@@ -84,22 +84,20 @@ class BlockTables:
         return len(self.windows)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of all groups together that hold `num_tokens` tokens whole."""
+        """Return how many blocks of all groups together hold `num_tokens` tokens."""
         return self.num_groups * self.pool.blocks_for(num_tokens)
 
     # ---- taking ----
 
     def take(self, hashes: Sequence[bytes], num_tokens: int, headroom: int) -> Taken | None:
-        """Blocks for `num_tokens` tokens, hits first, for a sequence that computes on behind them;
-        None (and nothing changed) unless `headroom` blocks stay free."""
+        """Take blocks for `num_tokens` tokens, hits first, for a sequence that computes on behind
+        the hits. None (and nothing changed) unless `headroom` blocks stay free."""
         size = self.pool.block_size
         return self._take(hashes, num_tokens, headroom, lambda num_hits: num_hits * size)
 
     def take_for_arrival(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
-        """Blocks for `num_tokens` tokens of which no other than the last will be computed here.
-
-        Blocks that arrive only in part are zeroed, and will not be offered to others.
-        """
+        """Take blocks for `num_tokens` tokens, of which at most the last is computed here. Blocks
+        that arrive only in part are zeroed, and will not be offered to others."""
         taken = self._take(hashes, num_tokens, 0, lambda _: self._last_start(num_tokens))
         if taken is None:
             return None
@@ -117,12 +115,13 @@ class BlockTables:
 
     @property
     def may_adopt(self) -> bool:
-        """Whether tables can name other pools' pages: for one group of layers that see all."""
+        """Whether tables can name other pools' pages: if there is one group that sees all
+        tokens."""
         return self.windows == (0,)
 
     def take_to_adopt(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
-        """Blocks for `num_tokens` tokens whose full blocks lie elsewhere: hits, and one behind them
-        all for what follows; None (and nothing changed) if there is no room."""
+        """Take hits, and one block for what follows all full blocks of `num_tokens` tokens, which
+        lie elsewhere. None (and nothing changed) if there is no room."""
         hits = self.pool.lookup(hashes[: num_tokens // self.pool.block_size])
         self.pool.ref(hits)
         last = self.pool.allocate(1)
@@ -133,12 +132,12 @@ class BlockTables:
         return Taken([table], len(hits), len(hits))
 
     def blocks_for_arrival(self, num_tokens: int) -> int:
-        """Blocks of all groups that take_for_arrival() takes, hits included."""
+        """Return how many blocks of all groups take_for_arrival() takes, hits included."""
         start, count = self._last_start(num_tokens), self.pool.blocks_for(num_tokens)
         return sum(count - self._first_seen(window, start) for window in self.windows)
 
     def _last_start(self, num_tokens: int) -> int:
-        """The first token of the last block: where computing may begin again if all are hits."""
+        """Return the first token of the last block: computing may begin there if all are hits."""
         return (num_tokens - 1) // self.pool.block_size * self.pool.block_size
 
     def _take(
@@ -148,7 +147,7 @@ class BlockTables:
         headroom: int,
         start_of: Callable[[int], int],
     ) -> Taken | None:
-        """`start_of(num_hits)`: the first token that will be computed here."""
+        """Take blocks, hits first. `start_of(num_hits)`: the first token to compute here."""
         num_hits = self._num_hits(hashes, start_of)
         start, count = start_of(num_hits), self.pool.blocks_for(num_tokens)
         tables: list[Table] = []
@@ -173,7 +172,7 @@ class BlockTables:
         return Taken(tables, num_hits, len(hits))
 
     def _num_hits(self, hashes: Sequence[bytes], start_of: Callable[[int], int]) -> int:
-        """Most leading blocks of `hashes` that every group has, as far as it will look at them."""
+        """Return how many leading blocks of `hashes` every group has, where it looks at them."""
         count = len(hashes) if self.pool.num_cached else 0
         for group, window in enumerate(self.windows):
             if not window:
@@ -190,7 +189,7 @@ class BlockTables:
     def _windowed_hits(
         self, group: int, hashes: Sequence[bytes], count: int, start_of: Callable[[int], int]
     ) -> int:
-        """As _num_hits, for one group and at most `count`: from the end backwards."""
+        """Do as _num_hits for one group and at most `count` blocks, from the end backwards."""
         window, index = self.windows[group], count - 1
         while index >= self._first_seen(window, start_of(count)):
             if self.pool.find(_key(hashes[index], group)) is None:
@@ -199,11 +198,11 @@ class BlockTables:
         return count
 
     def _first_seen(self, window: int, position: int) -> int:
-        """The first block that a token at `position` can see."""
+        """Return the first block that a token at `position` can see."""
         return max(0, position - window + 1) // self.pool.block_size if window else 0
 
     def missing(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Blocks that `grow` would take."""
+        """Return how many blocks `grow` would take."""
         count = self.pool.blocks_for(num_tokens)
         more = 0
         for table in sequence.tables:
@@ -213,8 +212,8 @@ class BlockTables:
         return more
 
     def grow(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens, those not yet computed in blocks of its own; False (and
-        nothing changed) if there is no room."""
+        """Give a sequence blocks for `num_tokens` tokens, own ones for tokens not yet computed.
+        Return False (and nothing changed) if there is no room."""
         missing = self.missing(sequence, num_tokens)
         if missing > self.pool.num_free:
             return False
@@ -238,11 +237,11 @@ class BlockTables:
         return True
 
     def room(self, sequence: SequenceState) -> int:
-        """Tokens that its blocks hold."""
+        """Return how many tokens the sequence's blocks hold."""
         return min(table.end for table in sequence.tables) * self.pool.block_size
 
     def _to_copy(self, sequence: SequenceState) -> Iterator[tuple[Table, int]]:
-        """Held blocks, by their place in a table, that it will write but must not."""
+        """Yield (table, index) of held blocks that it will write but must not: others read them."""
         if not sequence.forked:
             return
         first = sequence.num_computed // self.pool.block_size
@@ -252,7 +251,7 @@ class BlockTables:
                     yield table, index
 
     def blocks_of_followers(self, group: RequestGroup) -> int:
-        """Blocks that the known tokens of the group's followers will take beyond the leader's."""
+        """Return how many blocks the followers' known tokens take beyond the leader's."""
         total = 0
         for sequence in group.sequences[1:]:
             if sequence.following:
@@ -261,8 +260,9 @@ class BlockTables:
         return total * self.num_groups
 
     def most_hits(self, group: RequestGroup) -> int:
-        """Blocks of its leader that may be prefix hits: at least one token is left to compute, for
-        its hidden state, and a hole in front of the hits must be one for its followers too."""
+        """Return how many blocks of its leader may be prefix hits. One token at least must be
+        computed, for its hidden state; and no follower may need blocks that are missing before the
+        hits."""
         count = len(group.leader.tokens) - 1
         if self._windowed:
             for sequence in group.sequences[1:]:
@@ -270,7 +270,7 @@ class BlockTables:
         return count // self.pool.block_size
 
     def fork(self, parent: SequenceState, child: SequenceState, num_tokens: int) -> None:
-        """`child` shares the blocks of the first `num_tokens` tokens, which count as computed."""
+        """Let `child` share the blocks of the first `num_tokens` tokens, which are computed."""
         count, whole = self.pool.blocks_for(num_tokens), num_tokens // self.pool.block_size
         if any(table.adoption is not None for table in parent.tables):
             raise InternalError(f"{parent.request.id}: adopted pages are one sequence's")
@@ -298,14 +298,14 @@ class BlockTables:
         taken: Taken,
         adoption: Adoption | None = None,
     ) -> None:
-        """The blocks of a reservation become the sequence's, with those of `adoption` where it has
-        none; its tokens count as computed."""
+        """Give a reservation's blocks to the sequence, and those of `adoption` where it has none.
+        Its tokens count as computed."""
         sequence.tables = taken.tables
         if adoption is not None:
             whole = reservation.num_tokens // self.pool.block_size
             self._insert(taken.tables[0], adoption, range(taken.num_hits, whole))
-        # One token must be left to compute: the next one is sampled from its hidden state, unless
-        # what may follow is known: a search goes on from its candidates.
+        # One token must be left to compute: the next one is sampled from its hidden state. Only a
+        # search whose candidates are known needs none.
         left = 1 if sequence.candidates is None else 0
         sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - left)
         if sequence.num_computed < reservation.start_token:
@@ -319,7 +319,7 @@ class BlockTables:
     def _insert(self, table: Table, adoption: Adoption, places: range) -> None:
         adopted = adoption.ids[places.start : places.stop]
         table.blocks[places.start : places.start] = adopted
-        # Nobody finds what follows pages that others cannot read: all of it, once they are copied.
+        # Others cannot read these pages, so no block after them may be found until they are copied.
         table.first_whole = NEVER
         table.num_registered = places.start
         if not adopted:
@@ -331,7 +331,7 @@ class BlockTables:
         self._stats.num_adopted_blocks += len(adopted)
 
     def take_over(self, sequence: SequenceState, limit: int) -> int:
-        """Copy at most `limit` adopted blocks into own ones, which must be free; how many."""
+        """Copy at most `limit` adopted blocks into own, free ones; return how many."""
         copied = 0
         for table in sequence.tables:
             adoption = table.adoption
@@ -344,7 +344,7 @@ class BlockTables:
                 continue
             for index, block in zip(places, fresh, strict=True):
                 self.memory.copy_block(table.blocks[index], block)
-            if not adoption.safe():  # what has been copied may be anything
+            if not adoption.safe():  # what has been copied may be wrong
                 self.pool.unref(fresh)
                 continue
             for index, block in zip(places, fresh, strict=True):
@@ -374,15 +374,15 @@ class BlockTables:
             table.num_registered = full
 
     def free_invisible(self, sequence: SequenceState) -> None:
-        """Give back leading blocks that no token from the last computed one on sees: whoever takes
-        the KV over may compute that one again."""
+        """Free leading blocks that no token from the last computed one on sees. That token counts,
+        as whoever takes the KV over may compute it again."""
         if not self._windowed:
             return
         for window, table in zip(self.windows, sequence.tables, strict=True):
             if not window:
                 continue
             count = self._first_seen(window, sequence.num_computed - 1) - table.num_freed
-            # One block stays: what lies behind the last one is padded with it.
+            # One block stays: it pads the table behind the last block.
             count = min(count, len(table.blocks) - 1)
             if count > 0:
                 self._unref(table, table.blocks[:count])
@@ -391,7 +391,7 @@ class BlockTables:
                 self._stats.num_window_freed_blocks += count
 
     def trim(self, sequence: SequenceState) -> None:
-        """Give back blocks beyond the known tokens: those of rejected drafts."""
+        """Free blocks beyond the known tokens, which rejected drafts have left."""
         count = self.pool.blocks_for(len(sequence.tokens))
         for table in sequence.tables:
             self._cut(table, count)
@@ -404,15 +404,15 @@ class BlockTables:
             del table.blocks[kept:]
 
     def release(self, sequence: SequenceState) -> None:
-        """Give back all blocks: it starts anew, if at all."""
+        """Free all blocks of a sequence, which then has computed nothing."""
         self.give_back(sequence.tables)
         sequence.tables = []
         sequence.num_computed = 0
         sequence.forked = False
 
     def give_back(self, tables: Sequence[Table]) -> None:
-        """One reference less to each block. All groups' blocks of a stretch of tokens are evicted
-        together: one group's alone answer no look-up."""
+        """Remove a reference from each block. The blocks of all groups for the same tokens are
+        evicted together, as one group's blocks alone answer no lookup."""
         if len(tables) == 1:
             self._unref(tables[0], tables[0].blocks)
             return
@@ -450,8 +450,8 @@ class BlockTables:
     # ---- proof ----
 
     def prove_owned(self, owned: Counter[int], sequences: Iterable[SequenceState]) -> Counter[int]:
-        """The references `owned` without adopted pages. Raises InternalError unless those are held
-        by live adoptions, each as often as it knows, and no adoption is left without."""
+        """Return the references `owned` without adopted pages. Raises InternalError unless live
+        adoptions hold those, each as often as it knows, and each live adoption has some."""
         held: Counter[Adoption] = Counter()
         foreign = 0
         for sequence in sequences:
@@ -469,7 +469,7 @@ class BlockTables:
 
     def prove_private(self, sequence: SequenceState, end: int) -> None:
         """Raise InternalError unless tokens [num_computed, end) lie in blocks that nobody else
-        holds and no lookup can find: also what protects others from rejected drafts."""
+        holds and no lookup can find. This also protects others from rejected drafts."""
         first = sequence.num_computed // self.pool.block_size
         for table in sequence.tables:
             for index in range(first, self.pool.blocks_for(end)):
@@ -481,12 +481,12 @@ class BlockTables:
 
 
 def as_lists(tables: Sequence[Table]) -> BlockLists:
-    """The tables as they are now."""
+    """Return the tables' present blocks as lists."""
     return tuple(HeldBlocks(tuple(table.blocks), table.num_freed) for table in tables)
 
 
 def count_blocks(sequences: Iterable[SequenceState]) -> Counter[int]:
-    """References that these sequences hold, per block."""
+    """Return the references that these sequences hold, per block."""
     counts: Counter[int] = Counter()
     for sequence in sequences:
         for table in sequence.tables:
@@ -495,5 +495,5 @@ def count_blocks(sequences: Iterable[SequenceState]) -> Counter[int]:
 
 
 def _key(block_hash: bytes, group: int) -> bytes:
-    """What the prefix map knows a block by; in group 0 its hash, as routers do."""
+    """Return the prefix map's key of a block: in group 0 its hash, which routers know as well."""
     return block_hash if group == 0 else block_hash + bytes((group,))

@@ -1,8 +1,8 @@
-"""Host memory for tensors that are read whole at every step: in pages of 2 MiB where that works.
+"""Host memory for tensors that every step reads as a whole: in pages of 2 MiB where that works.
 
 A core that streams through pages of 4 KiB waits for their addresses: with one thread, decode steps
-over weights in pages of 2 MiB took 0.82 to 0.91 of the time. Not here: shared memory, which is its
-file system's to lay out.
+over weights in pages of 2 MiB took 0.82 to 0.91 of the time. Shared memory is not here: its file
+system lays it out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ HUGE: Final = 2 << 20
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros; its memory is taken as it is touched, and given back with the tensor.
+    """Return a tensor of zeros. Its memory is taken as it is touched, and freed with the tensor.
 
-    What fills no page of 2 MiB, the end included, lies in ordinary ones; so does all where the
-    kernel has no others.
+    Parts that fill no page of 2 MiB lie in ordinary pages; so does all where the kernel has no
+    others.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize

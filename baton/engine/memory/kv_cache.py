@@ -27,7 +27,8 @@ from baton.engine.memory.layer_groups import LayerGroups, group_layers
 from baton.protocol.errors import ConfigError, InternalError
 from baton.protocol.kv_spec import LayerSpec
 
-SLAB_BYTES: Final = 4 << 20  # copied back at once: larger scratch costs fresh pages every time
+# bytes copied back at once: larger scratch costs fresh pages every time
+SLAB_BYTES: Final = 4 << 20
 ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load
 
 _TORCH_DTYPES: Final = {
@@ -71,9 +72,10 @@ class KVArena:
         device: str | torch.device = "cpu",
         memory: MakeMemory | None = None,
     ) -> None:
-        """`layers`: grouped by their windows, unless grouped already. `memory`: makes the one
+        """`layers`: grouped by their windows here, unless grouped already. `memory`: makes the one
         allocation, at least num_blocks * bytes_per_block() long; None = memory of its own, on
-        `device`."""
+        `device`. Raises ConfigError for a dtype in which KV cannot be stored.
+        """
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
         self.groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
@@ -96,23 +98,23 @@ class KVArena:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """The layer group of each layer: which of a sequence's block lists it reads."""
+        """The layer group of each layer: which of a sequence's block lists the layer reads."""
         return self.groups.group_of
 
     def block_bytes(self, layer: int) -> int:
-        """Bytes of one block of one layer, K and V."""
+        """Return the bytes of one block of one layer, K and V."""
         return self.block_size * self.layers[layer].token_bytes(self.dtype)
 
     def slot_offset(self, layer: int) -> int:
-        """Where `layer` begins within a block of its group, in bytes."""
+        """Return where `layer` begins within a block of its group, in bytes."""
         return self._slots[self.groups.places[layer][1]]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views k, v, each [num_blocks, block_size, kv_heads, k_dim or v_dim].
+        """Return views k, v, each [num_blocks, block_size, kv_heads, k_dim or v_dim].
 
-        Both share the arena's memory; strided over blocks, contiguous within one. Only the blocks
-        of the layer's own group hold its KV. Where the memory reaches further than the own blocks
-        they are longer, and only blocks that are known to be there may be touched.
+        Both share the arena's memory, strided over blocks and contiguous within one. Only the
+        blocks of the layer's own group hold its KV. The views are longer where the memory reaches
+        beyond the own blocks; there, only blocks that are known to exist may be touched.
         """
         spec, start = self.layers[layer], self.slot_offset(layer)
         dtype = _TORCH_DTYPES[self.dtype]
@@ -125,10 +127,11 @@ class KVArena:
         return k, slot[:, k_size:].unflatten(1, (*shape, spec.v_dim))
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 KV: views of K's and V's scales, each [num_blocks, block_size, kv_heads] float32,
-        which reach as far as `layer`'s do.
+        """Return views of int8 KV's scales, K's and V's, each [num_blocks, block_size, kv_heads]
+        float32.
 
-        Raises InternalError for any other dtype. MLA has no V: its scales are K's.
+        They are as long as the views of `layer`. MLA has no V: its second view is that of K. Raises
+        InternalError for any other dtype.
         """
         spec = self.layers[layer]
         size = self.block_size * spec.scale_bytes(self.dtype)
@@ -141,38 +144,48 @@ class KVArena:
         return scales[:, 0], scales[:, -1]
 
     def buffer(self) -> memoryview:
-        """All blocks' bytes, scales included, writable: layer l of block b begins at
-        b * page_bytes + slot_offset(l). Raises InternalError off the CPU."""
+        """Return all blocks' bytes, scales included, writable.
+
+        Layer l of block b begins at b * page_bytes + slot_offset(l). Raises InternalError off the
+        CPU.
+        """
         if self.device.type != "cpu":
             raise InternalError("only a pool in host memory has a buffer; stage a device pool")
         return self._pages.view(-1).numpy().data
 
     def give_back(self) -> bool:
-        """Give the pages' memory back, all that they hold with it; the addresses stay. False: it
-        cannot be done here. Nobody may read or write until `take_again`."""
+        """Free the pages' memory with its content, and keep the addresses. False: impossible here.
+
+        Nobody may read or write until `take_again`.
+        """
         return self.device.type == "cpu" and pages.give_back(self._pages)
 
     def take_again(self) -> None:
-        """The pages are zero, and have memory where they need some at once. Raises Unavailable if
-        there is none."""
+        """Take the memory of the pages again; they are zero. Raises Unavailable if there is
+        none.
+        """
         pages.take_again(self._pages)
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's KV in all its layers: what follows BlockPool.copy_on_write(). `source`
-        may be another pool's."""
+        """Copy one block's KV in all its layers, after BlockPool.copy_on_write().
+
+        `source` may be a block of another pool.
+        """
         _words(self._pages)[target] = _words(self._reach)[source]
 
     def clear_block(self, block: int) -> None:
-        """Zero a block that will be written only in part: its rest may meet attention, masked."""
+        """Zero a block that will be written only in part: attention may read its rest, masked."""
         _words(self._pages)[block] = 0
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copies of `blocks`, also of other pools, in host memory; finished when this returns."""
+        """Return copies in host memory of `blocks`, also of other pools. Finished when this
+        returns.
+        """
         index = torch.tensor(blocks, device=self.device)
         return HostBlocks(_words(self._reach).index_select(0, index).cpu())
 
     def write_blocks(self, host: HostBlocks, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy rows of `host` back into `blocks`; finished when this returns."""
+        """Copy rows of `host` back into `blocks`. Finished when this returns."""
         source, target = torch.tensor(rows), torch.tensor(blocks, device=self.device)
         mine = _words(self._pages)
         step = max(1, SLAB_BYTES // (8 * mine.shape[1]))
@@ -186,32 +199,34 @@ class KVArena:
 def bytes_per_block(
     layers: tuple[LayerSpec, ...] | LayerGroups, block_size: int, dtype: str
 ) -> int:
-    """Bytes of one block of KVArena over its group's layers, scales included."""
+    """Return the bytes of one block of KVArena over its group's layers, scales included."""
     groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
     return _places(groups, block_size, dtype)[2]
 
 
 def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, uint8."""
+    """Return zeros, uint8 [num_bytes]."""
     if device.type == "cpu":
         return huge_pages.zeros(num_bytes, dtype=torch.uint8)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _places(groups: LayerGroups, block_size: int, dtype: str) -> tuple[list[int], list[int], int]:
-    """Where each slot begins in a page, where its scales do, and the bytes of a page."""
+    """Return where each slot begins in a page, where its scales begin, and the bytes of a page."""
     slots, size = _offsets(groups.slot_bytes(block_size, dtype))
     scales, behind = _offsets(groups.slot_scale_bytes(block_size, dtype))
     return slots, [size + start for start in scales], size + behind
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:
-    """Rows of 8-byte words: torch copies rows of bytes one byte at a time (docs/log/)."""
+    """View pages as rows of 8-byte words: torch copies rows of bytes one byte at a time
+    (docs/log/).
+    """
     return pages.view(torch.int64)
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Starts of slots of these sizes, each on a boundary, and the size of them all."""
+    """Return the starts of slots of these sizes, each on a boundary, and their size in all."""
     starts: list[int] = []
     total = 0
     for size in sizes:

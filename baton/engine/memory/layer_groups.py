@@ -21,16 +21,16 @@ from baton.protocol.kv_spec import LayerSpec
 
 log = logging.getLogger(__name__)
 
-MIN_BLOCKS: Final = 2  # of each group, in a pool that can serve
-MAX_GROUPS: Final = 16  # each costs a block table per sequence and step
-MAX_PADDING: Final = 0.1  # share of empty slots that larger pages are worth
+MIN_BLOCKS: Final = 2  # blocks of each group in a pool that can serve
+MAX_GROUPS: Final = 16  # each group costs a block table per sequence and step
+MAX_PADDING: Final = 0.1  # share of empty slots that is accepted for larger pages
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
     """Where each layer's KV lies: `places[layer]` = (group, slot of the group's pages).
 
-    `windows[group]`: tokens that its layers see at most, 0 = all. Group 0 sees farthest.
+    `windows[group]`: the most tokens that its layers see, 0 = all. Group 0 sees farthest.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -43,7 +43,7 @@ class LayerGroups:
 
     @property
     def num_slots(self) -> int:
-        """Layers that a page holds."""
+        """The number of layers that a page holds."""
         return max((slot for _, slot in self.places), default=-1) + 1
 
     @property
@@ -52,26 +52,28 @@ class LayerGroups:
         return tuple(group for group, _ in self.places)
 
     def slot_bytes(self, block_size: int, dtype: str) -> list[int]:
-        """Bytes of each slot of a page, scales apart."""
+        """Return the bytes of each slot of a page, without scales."""
         sizes = [0] * self.num_slots
         for layer, (_, slot) in zip(self.layers, self.places, strict=True):
             sizes[slot] = max(sizes[slot], block_size * layer.token_bytes(dtype))
         return sizes
 
     def page_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a page, scales included, before alignment."""
+        """Return the bytes of a page, scales included, before alignment."""
         kv, scales = self.slot_bytes(block_size, dtype), self.slot_scale_bytes(block_size, dtype)
         return sum(kv) + sum(scales)
 
     def blocks_held(self, num_tokens: int, block_size: int) -> int:
-        """Most pages, over all groups, of a sequence that decodes at `num_tokens` tokens."""
+        """Return the most pages, over all groups, of a sequence that decodes at `num_tokens`
+        tokens.
+        """
         count = -(-num_tokens // block_size)
         return sum(
             min(count, -(-window // block_size) + 1) if window else count for window in self.windows
         )
 
     def slot_scale_bytes(self, block_size: int, dtype: str) -> list[int]:
-        """Bytes of each slot's scales; int8 KV alone has any."""
+        """Return the bytes of each slot's scales: 0 unless the KV is int8."""
         sizes = [0] * self.num_slots
         for layer, (_, slot) in zip(self.layers, self.places, strict=True):
             sizes[slot] = max(sizes[slot], block_size * layer.scale_bytes(dtype))
@@ -79,16 +81,22 @@ class LayerGroups:
 
 
 def one_group(layers: Sequence[LayerSpec]) -> LayerGroups:
-    """One group: a page holds all layers. It is freed once its tokens are outside the largest
-    window; if a layer sees all tokens, it is kept until the sequence ends."""
+    """Return one group, whose pages hold all layers.
+
+    A page is freed once its tokens are outside the largest window; if a layer sees all tokens, it
+    is kept until the sequence ends.
+    """
     windows = [layer.window for layer in layers]
     window = max(windows) if windows and all(windows) else 0
     return LayerGroups(tuple(layers), (window,), tuple((0, slot) for slot in range(len(layers))))
 
 
 def group_layers(layers: Sequence[LayerSpec], dtype: str) -> LayerGroups:
-    """A group for each window, or several if many layers have it. One group for all layers if they
-    need unequal bytes per token, or have more than MAX_GROUPS windows."""
+    """Return a group for each window, or several groups if many layers have it.
+
+    One group for all layers if they need unequal bytes per token, or have more than MAX_GROUPS
+    windows.
+    """
     classes: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
         classes.setdefault(layer.window, []).append(index)
@@ -98,7 +106,7 @@ def group_layers(layers: Sequence[LayerSpec], dtype: str) -> LayerGroups:
     if len(sizes) > 1 or len(classes) > MAX_GROUPS:
         log.info("layers of %d windows differ in KV bytes: they share their blocks", len(classes))
         return one_group(layers)
-    # 0 = all: seen farthest.
+    # 0 = all tokens, so it comes first
     ordered = sorted(classes, key=lambda window: (window > 0, -window))
     size = _slots([len(members) for members in classes.values()])
     places: dict[int, tuple[int, int]] = {}
@@ -114,8 +122,10 @@ def group_layers(layers: Sequence[LayerSpec], dtype: str) -> LayerGroups:
 
 
 def _slots(counts: Sequence[int]) -> int:
-    """Layers that a page has room for, if `counts[i]` layers have window i. More slots make fewer
-    groups; the result is the most slots of which few stay empty."""
+    """Return how many layers a page has room for, if `counts[i]` layers have window i.
+
+    More slots make fewer groups; the result is the most slots of which few stay empty.
+    """
 
     def groups(size: int) -> int:
         return sum(-(-count // size) for count in counts)

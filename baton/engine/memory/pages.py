@@ -1,9 +1,8 @@
-"""A tensor's memory given back to the machine while its address stays, and taken again. Linux, CPU.
+"""Frees a tensor's memory while its address stays, and takes memory again. Linux, CPU.
 
-Anonymous memory is zero and untouched afterwards: it is taken page by page, as it is written. A
-file's pages (shared memory) are cut out of the file: they are taken again at once, because a touch
-that finds no room in its file system would end the process.
-Source: madvise(2).
+Anonymous memory is zero and untouched afterwards: it is taken page by page, as it is written. Pages
+of a file (shared memory) are cut out of the file. They are taken again at once, because touching
+one when the file system has no room would end the process. Source: madvise(2).
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ _POPULATE_WRITE: Final = 23  # Linux 5.14
 
 
 def give_back(memory: Tensor) -> bool:
-    """Whether it could be done; the edges that share a page with others keep theirs."""
+    """Free the tensor's memory; return whether that could be done. Pages shared with other data
+    stay.
+    """
     start, size = _whole_pages(memory)
     if sys.platform != "linux" or not size:
         return False
@@ -34,24 +35,27 @@ def give_back(memory: Tensor) -> bool:
 
 
 def take_again(memory: Tensor) -> None:
-    """After give_back. Raises Unavailable where the memory is a file's and there is no room."""
+    """Take memory again after give_back.
+
+    Raises Unavailable where the memory is a file's and there is no room.
+    """
     start, size = _whole_pages(memory)
     if not size or _madvise(start, size, _REMOVE):
-        return  # anonymous: as it is touched
+        return  # anonymous memory is taken as it is touched
     error = _madvise(start, size, _POPULATE_WRITE)
-    if error not in (0, errno.EINVAL):  # EINVAL: a kernel that does not know it
+    if error not in (0, errno.EINVAL):  # EINVAL: the kernel does not know this advice
         raise Unavailable(f"no room for the KV pool: {os.strerror(error)}")
 
 
 def trim() -> None:
-    """Let the allocator give back what it merely keeps."""
+    """Let the allocator free the memory that it keeps in reserve."""
     trim_heap = getattr(_libc(), "malloc_trim", None)
     if trim_heap is not None:
         trim_heap(0)
 
 
 def _whole_pages(memory: Tensor) -> tuple[int, int]:
-    """(address, bytes) of those that are the tensor's alone."""
+    """Return (address, bytes) of the pages that hold nothing but this tensor."""
     page = mmap.PAGESIZE
     start = -(-memory.data_ptr() // page) * page
     end = (memory.data_ptr() + memory.nbytes) // page * page
@@ -59,7 +63,7 @@ def _whole_pages(memory: Tensor) -> tuple[int, int]:
 
 
 def _madvise(start: int, size: int, advice: int) -> int:
-    """0, or the error's number."""
+    """Call madvise; return 0, or the error's number."""
     if _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice)):
         return ctypes.get_errno()
     return 0

@@ -11,14 +11,14 @@ from baton.protocol.kv_spec import BlockLists
 
 
 class Pins:
-    """Counts them per block, for the pool's proof."""
+    """Counts the pins of each block, for the pool's proof."""
 
     def __init__(self, tables: BlockTables) -> None:
         self.counts: Counter[int] = Counter()
         self._tables = tables
 
     def pin(self, blocks: BlockLists) -> None:
-        """One more reference to each block."""
+        """Add a reference to each block."""
         for held in blocks:
             self._tables.pool.ref(held.ids)
             self.counts.update(held.ids)

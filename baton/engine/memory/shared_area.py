@@ -1,9 +1,9 @@
 """Memory that several processes map from one file: one writes it, all read it, in pages of 2 MiB.
 
-Pages of 2 MiB matter to whoever streams through weights (huge_pages.py). A file in memory has them
-after MADV_COLLAPSE, whatever the kernel's default for shared memory is; where the kernel refuses,
-the pages stay small and nothing else changes. Linux only.
-Source: madvise(2), Linux 6.1 and newer for shared memory.
+Large pages speed up reading weights as a whole (huge_pages.py). A file in memory has them after
+MADV_COLLAPSE, whatever the kernel's default for shared memory is. If the kernel refuses, the pages
+stay small and nothing else changes. Linux only. Source: madvise(2), Linux 6.1 and newer for shared
+memory.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class SharedArea:
-    """A file of at most `capacity` bytes, mapped. It stays mapped while a tensor of it lives.
+    """A mapped file of at most `capacity` bytes. It stays mapped while a tensor of it lives.
 
-    `fd` stays open for so long, too, and the area closes it: so a lock on it says who maps the
-    file.
+    `fd` stays open for as long, and the area closes it: so a lock on `fd` shows who maps the file.
     """
 
     def __init__(self, fd: int, capacity: int, *, writable: bool) -> None:
-        """Raises OSError where it cannot be mapped."""
+        """Raises OSError where the file cannot be mapped."""
         if sys.platform != "linux":
             raise OSError("shared areas are for Linux")
         self._libc = _libc()
         self._fd = fd
         self._size = capacity
-        # Room first, for a start at a multiple of HUGE; then the file in its place.
+        # First reserve room for a start at a multiple of HUGE; then map the file into it.
         room = self._map(None, capacity + HUGE, 0, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1)
         self._start = room + -room % HUGE
         access = _READ | (_WRITE if writable else 0)
@@ -56,11 +55,13 @@ class SharedArea:
         weakref.finalize(self._bytes, _unmap, room, capacity + HUGE, fd, self._then)
 
     def then(self, call: Callable[[], object]) -> None:
-        """What to do once the area is unmapped and the file closed; at the process' end, too."""
+        """Call `call` once the area is unmapped and the file closed, at the process' end as
+        well.
+        """
         self._then.append(call)
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The numbers at `offset`. A write to those of a sealed area is a fault."""
+        """Return a tensor over the numbers at `offset`. Writing to a sealed area is a fault."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -68,14 +69,14 @@ class SharedArea:
         return flat.view(shape)
 
     def seal(self, size: int) -> None:
-        """Only read the first `size` bytes from here on, in large pages where that works."""
+        """Make the area read-only, its first `size` bytes in large pages where that works."""
         self._libc.mprotect(self._start, self._size, _READ)
         whole = size // HUGE * HUGE
         if whole:
             self._libc.madvise(self._start, whole, _COLLAPSE)
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Bytes, not copied."""
+        """Return bytes [start, stop), not copied."""
         return memoryview(self._bytes).cast("B")[start:stop]
 
     def _map(self, at: int | None, size: int, access: int, flags: int, fd: int) -> int:

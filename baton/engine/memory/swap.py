@@ -1,12 +1,13 @@
 """Swapper: how a preempted group loses its blocks, by a copy to host memory or by recomputation.
 
-The life of a swapped group:
-    swap_out -> every block of its tables is copied once, shared ones too; all references go back
+Life of a swapped group:
+    swap_out -> every block of its tables is copied once, also shared ones; all references go back
     swap_in  -> blocks that the prefix map still has are taken from there, the others are copied
                 back; the tables are as they were, forks share again what they shared
     drop     -> it was aborted: its copy is forgotten
-All or nothing: a group is never half here. Host memory is taken as it is needed, for as many
-blocks as the pool has at most.
+
+A group is swapped as a whole, never in part. Host memory is taken as it is needed, for at most as
+many blocks as the pool has.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from baton.protocol.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A group's blocks in host memory: row i of `host` was known to the prefix map as hashes[i];
-    `tables[s]` lists the rows of sequence s, per layer group."""
+    """A group's blocks in host memory.
+
+    Row i of `host` was known to the prefix map as hashes[i] (None: it was not there). `tables[s]`
+    lists the rows of sequence s, per layer group.
+    """
 
     host: Any
     hashes: tuple[bytes | None, ...]
@@ -33,7 +37,7 @@ class _Copy:
 
 
 class Swapper:
-    """Owns the host copies. `block_bytes`: of one block over all layers of a group."""
+    """Owns the host copies. `block_bytes`: bytes of one block over all layers of a group."""
 
     def __init__(
         self,
@@ -52,11 +56,11 @@ class Swapper:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in host memory now."""
+        """The number of blocks in host memory now."""
         return sum(len(copy.hashes) for copy in self._copies.values())
 
     def prefers_swap(self, group: RequestGroup) -> bool:
-        """Whether to swap `group` out: as configured, else the cheaper way by measured means."""
+        """Whether to swap `group` out: as configured, else if that is cheaper by measured means."""
         blocks = len(count_blocks(group.sequences))
         if self._mode == "recompute" or self.num_blocks + blocks > self._tables.pool.num_blocks:
             return False
@@ -72,8 +76,11 @@ class Swapper:
         return out_and_in / stats.copy_bytes_per_s <= tokens / stats.prefill_tokens_per_s
 
     def swap_out(self, group: RequestGroup) -> bool:
-        """Copy the group's blocks to host memory and give all of them back; False (and nothing
-        changed) if adopted ones among them may have become another's meanwhile."""
+        """Copy the group's blocks to host memory and free all of them.
+
+        Return False, and change nothing, if adopted pages among them may belong to another request
+        by now.
+        """
         pool = self._tables.pool
         tables_held = [table for s in group.sequences for table in s.tables]
         adoptions = [table.adoption for table in tables_held if table.adoption is not None]
@@ -84,7 +91,8 @@ class Swapper:
         self._measure(len(blocks), started)
         if not all(adoption.safe() for adoption in adoptions):
             return False
-        # An exact one comes back with its own bytes, not with what others made of the same tokens.
+        # An exact request must get its own bytes back, not what others computed from the same
+        # tokens.
         own = pool.num_blocks if group.leader.exact_chunk is None else 0
         hashes = tuple(pool.hash_of(block) if block < own else None for block in blocks)
         tables = {
@@ -101,8 +109,11 @@ class Swapper:
         return True
 
     def swap_in(self, group: RequestGroup, headroom: int) -> bool:
-        """Bring the group's tables back; False (and nothing changed) unless its known tokens fit
-        too and `headroom` blocks stay free."""
+        """Bring the group's tables back.
+
+        Return False, and change nothing, unless its known tokens fit and `headroom` blocks stay
+        free.
+        """
         copy, pool = self._copies[group], self._tables.pool
         found = {
             row: pool.find(block_hash)
@@ -132,14 +143,14 @@ class Swapper:
         del self._copies[group]
 
     def check(self, swapped: list[RequestGroup]) -> None:
-        """Prove that exactly these groups have copies, which are not more than allowed."""
+        """Prove that exactly these groups have copies, and that these are not more than allowed."""
         if set(swapped) != set(self._copies) or self.num_blocks > self._tables.pool.num_blocks:
             raise InternalError("host copies do not match the swapped requests")
 
     # ---- inside ----
 
     def _growth(self, group: RequestGroup, copy: _Copy) -> int:
-        """Blocks that the group's next step may take beyond those it had."""
+        """Return how many blocks the group's next step may take beyond those it had."""
         total = self._tables.blocks_of_followers(group)
         for sequence in group.sequences:
             if sequence.following:

@@ -39,7 +39,11 @@ ITEM: Final = "item"
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A call: `begin` NAME `name_end` ELEMENTS `end`. `mark` stands before each tag."""
+    """How a tool call with nested arguments is written: `begin` NAME `name_end` ELEMENTS `end`.
+
+    The fields are fixed texts of the format; NAME is the tool's, ELEMENTS are its arguments, one
+    tagged element each. `mark` comes directly before every tag.
+    """
 
     mark: str
     begin: str

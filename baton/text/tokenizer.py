@@ -234,12 +234,12 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decoder for any vocabulary: decodes a window of ids, shows new text once it ends in a whole
-    character.
+    """Decodes a window of ids of any vocabulary, and shows the new text once that text ends in a
+    whole character.
 
     window:  [ shown last time | pending ]      text(window) minus text(shown last time) = new text
-    The shown part stays in the window because decoders look at neighbours (a leading space is
-    stripped only at the start, byte tokens join into characters).
+    The shown part stays in the window because the text of an id depends on its neighbours: a leading
+    space is stripped only at the start, and several byte tokens join into one character.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:

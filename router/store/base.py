@@ -208,8 +208,8 @@ class RequestStore(Protocol):
     ) -> tuple[list[LogEntry], str]:
         """Return the entries after `cursor` ("" = from the start), and the new cursor.
 
-        If there are none, waits for `timeout_s` at most (0 = not at all), but not longer than the
-        store's own time limit, and then may return no entry.
+        If there are none, wait for new ones: for `timeout_s` (0 = do not wait) or the store's own
+        time limit, whichever is shorter. If none arrive in that time, the list is empty.
         """
         ...
 

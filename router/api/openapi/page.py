@@ -22,7 +22,8 @@ _OK: Final = "200"
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return the HTML page. Its links are relative, because it may be served below a prefix."""
+    """Return the HTML page that documents the API. Its links are relative, because the page may be
+    served under a prefix of the URL's path."""
     info = document["info"]
     operations = [
         _operation(method, path, told)

@@ -126,7 +126,7 @@ class LLM:
         """One prompt's answer while it is written: all of it so far, or (`delta`) what is new.
 
         Closing the generator ends the request. With best_of or beams the end alone is
-        reported. Raises as `generate` does.
+        reported. Raises the same exceptions as `generate`.
         """
         answer = self.inputs.answer(prompt, sampling_params or self._defaults, lora_request)
         with self._running([answer]):
@@ -162,7 +162,7 @@ class LLM:
         lora_request: Adapter | Sequence[Adapter] = None,
     ) -> list[GenerationOutput]:
         """The `beam_width` most probable continuations of each prompt, best first, with their
-        `cumulative_logprob`. Raises as `generate` does."""
+        `cumulative_logprob`. Raises the same exceptions as `generate`."""
         return self.generate(prompts, params.sampling(), use_tqdm, lora_request)
 
     # ---- vectors ----

@@ -90,7 +90,7 @@ class GrammarCache:
 
     async def prepared(self, guided: GuidedDecoding) -> Grammar:
         """Wait, from asyncio, until a grammar is compiled: `get` then has it at once. Whoever keeps
-        what this returns keeps it from being forgotten. Raises as `get` does."""
+        what this returns keeps it from being forgotten. Raises the same exceptions as `get`."""
         compiling = asyncio.wrap_future(self.submit(guided))
         try:
             # Shielded: others may wait for the same one.

@@ -52,7 +52,7 @@ class Health:
         self.look()
 
     def look(self) -> None:
-        """Ask both questions and note the answers and the time."""
+        """Ask whether the process gets on and takes work. Keep both answers and the time."""
         self._looked_at = self._clock.monotonic()
         if self._questions is not None:
             gets_on, takes_work = self._questions

@@ -238,8 +238,8 @@ class _WindowStream:
     whole character.
 
     window:  [ shown last time | pending ]      text(window) minus text(shown last time) = new text
-    The shown part stays in the window because the text of an id depends on its neighbours: a leading
-    space is stripped only at the start, and several byte tokens join into one character.
+    The shown part stays in the window because the text of an id depends on its neighbours: a
+    leading space is stripped only at the start, and several byte tokens join into one character.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:

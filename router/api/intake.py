@@ -165,7 +165,7 @@ class Intake:
         return self.completion(asked, name, output_rules(body, message), terms, guided)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
-        """Return how many tokens a chat's prompt has. Raises like `chat`."""
+        """Return how many tokens a chat's prompt has. Raises the same exceptions as `chat`."""
         model, *_ = served_model(self._services, body.model)
         apply_allowed(body)
         terms, length = terms_of(request), countable(model.max_model_len)

@@ -205,7 +205,7 @@ def choose_decode(
 ) -> NodeSnapshot:
     """Pick a decode node that fetches an export whose KV has the layout `fingerprint`.
 
-    Raises as `choose_route`.
+    Raises the same exceptions as `choose_route`.
     """
     partners = [
         node

@@ -243,7 +243,7 @@ class PromptReader:
     async def check_guided(self, guided: GuidedDecoding | None, grant: Grant) -> None:
         """Check the grammar of a gRPC request, whose field is called `guided`; None is accepted.
 
-        Raises like `checked`."""
+        Raises the same exceptions as `checked`."""
         if guided is not None:
             await self._checker.check(guided, FIELD, grant)
 

@@ -46,7 +46,7 @@ def ask_of(request: Request, terms: Terms) -> Ask:
 def route(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
     """Choose the prefill node (if any) and the decode node of a request.
 
-    Mutates `ask` and `trace`. Raises as `choose_route`.
+    Mutates `ask` and `trace`. Raises the same exceptions as `choose_route`.
     """
     nodes = parts.registry.snapshots()
     chosen = choose_route(ask, nodes, parts.settings, _tie(ask, parts, trace.terms.session))
@@ -58,7 +58,7 @@ def route(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
 def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandle) -> NodeSnapshot:
     """Choose a decode node that fetches the export `kv`; never the exporter itself.
 
-    Mutates `ask` and `trace`. Raises as `choose_route`.
+    Mutates `ask` and `trace`. Raises the same exceptions as `choose_route`.
     """
     nodes = [node for node in parts.registry.snapshots() if node.boot_id != kv.boot_id]
     tie = _tie(ask, parts, trace.terms.session)
@@ -70,7 +70,7 @@ def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandl
 def check_move(ask: Ask, parts: DispatchParts, leaving: str) -> None:
     """Check that another decode node could take a request over from the boot `leaving`.
 
-    Raises as `decode_node`. Mutates nothing.
+    Raises the same exceptions as `decode_node`. Mutates nothing.
     """
     nodes = parts.registry.snapshots()
     layout = next((node.fingerprint for node in nodes if node.boot_id == leaving), "")

@@ -389,7 +389,7 @@ class Runs:
     async def adopt(self, record: RequestRecord, canonical: Canonical) -> bool:
         """Go on with a request that was just claimed.
 
-        Returns False if this router cannot; then the request is given up again.
+        Releases the claim and returns False if this router cannot continue the request.
         """
         store, request_id = self._parts.store, record.id
         log = _run_log(canonical, {})

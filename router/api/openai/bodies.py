@@ -211,7 +211,7 @@ def object_of(raw: bytes) -> dict[str, Any]:
 
 
 def checked(content: dict[str, Any], kind: type[Body]) -> Body:
-    """Check the fields of a body and return it as a struct. Raises like `parse`."""
+    """Check the fields of a body and return its struct. Raises the same exceptions as `parse`."""
     unserved = _OF_COMPLETIONS if kind is CompletionBody else GENERATING
     if not unserved.keys().isdisjoint(content):
         refuse(content, unserved)

@@ -78,7 +78,7 @@ def message_of(
 
 
 def delta_of(part: Part, draw_id: DrawId) -> dict[str, Any]:
-    """Return the `delta` of a stream's chunk for a part."""
+    """Return the field `delta` of the chunk that streams `part`, a piece of the answer."""
     match part:
         case Content(text):
             return {"content": text}

@@ -258,5 +258,7 @@ FORCED: dict[str, Spell] = {
     "minicpm5": lambda calls: SPELLED["minicpm5"](calls).replace("</function>\n", "</function>"),
     "glm47": lambda calls: SPELLED["glm47"](calls).replace("</tool_call>\n", "</tool_call>"),
     "iquest_q1": lambda calls: SPELLED["iquest_q1"](calls).replace("call>\n", "call>"),
-    "step3": lambda calls: SPELLED["step3"](calls).replace(">\n<", "><"),
+    "step3": lambda calls: SPELLED["step3"](calls).replace(
+        _STEP3.format("call_end") + "\n", _STEP3.format("call_end")
+    ),
 }  # fmt: skip

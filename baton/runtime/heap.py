@@ -25,5 +25,11 @@ def give_back(num_bytes: int) -> None:
     """Trim the heap after work on `num_bytes`. Takes milliseconds without the GIL; call it off the
     event loop.
     """
-    if _TRIM is not None and num_bytes >= LARGE_BYTES:
+    if num_bytes >= LARGE_BYTES:
+        trim()
+
+
+def trim() -> None:
+    """Let the allocator free the memory that it keeps in reserve."""
+    if _TRIM is not None:
         _TRIM(0)

@@ -35,8 +35,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.memory.address_range import PAGE_BYTES, AddressRange
 from baton.protocol.errors import ConfigError, KVLost, KVRefused
-from kv_transfer.pool.address_range import PAGE_BYTES, AddressRange
 
 log = logging.getLogger(__name__)
 

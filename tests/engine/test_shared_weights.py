@@ -242,6 +242,22 @@ def test_small_models_stay_private(
     assert not list(folder.iterdir())
 
 
+def test_a_process_that_ends_removes_it(folder: Path, model: Path) -> None:
+    """With its weights still in use: the mapping is not taken from under a thread."""
+    program = f"""
+from pathlib import Path
+from baton.engine.checkpoint import shared_weights
+from baton.engine.loading import loading
+from tests.engine.running import load
+shared_weights.FOLDER, loading.LEAST_BYTES = Path({str(folder)!r}), 0
+model = load(Path({str(model)!r}))
+assert len(list(Path({str(folder)!r}).glob("*/*.weights"))) == 1
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=Path.cwd(), check=False)
+    assert ended.returncode == 0
+    assert not files(folder)
+
+
 def test_a_write_is_a_fault(folder: Path, model: Path) -> None:
     """Nobody can change what others read."""
     program = f"""

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.engine.memory.address_range import PAGE_BYTES
 from baton.protocol.errors import ConfigError, KVLost, KVRefused
 from kv_transfer.lanes.shm_arena import ArenaPlace, ShmArena, sweep
-from kv_transfer.pool.address_range import PAGE_BYTES
 from tests.transfer.stream_bench import descriptors
 
 BOOT_A, BOOT_B = "0a" * 16, "0b" * 16

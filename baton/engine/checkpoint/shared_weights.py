@@ -32,8 +32,8 @@ from torch import Tensor
 from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile, remove_if_unheld
 from baton.engine.kernels.cpu.library import product_kernels_for
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
-from baton.engine.memory import pages
 from baton.engine.quantization.linear import Linear, Linears, RankSums
+from baton.runtime import heap
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def shared_weights(
             yield source if file is None else Shared(source, file)
             if isinstance(file, WritingFile):
                 file.seal(source.num_bytes, source.rounded_head_bytes)
-                pages.trim()  # what was packed on the way
+                heap.trim()  # of what was packed on the way
     finally:
         os.close(lock)
 

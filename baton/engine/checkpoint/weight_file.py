@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -80,15 +81,19 @@ class WritingFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(self._unfinished, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
+        try:
+            self._area = SharedArea(self._fd, _room(self._fd), writable=True)
+        except OSError:
+            os.close(self._fd)
+            self.close()
+            raise
+        self._area.when_gone(partial(_let_go, self._fd, path))
         self._kernels = _kernels(dtype, exchange)
         self._exchange = exchange
         self._index: dict[str, Any] = {}
         self._places: dict[tuple[int, str, tuple[int, ...]], list[Any]] = {}
         self._end = 0
         self._full = False
-        capacity = _room(self._fd)
-        self._area = SharedArea(self._fd, capacity, writable=True)
-        self._area.then(lambda: remove_if_unheld(path))
 
     def take(self, name: str, make: Callable[[], T]) -> T:
         """What `make` gives, its tensors in the file where that works."""
@@ -145,7 +150,7 @@ class WritingFile:
         if isinstance(value, Tensor):
             return {"tensor": self._place(value)}
         if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
+            return {"dtype": _name_of(value)}
         if isinstance(value, tuple):
             return {"tuple": [self._write(each) for each in cast("tuple[Any, ...]", value)]}
         if isinstance(value, CpuKernels | IntegerKernels):
@@ -161,10 +166,7 @@ class WritingFile:
         """Where its numbers are in the file: written now, unless that memory was before."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise NotWritable(f"a tensor of layout {tensor.layout} on {tensor.device}")
-        name = str(tensor.dtype).removeprefix("torch.")
-        if name not in _DTYPES:
-            raise NotWritable(f"a tensor of {name}")
-        shape = tuple(tensor.shape)
+        name, shape = _name_of(tensor.dtype), tuple(tensor.shape)
         known = self._places.get((tensor.data_ptr(), name, shape))
         if known is not None:
             return known
@@ -208,17 +210,15 @@ class ReadingFile:
                 raise OSError("no whole file of weights")
             index, end = found
             area = SharedArea(fd, max(end, 1), writable=False)
+            area.seal(end)
+            if _digests(area, end) != index["digests"]:
+                raise OSError("its contents have changed")
         except (OSError, ValueError, KeyError) as error:
             os.close(fd)
             log.warning("%s is not used: %s", path, error)
             path.unlink(missing_ok=True)
             return None
-        area.seal(end)
-        if _digests(area, end) != index["digests"]:
-            log.warning("%s is not used: its contents have changed", path)
-            path.unlink(missing_ok=True)
-            return None
-        area.then(lambda: remove_if_unheld(path))
+        area.when_gone(partial(_let_go, fd, path))
         return ReadingFile(area, index, _kernels(dtype, exchange))
 
     def take(self, name: str, make: Callable[[], T]) -> T:
@@ -230,13 +230,22 @@ class ReadingFile:
 def remove_if_unheld(path: Path) -> None:
     """Remove a file of weights that nobody maps. Safe at any time, from any process."""
     with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        _let_go(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+
+
+def _let_go(fd: int, path: Path) -> None:
+    """Close `fd`, and remove the file if nobody else has a lock on it.
+
+    A mapping keeps its descriptor's lock, at the process' end too, so the lock is turned into an
+    exclusive one instead of being given up first: that works for the last holder alone.
+    """
+    try:
+        with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == path.stat().st_ino:
                 path.unlink()
-        finally:
-            os.close(fd)
+    finally:
+        os.close(fd)
 
 
 def _read(written: Any, area: SharedArea, kernels: dict[str, Any]) -> Any:
@@ -247,7 +256,7 @@ def _read(written: Any, area: SharedArea, kernels: dict[str, Any]) -> Any:
         case {"tensor": [offset, dtype, shape]}:
             return area.tensor(offset, _DTYPES[dtype], tuple(shape))
         case {"dtype": name}:
-            return getattr(torch, name)
+            return _DTYPES[name]
         case {"tuple": parts}:
             return tuple(_read(part, area, kernels) for part in parts)
         case {"kernels": name}:
@@ -292,10 +301,19 @@ def _digests(area: SharedArea, end: int) -> list[str]:
     """Of each CHUNK of the tensors, by as many threads as there are cores."""
 
     def digest(start: int) -> str:
-        return xxhash.xxh3_128(area.view(start, min(start + CHUNK, end))).hexdigest()
+        chunk = area.tensor(start, torch.uint8, (min(CHUNK, end - start),))
+        return xxhash.xxh3_128(chunk.numpy().data).hexdigest()
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(digest, range(0, end, CHUNK)))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in a file. Raises NotWritable for one that has none."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise NotWritable(f"numbers of {name}")
+    return name
 
 
 def _room(fd: int) -> int:

@@ -21,9 +21,9 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel, NoModel, activate
 from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import LoadedModel, load_model
-from baton.engine.memory import pages
 from baton.engine.running.speculation import load_draft
 from baton.protocol.errors import ConfigError, InternalError, UnsupportedFeature
+from baton.runtime import heap
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def fall_asleep(engine: Engine) -> None:
     kept = not engine.arena.give_back()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    pages.trim()
+    heap.trim()
     log.info("asleep: the weights are released%s", "" if kept else ", and the KV pool's memory")
 
 

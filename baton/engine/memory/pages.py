@@ -22,6 +22,7 @@ from baton.protocol.errors import Unavailable
 _DONTNEED: Final = 4
 _REMOVE: Final = 9
 _POPULATE_WRITE: Final = 23  # Linux 5.14
+_COLLAPSE: Final = 25  # Linux 6.1
 
 
 def give_back(memory: Tensor) -> bool:
@@ -47,11 +48,9 @@ def take_again(memory: Tensor) -> None:
         raise Unavailable(f"no room for the KV pool: {os.strerror(error)}")
 
 
-def trim() -> None:
-    """Let the allocator free the memory that it keeps in reserve."""
-    trim_heap = getattr(_libc(), "malloc_trim", None)
-    if trim_heap is not None:
-        trim_heap(0)
+def collapse(start: int, size: int) -> bool:
+    """Whether the pages at these addresses are pages of 2 MiB now; both are multiples of that."""
+    return not _madvise(start, size, _COLLAPSE)
 
 
 def _whole_pages(memory: Tensor) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -50,9 +51,14 @@ class AddressRange:
         self._array = (ctypes.c_ubyte * num_bytes).from_address(self.address)
         weakref.finalize(self._array, self._libc.munmap, self.address, num_bytes).atexit = False
 
-    def tensor(self) -> torch.Tensor:
-        """Return uint8 [num_bytes] over the whole range; the tensor keeps the range alive."""
-        return torch.frombuffer(self._array, dtype=torch.uint8)
+    def tensor(self, offset: int = 0, num_bytes: int = -1) -> torch.Tensor:
+        """Return uint8 [num_bytes] from `offset` on (-1 = all that follows); the tensor keeps the
+        range alive."""
+        return torch.frombuffer(self._array, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+    def when_gone(self, call: Callable[[], object]) -> None:
+        """Call `call` once, when the last tensor over the range is gone or the process ends."""
+        weakref.finalize(self._array, call)
 
     def map_file(self, descriptor: int, offset: int, num_bytes: int, *, writable: bool) -> None:
         """Map the first `num_bytes` of a file at `offset`. Raises OSError.

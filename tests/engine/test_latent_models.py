@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from baton.engine.loading.loading import LoadedModel
-from baton.engine.models.config import NotLean, decoder_config
 from baton.engine.models.experts import Experts
+from baton.engine.models.families.keys import NotLean
+from baton.engine.models.families.read import decoder_config
 from baton.engine.models.layers.gates import SigmoidGate
 from baton.engine.quantization.integer import SCHEMES, Scheme
 from baton.engine.state.interface import SequenceChunk

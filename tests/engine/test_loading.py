@@ -18,7 +18,8 @@ from baton.engine.kernels.cpu.library import kernels
 from baton.engine.kernels.rope import inverse_frequencies, rope_rule
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.loading.route import choose_dtype
-from baton.engine.models.config import NotLean, decoder_config
+from baton.engine.models.families.keys import NotLean
+from baton.engine.models.families.read import decoder_config
 from baton.engine.quantization.linear import PackedLinear, PanelLinear, PlainLinear, choose_linear
 from baton.engine.state.place import choose_device
 from baton.protocol.errors import ConfigError, ModelRefused

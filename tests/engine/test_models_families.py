@@ -17,7 +17,8 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import build_engine
 from baton.engine.loading.loading import LoadedModel, load_model
-from baton.engine.models.config import NotLean, decoder_config
+from baton.engine.models.families.keys import NotLean
+from baton.engine.models.families.read import decoder_config
 from baton.protocol.errors import ConfigError
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams

@@ -41,9 +41,10 @@ from baton.engine.loading.route import (
     leave_lean,
 )
 from baton.engine.models.base import CausalModel
-from baton.engine.models.config import DecoderConfig, NotLean
+from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.deterministic import FixedTiles, prove
+from baton.engine.models.families.keys import NotLean
 from baton.engine.models.lora import read_adapter
 from baton.engine.models.tensor_names import is_extra_layer, tensor_names
 from baton.engine.quantization.integer import SCHEMES

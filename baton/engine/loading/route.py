@@ -16,7 +16,9 @@ from baton.engine.checkpoint.checkpoint import text_config
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
 from baton.engine.kernels.rope import position_limit
-from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.families.keys import NotLean
+from baton.engine.models.families.read import decoder_config
 from baton.engine.quantization.integer import SCHEMES, Scheme
 from baton.protocol.errors import ConfigError, ModelRefused
 

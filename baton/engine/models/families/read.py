@@ -1,0 +1,115 @@
+"""A lean decoder's config, read from a config.json without transformers.
+
+To add a family: its keys in keys.py, what is special to it here or in a file of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.engine.kernels.rope import RopeRule, rope_rule
+from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.families.keys import (
+    COUNTS,
+    LATENT,
+    UNDERSTOOD_BY_FAMILY,
+    NotLean,
+    check_understood,
+)
+from baton.engine.models.families.latent import latent_config, latent_experts
+
+
+def decoder_config(config: dict[str, Any]) -> DecoderConfig:
+    """Read a config.json of one of the ARCHITECTURES. Raises NotLean with the reason."""
+    family = config.get("model_type", "")
+    check_understood(family, config)
+    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    rope = rope_rule(config) or RopeRule("default", 10000.0)
+    attention_bias = bool(config.get("attention_bias", False))
+    latent = latent_config(family, config)
+    return DecoderConfig(
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=latent.rope_dim
+        if latent
+        else config.get("head_dim") or config["hidden_size"] // heads,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2" or attention_bias or _qkv_bias(family, config),
+        output_bias=attention_bias and family != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        windows=_windows(family, config, num_layers),
+        rope=rope,
+        experts=_experts(family, config, num_layers),
+        latent=latent,
+        extra_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
+    )
+
+
+def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Window of each layer, as transformers derives it: 0 = full attention."""
+    window = config.get("sliding_window") or 0
+    if family in ("mistral", "mixtral"):
+        if config.get("layer_types") is not None:
+            raise NotLean(f"layer_types in {family}")
+        return (window,) * num_layers
+    if family in ("llama", *LATENT) or not config.get("use_sliding_window", False) or not window:
+        kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+        if kinds and family == "qwen2_moe":
+            raise NotLean(f"layer_types {sorted(kinds)} without a window")
+        return (0,) * num_layers
+    if family in UNDERSTOOD_BY_FAMILY:
+        raise NotLean(f"windows in {family}")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise NotLean(f"layer_types {sorted(set(kinds))}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _qkv_bias(family: str, config: dict[str, Any]) -> bool:
+    """Biases that Qwen2-MoE has unless its config says otherwise."""
+    return family == "qwen2_moe" and bool(config.get("qkv_bias", True))
+
+
+def _experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
+    """The mixture of experts, None for a dense family."""
+    if family not in UNDERSTOOD_BY_FAMILY:
+        return None
+    if family in LATENT:
+        return latent_experts(family, config, num_layers)
+    counts = {config[key] for key in COUNTS if key in config}
+    if len(counts) != 1:
+        raise NotLean(f"{' and '.join(COUNTS)} are absent or differ")
+    count: int = counts.pop()
+    if family == "mixtral":
+        return ExpertsConfig(
+            count=count,
+            per_token=config["num_experts_per_tok"],
+            size=config["intermediate_size"],
+            normalized=True,
+            prefix="block_sparse_moe.",
+            parts=("w1", "w3", "w2"),
+            layers=frozenset(range(num_layers)),
+        )
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
+    every = config.get("decoder_sparse_step", 1)
+    sparse = (layer for layer in range(num_layers) if (layer + 1) % every == 0)
+    return ExpertsConfig(
+        count=count,
+        per_token=config["num_experts_per_tok"],
+        size=config["moe_intermediate_size"],
+        normalized=config["norm_topk_prob"],
+        prefix="mlp.",
+        parts=("gate_proj", "up_proj", "down_proj"),
+        layers=frozenset(layer for layer in sparse if layer not in dense),
+        shared_size=config.get("shared_expert_intermediate_size", 0),
+    )

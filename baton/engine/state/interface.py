@@ -156,7 +156,7 @@ class Reservation:
     that a windowed group will never see. Tokens [0, start_token) are already there (prefix hit), so
     only [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`; in
     a windowed group only those from first_visible() on. `precision` says in which precision the KV
-    was made, None if in that of the pool. Its blocks are prefix hits only for KV of equal precision.
+    was made, None if in that of the pool. Its blocks are prefix hits only at that precision.
 
     `adopting`: the full blocks stay in another node's pool, and `Engine.add` needs the ids of all
     blocks (adoption.py). Then only the block after the full ones is held here, and nothing must be

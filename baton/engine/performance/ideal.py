@@ -178,10 +178,8 @@ def estimate(
 ) -> Estimate:
     """Compute everything that can be said of the model.
 
-    `stored_bytes` (of the checkpoint's files) is passed on to the result. `draft` is a draft model
-    that shares the memory; the times are those of decoding without it.
-
-    Raises ConfigError for bad units, and when the memory cannot even hold the weights.
+    `stored_bytes` (of the checkpoint's files) is passed on. `draft` is a draft model that shares
+    the memory; times are those without it. Raises ConfigError for bad units or too little memory.
     """
     tp = options.tensor_parallel_size
     precision = _precision(shape, options)

@@ -178,8 +178,8 @@ class NodeShell:
             await self._quiet.wait()
 
     async def _part(self) -> None:
-        """Tell routers that nothing follows, and wait until they end their sessions: if this side ended
-        them, its last messages might be lost."""
+        """Tell routers that nothing follows, and wait until they end their sessions. If this side
+        ended them, its last messages might be lost."""
         sessions = list(self._sessions)
         for session in sessions:
             session.send(NodeStep(last=True))

@@ -173,7 +173,10 @@ class Against:
 def measure(
     model: str, path: Path, rows: Sequence[EngineRow], against: Against
 ) -> list[dict[str, Any]]:
-    """All rows of one model: medians over alternating rounds. Raises PeerFailed, ConfigError."""
+    """Return all rows of one model, as medians over alternating rounds.
+
+    Raises PeerFailed, ConfigError.
+    """
     found: list[dict[str, Any]] = []
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     baseline = theirs(reference)

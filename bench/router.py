@@ -145,7 +145,7 @@ async def first(bench: Bench) -> dict[str, Any]:
 
 
 async def streams(bench: Bench) -> dict[str, Any]:
-    """The lag of each token, without and with clients that never read."""
+    """Return the lag of each token, without and with clients that never read."""
     size = bench.size
     return {
         "steady": await _lags(bench, connections=size.streams, tokens=size.stream_tokens),

@@ -39,12 +39,12 @@ class Program:
         return int(str(self.ready["address"]).rpartition(":")[2])
 
     def cpu_s(self) -> float:
-        """Return its CPU seconds so far, user and system, over all threads."""
+        """Return the CPU seconds of the program so far, user and system, over all threads."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
     def memory_mb(self, which: str = "VmRSS") -> float:
-        """Return its resident memory now in MiB, or with VmHWM its peak."""
+        """Return the program's resident memory in MiB: now, or with VmHWM the peak."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(which):
                 return int(line.split()[1]) / 1024

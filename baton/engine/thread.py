@@ -1,9 +1,9 @@
 """EngineThread: the only bridge between asyncio (or any other thread) and the engine's own thread.
 
 Its life: start() -> calls and steps in turn -> stop(). Between two steps it runs every call that
-has come in; without work, or when the engine is stalled, it waits on its inbox (an event, never
-polling). A step that raises fails the requests of that step and the engine lives on; nothing ends
-silently.
+has come in. Without work, or when the engine is stalled, it waits on its inbox (an event, never
+polling). A step that raises fails the requests of that step, and the engine goes on. Every failure
+is reported or logged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step yields. Handed to `on_step` on the engine thread."""
+    """The results of one step. `on_step` gets it on the engine thread."""
 
     events: list[TokenEvent]
     failed: list[RequestFailed]
@@ -40,16 +40,20 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class _EngineCall:
-    """Work for the engine thread; `refuse`, if a caller waits: raises there that it
-    never runs."""
+    """Work for the engine thread.
+
+    `refuse` is called if the work never runs, and raises in the waiting caller; None if none waits.
+    """
 
     run: Callable[[Engine], object]
     refuse: Callable[[], None] | None = None
 
 
 class EngineThread:
-    """Runs `engine` on one thread. After start() the engine is touched only through here; other
-    threads may read what never changes in it, or is replaced as a whole (config, info).
+    """Runs `engine` on one thread.
+
+    After start() other threads use the engine only through this object. They may read values that
+    never change in the engine, or are replaced as a whole (config, info).
 
     `on_step` runs on the engine thread after each step and must not block; it may use the engine.
     """
@@ -63,7 +67,7 @@ class EngineThread:
         self._inbox: deque[_EngineCall] = deque()
         self._stopping = False
         self._held = False
-        # Daemon: a process that dies without stop() must not hang in a model.
+        # A daemon thread, so that a process that ends without stop() does not wait for the model.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -71,19 +75,20 @@ class EngineThread:
 
     @property
     def held(self) -> bool:
-        """Calls run, steps do not."""
+        """Whether hold() has suspended steps. Calls still run."""
         return self._held
 
     def hold(self, held: bool) -> None:
-        """True: make no steps after the one under way, until hold(False). From any thread."""
+        """Suspend steps after the current one (True), or resume them (False). From any thread."""
         with self._condition:
             self._held = held
             self._condition.notify()
 
     def stop(self) -> None:
-        """End after the step under way and wait for it; calls still in the inbox raise Unavailable.
+        """End the thread after the current step, and wait for it.
 
-        Blocks for up to one step (from asyncio: `asyncio.to_thread(thread.stop)`). Twice is safe.
+        Calls still in the inbox raise Unavailable. It blocks for up to one step; from asyncio use
+        `asyncio.to_thread(thread.stop)`. Calling it twice is safe.
         """
         with self._condition:
             self._stopping = True
@@ -93,9 +98,9 @@ class EngineThread:
         self._close_inbox()
 
     def post(self, function: Callable[[Engine], object]) -> None:
-        """Run `function` on the engine thread between steps; from any thread, returns at once.
+        """Run `function` on the engine thread between steps; return at once. From any thread.
 
-        What it raises is logged. Nothing happens after stop().
+        What `function` raises is logged. After stop() nothing happens.
         """
         with self._condition:
             if not self._stopping:
@@ -107,11 +112,12 @@ class EngineThread:
         function: Callable[[Engine], T],
         undo: Callable[[Engine, T], object] | None = None,
     ) -> T:
-        """Run `function` on the engine thread between steps and return what it returns or raises.
+        """Run `function` on the engine thread between steps and return its result, or raise its
+        error.
 
         If the caller is cancelled, either `function` never runs, or it has run and `undo(engine,
-        result)` is posted: whoever reserves blocks passes the way to give them back. Raises
-        Unavailable when the thread is stopped.
+        result)` is posted. So a caller that reserves blocks passes a function that gives them back.
+        Raises Unavailable when the thread is stopped.
         """
         future: Future[T] = Future()
         self._submit(function, future)
@@ -160,7 +166,9 @@ class EngineThread:
             self._close_inbox()
 
     def _serve_inbox(self) -> bool:
-        """Run what has come in, waiting for it if there is nothing to step; False = stop."""
+        """Run the calls that have come in; wait for one if there is no step to make. False =
+        stop.
+        """
         with self._condition:
             while not (self._inbox or self._stopping or self._may_step()):
                 self._condition.wait()
@@ -179,7 +187,7 @@ class EngineThread:
         return self.engine.has_work and not (self.engine.stalled or self._held)
 
     def _rest(self) -> None:
-        """Once there is no more to do, what can wait until then."""
+        """Call `when_idle` if the engine has no work left."""
         if self.engine.has_work or self.engine.when_idle is None:
             return
         try:
@@ -210,7 +218,7 @@ class EngineThread:
             self._end_unreported(report)
 
     def _end_unreported(self, report: StepReport) -> None:
-        """Nobody will hear of these tokens, so their requests end here, and that is reported."""
+        """Abort the requests whose tokens could not be reported, and report that they failed."""
         unreported = {(event.request_id, event.epoch) for event in report.events}
         for request_id, _ in unreported:
             self.engine.abort(request_id)
@@ -222,7 +230,7 @@ class EngineThread:
             log.exception("the receiver of engine steps failed again")
 
     def _fail_step(self, error: Exception) -> list[RequestFailed]:
-        # What went wrong inside is for the log; clients get an opaque message.
+        # Details of an internal error go to the log; clients get a general message.
         known = error if isinstance(error, BatonError) else InternalError("an engine step failed")
         failed = self.engine.fail_step()
         return [_ended(request.id, request.epoch, known.message) for request in failed]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,32 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.pool import GroupArena
 from baton.engine.parallel.rank import RankModel
+from baton.engine.performance.estimate import sized
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.state.place import RankPlace
+from baton.llm import LLM
 from baton.protocol.errors import ModelRefused
+from baton.protocol.request import Request
+from tests.adapters import id_of
+from tests.engine.driving import assert_all_free
 from tests.engine.quantized_models import MIXTURE, RECIPES, SHAPE, make_quantized, quantized_pair
 from tests.engine.running import relative_error
-from tests.engine.tensor_parallel_ranks import by_threads, config_of, logits_of
+from tests.engine.tensor_parallel_ranks import by_threads, config_of, engine_of_ranks, logits_of
 from tests.engine.test_latent_models import WIDE
+from tests.engine.test_models_lora import linear_layers, make_adapter
+from tests.engine.test_tensor_parallel_engine import GREEDY, PROMPTS, answers
 from tests.engine.widened_models import widened_pair
 from tests.golden.latent_models import LATENT_MODELS, as_published, save_latent
 from tests.golden.random_models import save_random
+from tests.system.references import transformers_tokens
 from tests.tiny_models import make_tiny_model
 
 SCHEMES = ("int8", "w8a8", "int4")
+ADAPTED = (
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
 PRODUCTS = ("_proj.weight", "_mqa.weight")
 
 
@@ -244,6 +258,97 @@ def test_bfloat16_by_the_compiled_kernels(tmp_path: Path) -> None:
             if isinstance(decoder._between, CompiledElementwise):
                 mixtures = [layer.mlp for layer in decoder._layers]
                 assert all(isinstance(m, Experts) and m.together is not None for m in mixtures)
+
+
+# ---- engines ----
+
+OPTIONS: dict[str, Any] = {
+    "num_kv_blocks": 96, "block_size": 8, "max_num_batched_tokens": 24, "max_num_seqs": 8,
+}  # fmt: skip
+ENGINES = cases(
+    ("v3", "v2, groups", "glm4 lite", "kimi k2"), {("v3", 4, True), ("v2, groups", 2, False)}
+)
+
+
+@pytest.mark.parametrize(("name", "size", "whole_experts"), ENGINES)
+def test_an_engine_of_ranks_writes_transformers_tokens(
+    name: str, size: int, whole_experts: bool, tmp_path: Path
+) -> None:
+    """Prompts in chunks. Every rank's pool holds the same latents, bit for bit."""
+    path = save_latent(tmp_path, name)
+    expected = transformers_tokens(path, PROMPTS, GREEDY.max_tokens)
+    model = str(as_published(path, name))
+    options = OPTIONS | {"enable_expert_parallel": whole_experts}
+    with engine_of_ranks(model, size, **options) as engine:
+        asked = [Request(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+        found = answers(engine, asked)
+        assert [tuple(found[f"r{i}"]) for i in range(len(PROMPTS))] == expected
+        assert engine.stats.num_chunked_prompts > 0
+        assert isinstance(engine.arena, GroupArena)
+        first, *others = (
+            torch.frombuffer(arena.buffer(), dtype=torch.uint8) for arena in engine.arena.ranks
+        )
+        assert first.any()
+        assert len(others) == size - 1
+        assert all(torch.equal(first, other) for other in others)
+        assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "whole_experts"),
+    [("none", True), ("w8a8", True), pytest.param("int4", False, marks=pytest.mark.long)],
+)
+def test_adapters_of_latent_attention_and_shared_experts(
+    scheme: str, whole_experts: bool, tmp_path: Path
+) -> None:
+    """What every rank holds whole, what is cut, and a part of a mixture's sum."""
+    path = save_latent(tmp_path / "m", "v3", **WIDE)
+    layers = linear_layers(path, ADAPTED)
+    assert {name.rpartition(".")[2] for name in layers} == {*ADAPTED}
+    assert any("shared_experts" in name for name in layers)
+    modules = (f"a={make_adapter(tmp_path / 'a', layers, seed=1)}",)
+    options = OPTIONS | {"quantization": scheme, "lora_modules": modules}
+    engine = LLM(str(path), "float32", threads=1, **options).engine
+    adapter = id_of(engine.info, "a")
+    asked = [Request(f"r{i}", p, GREEDY, adapter=adapter * (i % 2)) for i, p in enumerate(PROMPTS)]
+    expected = answers(engine, asked)
+    plain = answers(engine, [replace(request, adapter="") for request in asked])
+    assert [name for name in expected if plain[name] != expected[name]] == ["r1", "r3"]
+    with engine_of_ranks(str(path), 2, enable_expert_parallel=whole_experts, **options) as engine:
+        assert answers(engine, asked) == expected
+        assert_all_free(engine)
+
+
+def test_an_adapter_of_what_is_absorbed_is_refused_over_ranks_too(tmp_path: Path) -> None:
+    path = save_latent(tmp_path / "m", "v3")
+    adapter = make_adapter(tmp_path / "a", linear_layers(path, ("kv_b_proj",)), 1)
+    config = config_of(path, tensor_parallel_size=2, lora_modules=(f"a={adapter}",))
+    with pytest.raises(ModelRefused, match="kv_b_proj is absorbed"):
+        load_model(config, RankGroup(RankPlace(0, 2), "gloo"))
+
+
+# ---- memory ----
+
+BIG = WIDE | {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "v_head_dim": 64,
+    "num_key_value_heads": 8, "moe_intermediate_size": 256, "q_lora_rank": 96,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "w8a8", "int4"])
+def test_a_rank_takes_the_memory_that_is_estimated(scheme: str, tmp_path: Path) -> None:
+    path = save_latent(tmp_path, "v3", **BIG)
+    for size, whole_experts in ((1, False), (2, False), (2, True), (4, True)):
+        options: dict[str, Any] = {
+            "tensor_parallel_size": size, "enable_expert_parallel": whole_experts,
+            "quantization": scheme,
+        }  # fmt: skip
+        estimate = sized(EstimateOptions(model=path, dtype="float32", **options))
+        assert estimate.refused is None
+        for rank in range(size):
+            group = None if size == 1 else RankGroup(RankPlace(rank, size), "gloo")
+            loaded = load_model(config_of(path, **options), group)
+            assert 0.95 < loaded.weight_bytes / estimate.weight_bytes < 1.1, (size, rank)
 
 
 # ---- refusals ----

@@ -76,6 +76,9 @@ class EngineConfig:
         "ranks that share every layer, a process each; on a CPU they share the node's cores",
         also=("-tp",),
     )
+    enable_expert_parallel: bool = option(
+        False, "each rank of tensor_parallel_size holds some experts whole, not a slice of each"
+    )
     quantization: Quantization = option(
         "none",
         "round the weights when loading (a quantized checkpoint says so itself)",

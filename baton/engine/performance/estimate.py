@@ -31,7 +31,8 @@ from baton.text.tokenizer import read_json
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
 _ASKED: Final = (  # options that EngineConfig has under the same name
-    "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size", "block_size",
+    "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
+    "enable_expert_parallel", "block_size",
     "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs",
 )  # fmt: skip
 

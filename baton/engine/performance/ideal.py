@@ -54,6 +54,7 @@ class EstimateOptions:
     )
     kv_cache_dtype: str = option("auto", "data type of KV", choices=("auto", *DTYPE_BYTES))
     tensor_parallel_size: int = option(1, "devices that share every layer")
+    enable_expert_parallel: bool = option(False, "each of them holds some experts whole")
     gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
     block_size: int = option(16, "tokens per KV block")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
@@ -139,6 +140,16 @@ class Precision:
     kv_dtype: str
     head: StoredWeights | None = None
 
+    @property
+    def matrix_bytes(self) -> float:
+        """Of one number of what is narrow, if anything is."""
+        return WEIGHT_BYTES[self.dtype] if self.stored is None else self.stored.bytes_per_weight
+
+    def of_device(self, shape: ModelShape, num_bytes: int, size: int) -> int:
+        """Of `num_bytes` of the model's weights what one of `size` devices has."""
+        everywhere = shape.replicated * self.matrix_bytes
+        return int(everywhere + (num_bytes - everywhere) / size)
+
     def held_bytes(self, shape: ModelShape) -> int:
         """Return the bytes of all weights in memory.
 
@@ -159,7 +170,7 @@ class Precision:
         plain = WEIGHT_BYTES[self.dtype]
         if self.stored is None:
             return parameters * plain
-        narrow = min(shape.matrices, parameters)
+        narrow = min(shape.matrices - shape.plain, parameters)
         return (parameters - narrow) * plain + narrow * self.stored.bytes_per_weight
 
     def _head(self, shape: ModelShape, replaced: int) -> float:
@@ -189,7 +200,7 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    weight_bytes = precision.held_bytes(shape) // tp
+    weight_bytes = precision.of_device(shape, precision.held_bytes(shape), tp)
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
@@ -268,7 +279,7 @@ def _decode(
     if shape.experts is not None:
         missed = 1 - shape.experts.share_met(batch)
         met -= int(shape.experts.parameters * missed)
-    weight_bytes = _read_bytes(shape, precision, met) // tp
+    weight_bytes = precision.of_device(shape, _read_bytes(shape, precision, met), tp)
     kv_bytes = batch * sum(
         min(result.context, spec.window or result.context)
         * kv_token_bytes(_per_device(spec, tp), precision.kv_dtype)
@@ -285,9 +296,7 @@ def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
     """Return the bytes of `met` parameters; those that are not met are matrices of experts."""
     everything = precision.read_bytes(shape)
     missed = shape.read_parameters - met
-    stored = precision.stored
-    each = WEIGHT_BYTES[precision.dtype] if stored is None else stored.bytes_per_weight
-    return everything - int(missed * each)
+    return everything - int(missed * precision.matrix_bytes)
 
 
 # ---- parts ----
@@ -320,7 +329,7 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
     tp = options.tensor_parallel_size
     precision = _precision(shape, options)
     return _Drafts(
-        precision.held_bytes(shape) // tp,
+        precision.of_device(shape, precision.held_bytes(shape), tp),
         _token_bytes(shape, precision, tp),
         _activation_bytes(shape, options, precision),
     )

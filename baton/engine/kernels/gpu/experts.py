@@ -48,15 +48,20 @@ class _ExpertTiles(NamedTuple):
     per_token: Any
 
 
-def grouped_experts(hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped_experts(
+    hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, some: bool = False
+) -> Tensor:
     """Return the result of each choice of each token, [T, per_token, H].
 
-    hidden is [T, H], chosen [T, per_token] int64, gate_up [E, 2 * I, H], down [E, H, I].
+    hidden is [T, H], chosen [T, per_token] int64, gate_up [E, 2 * I, H], down [E, H, I]. With
+    `some`, a choice may be E, which stands for an expert elsewhere: its result is zeros and is not
+    computed.
     """
     num_experts, width, size = down.shape
     layout = lay_out(chosen, num_experts)
     middle = hidden.new_empty(chosen.numel(), size)
-    out = hidden.new_empty(chosen.numel(), width)
+    make = hidden.new_zeros if some else hidden.new_empty
+    out = make(chosen.numel(), width)
     hidden = hidden.contiguous()
     _launch(hidden, gate_up, middle, layout, chosen.shape[1])
     _launch(middle, down, out, layout, 0)
@@ -64,12 +69,15 @@ def grouped_experts(hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
 
 
 def lay_out(chosen: Tensor, num_experts: int) -> ExpertLayout:
-    """Return the layout of chosen [T, per_token], in tiles of about an expert's share of rows."""
+    """Return the layout of chosen [T, per_token], in tiles of about an expert's share of rows.
+
+    A choice of `num_experts` stands for an expert elsewhere and is in no tile.
+    """
     flat = chosen.flatten()
     rows = min(128, max(16, triton.next_power_of_2(flat.numel() // num_experts)))
     order = flat.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
     ends = counts.cumsum(0)
     tile_ends = ((counts + rows - 1) // rows).cumsum(0)
     most = min(flat.numel(), flat.numel() // rows + num_experts)

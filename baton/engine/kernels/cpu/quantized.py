@@ -23,6 +23,7 @@ NARROW: Final = 32  # outputs of a panel; panels come in twos
 QUAD: Final = 4  # inputs that are packed together: a group holds a multiple of them
 LINE: Final = 64  # bytes
 MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
+HALF_BITS: Final = 15  # the greatest share is below 2 ** 15: the least ones keep their bits
 PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
@@ -35,6 +36,7 @@ class _IntegerArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "panels", "peaks", "bias", "y")),
         *((name, _SIZE) for name in ("rows", "inputs", "outputs", "groups", "bits", "has_zeros")),
+        ("stride", _SIZE),
         ("wide", _POINTER),
     )
 
@@ -98,11 +100,9 @@ class IntegerKernels:
         self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[4, 8]
     ) -> PackedIntegers:
         """values [outputs, inputs] int8 (4 bits: -8..7), scales and zeros [outputs, groups], the
-        zeros small integers; groups of a multiple of QUAD inputs."""
+        zeros numbers of float16; groups of a multiple of QUAD inputs."""
         (outputs, inputs), groups = values.shape, scales.shape[1]
-        scales = scales.float()
-        peaks = scales.abs().amax(1).clamp_(min=PEAK_FLOOR)
-        shares = (scales / peaks[:, None]).half().contiguous()
+        peaks, shares = _peaks_and_shares(scales.float())
         shifts = None if zeros is None else zeros.half().contiguous()
         lines = inputs // QUAD * (1 if bits == 4 else 2)
         lines += groups * (1 if zeros is None else 2)
@@ -130,7 +130,7 @@ class IntegerKernels:
         args = _IntegerArgs(
             x.data_ptr(), weight.panels.data_ptr(), weight.peaks.data_ptr(),
             None if bias is None else bias.data_ptr(), y.data_ptr(),
-            rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros,
+            rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros, outputs,
             wide_pointer(y),
         )  # fmt: skip
         self._linear(ctypes.byref(args))
@@ -168,6 +168,21 @@ class IntegerKernels:
         )  # fmt: skip
         self._w8a8(ctypes.byref(args))
         return y
+
+
+def _peaks_and_shares(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """scales [outputs, groups] float32 -> peaks [outputs] and what of them each group has, float16.
+
+    Scales that a power of two makes float16 numbers are held exactly; others relative to their
+    output's greatest one, with 11 bits.
+    """
+    peaks = scales.abs().amax(1, keepdim=True).clamp_(min=PEAK_FLOOR)
+    powers = torch.exp2(torch.frexp(peaks).exponent.float() - HALF_BITS)
+    shares = (scales / powers).half()
+    exact = (shares.float() * powers == scales).all(1, keepdim=True)
+    peaks = torch.where(exact, powers, peaks)
+    shares = torch.where(exact, shares, (scales / peaks).half())
+    return peaks.flatten(), shares.contiguous()
 
 
 def _panels(outputs: int) -> int:

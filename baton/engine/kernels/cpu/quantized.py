@@ -23,7 +23,7 @@ NARROW: Final = 32  # outputs of a panel; panels come in twos
 QUAD: Final = 4  # inputs that are packed together: a group holds a multiple of them
 LINE: Final = 64  # bytes
 MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
-HALF_BITS: Final = 15  # the greatest share is below 2 ** 15: the least ones keep their bits
+HALF_BITS: Final = 15  # the greatest of an output's scales is held as at most 2 ** 15
 PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
@@ -171,18 +171,17 @@ class IntegerKernels:
 
 
 def _peaks_and_shares(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """scales [outputs, groups] float32 -> peaks [outputs] and what of them each group has, float16.
+    """scales [outputs, groups] float32 -> peaks [outputs] and scales over them, float16.
 
-    Scales that a power of two makes float16 numbers are held exactly; others relative to their
-    output's greatest one, with 11 bits.
+    Scales that a power of two makes float16 numbers are held exactly, others with 11 bits; that is
+    so down to 2 ** -29 of the output's greatest one.
     """
-    peaks = scales.abs().amax(1, keepdim=True).clamp_(min=PEAK_FLOOR)
-    powers = torch.exp2(torch.frexp(peaks).exponent.float() - HALF_BITS)
+    most = scales.abs().amax(1, keepdim=True).clamp_(min=PEAK_FLOOR)
+    powers = torch.exp2(torch.frexp(most).exponent.float() - HALF_BITS)
     shares = (scales / powers).half()
     exact = (shares.float() * powers == scales).all(1, keepdim=True)
-    peaks = torch.where(exact, powers, peaks)
-    shares = torch.where(exact, shares, (scales / peaks).half())
-    return peaks.flatten(), shares.contiguous()
+    peaks = torch.where(exact, powers, most * 2.0**-HALF_BITS)
+    return peaks.flatten(), (scales / peaks).half().contiguous()
 
 
 def _panels(outputs: int) -> int:

@@ -73,7 +73,9 @@ def _readable(file: GgufFile, tensor: GgufTensor, name: str, integers: bool) -> 
         return _integers(rows(), tensor, name)
 
     kept = integers and not plain and len(tensor.shape) == 2
-    return WidenedTensor(name, tensor.shape, (stored,), open_slabs, open_integers if kept else None)
+    return WidenedTensor(
+        name, tensor.shape, (stored,), open_slabs, open_integers=open_integers if kept else None
+    )
 
 
 def _halves(rows: int, heads: int) -> Tensor:

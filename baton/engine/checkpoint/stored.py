@@ -105,8 +105,8 @@ class WidenedTensor:
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
     open_slabs: Callable[[], Slab]
-    open_integers: Callable[[], IntWeight] | None = None
     dtype: torch.dtype = torch.float32
+    open_integers: Callable[[], IntWeight] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -142,9 +142,11 @@ class Weights:
 
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""
-        weight: StoredWeight | None = tied
-        if tied is None or self._reader.has_integers(f"{TABLE}.weight"):
-            weight = self._part(HEAD, self._stored(HEAD if tied is None else TABLE))
+        if tied is None:
+            weight = self._part(HEAD, self._stored(HEAD))
+        else:
+            table = self._reader.integers(f"{TABLE}.weight")
+            weight = tied if table is None else self._part(HEAD, table)
         if isinstance(weight, Tensor) and self._formats.head is not None:
             weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
         if isinstance(weight, IntWeight):

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,14 @@ STOP_S: Final = 20.0
 
 class PeerFailed(BatonError):
     """A peer ended, or reported an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What an answer took by the clock, and of all of its process' threads."""
+
+    seconds: float
+    cpu_seconds: float
 
 
 class PeerServer:
@@ -64,10 +73,15 @@ class PeerServer:
 
     def generate(self, prompts: Sequence[list[int]], new: int) -> float:
         """Return the seconds for `new` tokens of each of `prompts`. Raises PeerFailed."""
+        return self.timed(prompts, new).seconds
+
+    def timed(self, prompts: Sequence[list[int]], new: int) -> Took:
+        """Return the seconds as `generate` does, and the CPU time: 0 of a peer that does not report
+        it."""
         told = self._ask({"prompts": prompts, "new_tokens": new})
         if told["new_tokens"] != [new] * len(prompts):
             raise PeerFailed(f"{self.name}: {new} tokens each were asked for, not {told}")
-        return float(told["seconds"])
+        return Took(float(told["seconds"]), float(told.get("cpu_seconds", 0)))
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

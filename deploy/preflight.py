@@ -18,6 +18,7 @@ from baton.engine.checkpoint.checkpoint import (
     open_checkpoint,
     parse_modules,
 )
+from baton.engine.checkpoint.kinds import GGUF_KEPT_BYTES
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.memory.available_memory import available_memory
 from baton.node.config import NodeConfig
@@ -119,8 +120,22 @@ def weight_bytes(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     if before is None or (quantized and not types):
         return 0 if engine.quantization in _ROUNDED_BYTES else stored
     after = before if engine.dtype == "auto" else _DTYPE_BYTES[engine.dtype]
+    if types and engine.quantization == "none" and engine.model_impl != "transformers":
+        return _kept_bytes(config, quantized, after)
     numbers = sum(types.values()) or stored / before
     return int(numbers * _ROUNDED_BYTES.get(engine.quantization, after))
+
+
+def _kept_bytes(config: dict[str, Any], quantized: dict[str, Any], after: float) -> int:
+    """Of a GGUF file whose products keep their integers; its table is widened, beside the head
+    that is tied to it."""
+    types: dict[str, int] = quantized["types"]
+    kept = sum(count * GGUF_KEPT_BYTES.get(kind, after) for kind, count in types.items())
+    embedding = quantized["embedding"]
+    if embedding in GGUF_KEPT_BYTES:
+        head = GGUF_KEPT_BYTES[embedding] * (not config["tie_word_embeddings"])
+        kept += config["vocab_size"] * config["hidden_size"] * (after - head)
+    return int(kept)
 
 
 def _gb(num_bytes: int) -> str:

@@ -21,8 +21,11 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SpeculativeMethod = Literal["none", "ngram", "draft"]
-# The last three name formats in which a checkpoint can be stored (checkpoint.py).
-Quantization = Literal["none", "int8", "w8a8", "int4", "compressed-tensors", "gptq", "awq"]
+# "widened": a GGUF file's integers are not kept. The last four: as the checkpoint is stored
+# (checkpoint.py).
+Quantization = Literal[
+    "none", "int8", "w8a8", "int4", "widened", "compressed-tensors", "gptq", "awq", "gguf"
+]
 HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -81,7 +84,8 @@ class EngineConfig:
     )
     quantization: Quantization = option(
         "none",
-        "round the weights when loading (a quantized checkpoint says so itself)",
+        "round the weights when loading (a quantized checkpoint says so itself); widened: a GGUF "
+        "file's in the model's dtype",
         choices=spelled(get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq"),
         also=("-q",),
     )

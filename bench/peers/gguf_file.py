@@ -27,7 +27,7 @@ def write_gguf(model: Path, path: Path) -> None:
     architecture = ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(path, kind)
     _add_shape(writer, config)
-    _add_tokenizer(writer, model, config)
+    add_tokenizer(writer, model, config["eos_token_id"])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, tensor in _tensors(model / "model.safetensors"):
         numbers = _interleaved(name, tensor, config) if kind == "llama" else tensor
@@ -60,7 +60,8 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
-def _add_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
+def add_tokenizer(writer: Any, model: Path, end: int) -> None:
+    """The byte-level tokenizer of `model`, as llama.cpp has one; `end`: id of the end of a text."""
     content = json.loads((model / "tokenizer.json").read_text())
     ids: dict[str, int] = content["model"]["vocab"]
     special = {each["content"] for each in content["added_tokens"]}
@@ -70,7 +71,7 @@ def _add_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
     writer.add_token_list(words)
     writer.add_token_types([CONTROL if word in special else NORMAL for word in words])
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
-    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
 
 

@@ -1,9 +1,9 @@
 """llama.cpp as a peer: `--peer "PYTHON -m bench.peers.llama_cpp"`, or `--convert MODEL FILE` for a
-GGUF file that its server takes.
+GGUF file that its server and bench.engine_gguf take.
 
 PYTHON has `llama-cpp-python` (built here, so for this processor) and `gguf`; Baton need not be
 installed there. Weights: bfloat16, q8_0 for int8 and w8a8 (its products take 8-bit activations),
-q4_0 for int4; KV and everything else as llama.cpp does it by default.
+q4_0 for int4, or a type by llama.cpp's name; KV and everything else as it does by default.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ llama: Any = importlib.import_module("llama_cpp.llama_cpp")  # its C interface
 FILE_TYPES: Final = {
     "int8": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
     "int4": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
+    **{
+        name: getattr(llama, f"LLAMA_FTYPE_MOSTLY_{name}")
+        for name in ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+    },
 }
 STEP: Final = 4096  # tokens that one call takes
 # It tells hundreds of lines for each context. Kept here: C holds no reference to it.
@@ -121,8 +125,9 @@ class LlamaCppModel:
 
 
 def load(setup: Setup) -> Generate:
-    """Convert the checkpoint, unless that was done before, and load the result."""
-    return LlamaCppModel(setup.converted(".gguf", convert), setup.threads).generate
+    """Load a GGUF file, or a checkpoint converted to one unless that was done before."""
+    path = setup.model if setup.model.is_file() else setup.converted(".gguf", convert)
+    return LlamaCppModel(path, setup.threads).generate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,11 +4,13 @@
         {"name": "Engine 1.2"}                                    it is loaded and ready
         {"name": "Engine 1.2", "unsupported": "no int4 weights"}  its rows stay empty
     {"prompts": [[5, 6], [7, 8]], "new_tokens": 24}               any number of times
-        {"seconds": 0.8, "new_tokens": [24, 24]}                  greedy, ends ignored, all at once
+        {"seconds": 0.8, "cpu_seconds": 1.6, "new_tokens": [24, 24]}
+                                                                  greedy, ends ignored, all at once
     (end of input)                                                the peer ends
 
-`model` is a checkpoint in Hugging Face's format, `quantization` is none (bfloat16), int8, int4 or
-w8a8, `seconds` those of the engine's own call. {"error": "..."} answers what went wrong.
+`model` is a checkpoint in Hugging Face's format, or a GGUF file; `quantization` is none (bfloat16,
+or the file as it is), int8, int4 or w8a8; `seconds` are those of the engine's own call.
+{"error": "..."} answers what went wrong.
 Imports nothing but the standard library: it runs where Baton is not installed.
 """
 
@@ -99,6 +101,7 @@ def _setup(question: dict[str, Any]) -> Setup:
 
 
 def _timed(generate: Generate, question: dict[str, Any]) -> dict[str, Any]:
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     counts = generate(question["prompts"], question["new_tokens"])
-    return {"seconds": time.perf_counter() - began, "new_tokens": list(counts)}
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "new_tokens": list(counts)}

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.text.chat_template import ChatTemplate
+from bench.peers.gguf_file import add_tokenizer
 
 gguf: Any = importlib.import_module("gguf")  # in the group `test`
 
-NORMAL, CONTROL = 1, 3
 MODEL_ARCHES: Final = {
     "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma": gguf.MODEL_ARCH.GEMMA, "gemma2": gguf.MODEL_ARCH.GEMMA2,
@@ -108,7 +108,11 @@ def write_gguf(model: Path, file: Path, mix: str = "Q8_0", **said: Any) -> Path:
         if value is not None:
             kind = gguf.GGUFValueType[kinds[type(value)]]
             writer.add_key_value(f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}", value, kind)
-    add_tokenizer(writer, model, config)
+    generation = json.loads((model / "generation_config.json").read_text())
+    ends = generation.get("eos_token_id", config.get("eos_token_id")) or 2
+    add_tokenizer(writer, model, ends[0] if isinstance(ends, list) else ends)
+    writer.add_bos_token_id(1)
+    writer.add_chat_template(ChatTemplate.load(model).source)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     twin = file.with_name(f"{file.stem}-twin")
     shutil.copytree(model, twin)
@@ -181,21 +185,3 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
             if config.get(key) is not None:
                 found[key] = float(config[key])
     return found
-
-
-def add_tokenizer(writer: Any, model: Path, config: Mapping[str, Any]) -> None:
-    content = json.loads((model / "tokenizer.json").read_text())
-    ids: dict[str, int] = content["model"]["vocab"]
-    special = {each["content"] for each in content["added_tokens"]}
-    words = sorted(ids, key=lambda word: ids[word])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words)
-    writer.add_token_types([CONTROL if word in special else NORMAL for word in words])
-    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
-    said = json.loads((model / "generation_config.json").read_text())
-    ends = said.get("eos_token_id", config.get("eos_token_id")) or 2
-    writer.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
-    writer.add_bos_token_id(1)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(ChatTemplate.load(model).source)

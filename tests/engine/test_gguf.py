@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.checkpoint.convert import convert
+from baton.engine.checkpoint.gguf_blocks import widen_blocks
 from baton.engine.checkpoint.gguf_config import gguf_config
 from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder
 from baton.engine.checkpoint.gguf_header import BLOCKS, read_gguf
 from baton.engine.checkpoint.gguf_tokenizer import gguf_generation, gguf_tokenizer
-from baton.engine.checkpoint.gguf_weights import gguf_tensors, widen_blocks
+from baton.engine.checkpoint.gguf_weights import gguf_tensors
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import load_model
@@ -35,7 +36,7 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.tokenizer import Tokenizer
 from deploy.hub import local_model
 from deploy.preflight import weight_bytes
-from tests.engine.running import load, logits_of
+from tests.engine.running import load, logits_of, relative_error
 from tests.engine.test_tensor_parallel import by_threads
 from tests.engine.test_tensor_parallel import logits_of as logits_over_ranks
 from tests.golden.random_models import save_random
@@ -50,6 +51,7 @@ PROMPT = torch.randint(5, VOCAB_SIZE, (30,), generator=torch.Generator().manual_
 # Rows of 256 numbers: what K types want.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
+WIDENED: dict[str, Any] = {"quantization": "widened"}
 
 
 @pytest.fixture(autouse=True)
@@ -90,22 +92,31 @@ def test_a_file_is_the_plain_model_of_its_numbers(mix: str, tmp_path: Path) -> N
     assert reader.names == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(reader.read(name), tensor.float()), name
-    loaded, plain = load(file), load(twin)
+    loaded, plain = load(file, **WIDENED), load(twin)
     assert loaded.info.model_impl == "lean"
     assert loaded.info.name == f"tiny-{mix}"
-    assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
+    expected_logits = logits_of(plain, PROMPT)
+    assert torch.equal(logits_of(loaded, PROMPT), expected_logits)
     assert loaded.weight_bytes == plain.weight_bytes
-    assert loaded.info.digest != plain.info.digest
+    kept = load(file)
+    found = logits_of(kept, PROMPT)
+    assert kept.info.model_impl == "lean"
+    assert relative_error(found, expected_logits) < 1e-5
+    assert found.argmax(-1).equal(expected_logits.argmax(-1))
+    assert (kept.weight_bytes < plain.weight_bytes) == ("Q" in "".join(MIXES[mix]))
+    assert len({kept.info.digest, loaded.info.digest, plain.info.digest}) == 3
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", *GEMMAS])
 @pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0"])
 def test_families(kind: str, mix: str, tmp_path: Path) -> None:
     file, twin = make(tmp_path, kind, mix)
-    loaded, plain = load(file), load(twin)
+    loaded, plain = load(file, **WIDENED), load(twin)
     assert loaded.info.model_impl == plain.info.model_impl
     assert loaded.info.rope == plain.info.rope
-    assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
+    expected = logits_of(plain, PROMPT)
+    assert torch.equal(logits_of(loaded, PROMPT), expected)
+    assert relative_error(logits_of(load(file), PROMPT), expected) < 1e-5
 
 
 def test_rounded_again_and_universal(tmp_path: Path) -> None:
@@ -117,15 +128,19 @@ def test_rounded_again_and_universal(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_over_two_ranks(tmp_path: Path) -> None:
-    """As a plain checkpoint: each rank's share is the twin's."""
+    """As a plain checkpoint: each rank's share is the twin's, or has the integers of the whole."""
     file, twin = make(tmp_path, "llama", "Q4_K_M")
 
-    def shares(model: Path) -> list[torch.Tensor]:
-        config = EngineConfig(str(model), dtype="float32", device="cpu", tensor_parallel_size=2)
+    def shares(model: Path, **options: Any) -> list[torch.Tensor]:
+        placed: dict[str, Any] = {"dtype": "float32", "device": "cpu", "tensor_parallel_size": 2}
+        config = EngineConfig(str(model), **placed, **options)
         return by_threads(2, lambda group: logits_over_ranks(load_model(config, group), 2))
 
-    for found, expected in zip(shares(file), shares(twin), strict=True):
+    plain = shares(twin)
+    for found, expected in zip(shares(file, **WIDENED), plain, strict=True):
         assert torch.equal(found, expected)
+    for found, expected in zip(shares(file), plain, strict=True):
+        assert relative_error(found, expected) < 1e-5
 
 
 def test_transformers_reads_the_same(tmp_path: Path) -> None:
@@ -196,22 +211,38 @@ def test_convert_writes_the_folder(tmp_path: Path) -> None:
     assert {each.path.name for each in written} >= {"config.json", "tokenizer.json"}
     assert (target / WEIGHTS).resolve() == file.resolve()
     assert convert(file) == []
-    assert torch.equal(logits_of(load(target), PROMPT), logits_of(load(twin), PROMPT))
+    found, expected = logits_of(load(target, **WIDENED), PROMPT), logits_of(load(twin), PROMPT)
+    assert torch.equal(found, expected)
+    assert torch.equal(logits_of(load(target), PROMPT), logits_of(load(file), PROMPT))
 
 
 def test_estimate_says_what_it_is(tmp_path: Path) -> None:
     file, _ = make(tmp_path, "llama", "Q4_K_M")
-    said = dict(rows(sized(EstimateOptions(model=file))))
+    said = dict(rows(sized(EstimateOptions(model=file, quantization="widened"))))
     assert "refused by Baton" not in said
     assert "stored as gguf (F32, Q4_K, Q6_K), read and kept as bfloat16" in said["note"]
     assert "in the files" in said["weights"]
+    said = dict(rows(sized(EstimateOptions(model=file))))
+    assert "stored as gguf (F32, Q4_K, Q6_K), read and kept as integers" in said["note"]
+    assert "matrices integers, head integers" in said["weights"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])  # the second's head is tied
+def test_estimates_of_integers(kind: str, tmp_path: Path) -> None:
+    file, _ = make(tmp_path, kind, "Q4_K_M")
+    kept = load(file).weight_bytes
+    estimate = sized(EstimateOptions(model=file, dtype="float32"))
+    assert 0.98 < kept / estimate.weight_bytes < 1.02
+    least = weight_bytes(open_checkpoint(str(file)), EngineConfig(str(file), dtype="float32"))
+    assert 0.98 < least / kept <= 1
 
 
 def test_up_knows_what_it_takes(tmp_path: Path) -> None:
     file, _ = make(tmp_path, "llama", "Q4_K_M")
-    checkpoint, kept = open_checkpoint(str(file)), load(file).weight_bytes
-    assert weight_bytes(checkpoint, EngineConfig(str(file), dtype="float32")) == kept
-    assert weight_bytes(checkpoint, EngineConfig(str(file))) == kept / 2
+    checkpoint, kept = open_checkpoint(str(file)), load(file, **WIDENED).weight_bytes
+    whole = {"dtype": "float32", **WIDENED}
+    assert weight_bytes(checkpoint, EngineConfig(str(file), **whole)) == kept
+    assert weight_bytes(checkpoint, EngineConfig(str(file), **WIDENED)) == kept / 2
     assert weight_bytes(checkpoint, EngineConfig(str(file), quantization="int8")) == kept / 4
 
 
@@ -405,8 +436,10 @@ def test_random_configurations(
     small = {"head_dim": 16, "num_hidden_layers": 1}
     model = make_tiny_model(kind, folder / "model", **small, **shape)
     twin = write_gguf(model, folder / "random.gguf", mix)
-    loaded, plain = load(folder / "random.gguf"), load(twin)
-    assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
+    loaded, plain = load(folder / "random.gguf", **WIDENED), load(twin)
+    expected = logits_of(plain, PROMPT)
+    assert torch.equal(logits_of(loaded, PROMPT), expected)
+    assert relative_error(logits_of(load(folder / "random.gguf"), PROMPT), expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])

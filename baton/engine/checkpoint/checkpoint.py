@@ -22,7 +22,8 @@ from baton.protocol.errors import ConfigError, ModelRefused
 # Everything a server may need; weights as safetensors only, so that no .bin is ever downloaded.
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 HUB_SKIPPED: Final = ("original/*", "onnx/*", "consolidated*")
-ROUNDED: Final = ("none", "int8", "w8a8", "int4")  # what is done to weights when they are loaded
+# What is done to weights when they are loaded.
+ROUNDED: Final = ("none", "int8", "w8a8", "int4", "widened")
 _UNBOUND_KEYS: Final = ("_name_or_path", "transformers_version")  # differ between equal checkpoints
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _READ_BYTES: Final = 8 << 20

@@ -77,7 +77,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "rope_theta": _number(file, "rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": _dtype(file),
-        "quantization_config": {"quant_method": "gguf", "types": _types(file)},
+        "quantization_config": {"quant_method": "gguf", "types": _types(file)} | _table(file),
     }
     scaling = _rope_scaling(file, head_dim)
     if scaling is not None:
@@ -241,6 +241,12 @@ def _types(file: GgufFile) -> dict[str, int]:
     for tensor in file.tensors.values():
         counts[tensor.kind] = counts.get(tensor.kind, 0) + math.prod(tensor.shape)
     return dict(sorted(counts.items()))
+
+
+def _table(file: GgufFile) -> dict[str, str]:
+    """Types of the embedding and of the head."""
+    table = file.tensors["token_embd.weight"]
+    return {"embedding": table.kind, "head": file.tensors.get("output.weight", table).kind}
 
 
 def _integer(file: GgufFile, key: str, default: int | None = None) -> int:

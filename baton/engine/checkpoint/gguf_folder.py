@@ -25,7 +25,7 @@ from baton.runtime.cache_folder import cache_folder
 
 SUFFIX: Final = ".gguf"
 WEIGHTS: Final = "model.gguf"
-_VERSION: Final = 1  # of what is written: another one makes another folder
+_VERSION: Final = 2  # of what is written: another one makes another folder
 
 
 def is_gguf(model: str | Path) -> bool:

@@ -2,7 +2,8 @@
 
 A format that is no integer format of Baton's is read under its plain names, each number as large
 as the format says it is, so that nothing behind the reader knows of it. Scales of activations and
-of KV are left unread: activations stay as they are, KV is what --kv-cache-dtype says.
+of KV are left unread: activations stay as they are, KV is what --kv-cache-dtype says. Of a GGUF
+file the lean route keeps the integers of products (gguf_blocks.py), unless it is asked to widen.
 No torch here: `baton estimate` asks too.
 """
 
@@ -16,6 +17,11 @@ from baton.protocol.errors import ModelRefused
 Kind = Literal["fp8", "mxfp4", "nvfp4", "bitsandbytes 4-bit", "bitsandbytes 8-bit", "gguf"]
 WIDENED_BITS: Final[Mapping[Kind, int]] = {  # of a weight, without its scales
     "fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitsandbytes 4-bit": 4, "bitsandbytes 8-bit": 8, "gguf": 8,
+}  # fmt: skip
+# Of a GGUF file's types: bytes of a weight that is kept, with its scale, and zero, in float32.
+GGUF_KEPT_BYTES: Final[Mapping[str, float]] = {
+    "Q4_0": 0.625, "Q4_1": 0.75, "Q4_K": 0.75, "Q5_0": 1.125, "Q5_1": 1.25, "Q5_K": 1.25,
+    "Q6_K": 1.25, "Q8_0": 1.125,
 }  # fmt: skip
 _MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
 

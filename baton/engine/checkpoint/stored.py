@@ -18,10 +18,11 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.quantization.integer import IntWeight
 from baton.protocol.errors import ModelRefused
 
 _BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
-_SLAB_NUMBERS: Final = 1 << 20  # widened at once, in float32
+SLAB_NUMBERS: Final = 1 << 20  # widened at once, in float32
 
 
 class Readable(Protocol):
@@ -97,13 +98,15 @@ Slab = Callable[[int, int], Tensor]  # (start, stop) of the first dimension -> t
 
 @dataclass(frozen=True, slots=True)
 class WidenedTensor:
-    """A tensor `name` that is computed from `parts`. `open_slabs` reads them."""
+    """A tensor `name` that is computed from `parts`. `open_slabs` reads them; so does
+    `open_integers`, where a product may keep the integers that they hold [out, in]."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
     open_slabs: Callable[[], Slab]
     dtype: torch.dtype = torch.float32
+    open_integers: Callable[[], IntWeight] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +117,7 @@ class WidenedTensor:
         """See Readable.fill. Raises ModelRefused for what is no number (a damaged scale)."""
         slab = self.open_slabs()
         whole = target.view(self.shape)
-        step = max(1, _SLAB_NUMBERS // max(1, math.prod(self.shape[1:])))
+        step = max(1, SLAB_NUMBERS // max(1, math.prod(self.shape[1:])))
         for start in range(0, self.shape[0], step):
             numbers = slab(start, min(start + step, self.shape[0]))
             if not bool(torch.isfinite(numbers).all()):

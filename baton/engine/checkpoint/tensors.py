@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import EllipsisType
 from typing import Final
@@ -24,7 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.checkpoint.stored import Readable, StoredTensor
+from baton.engine.checkpoint.stored import Readable, StoredTensor, WidenedTensor
+from baton.engine.quantization.integer import IntWeight
 from baton.protocol.errors import ModelRefused
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,24 @@ class TensorReader:
         """One tensor in the dtype of its file (quantized weights). Raises as read() does."""
         stored = self.stored(name)
         return self._stack([stored], (name,), stored.dtype)
+
+    def has_integers(self, name: str) -> bool:
+        """Whether `integers` has a tensor."""
+        stored = self._stored.get(name)
+        return isinstance(stored, WidenedTensor) and stored.open_integers is not None
+
+    def integers(self, name: str) -> IntWeight | None:
+        """The integers that one tensor [out, in] is stored as, on the model's device; None if it
+        has none to give. Raises ModelRefused for damaged scales, and for a file that ends."""
+        stored = self._stored.get(name)
+        if not isinstance(stored, WidenedTensor) or stored.open_integers is None:
+            return None
+        weight = stored.open_integers()
+        self._progress.add(stored.num_bytes)
+        self._read.add(name)
+        zeros = None if weight.zeros is None else weight.zeros.to(self._device)
+        values, scales = weight.values.to(self._device), weight.scales.to(self._device)
+        return replace(weight, values=values, scales=scales, zeros=zeros)
 
     def _stack(self, parts: Sequence[Readable], names: Sequence[str], dtype: torch.dtype) -> Tensor:
         first = parts[0]

@@ -3,7 +3,8 @@
     plain checkpoint                      -> plain layers
     plain checkpoint, --quantization      -> each linear layer quantized as it is read
     quantized checkpoint                  -> its integers in its own scheme; the rest plain
-    one of small floats, GGUF, ...        -> widened by the reader (widening.py): as a plain one
+    one of small floats                   -> widened by the reader (widening.py): as a plain one
+    GGUF                                  -> its integers, if they were asked for; else widened
     --lm-head-quantization                -> a head that is stored plain quantized as it is read
 
 Only products are ever quantized: embeddings, norms and routers stay as they are. The rounded head
@@ -33,6 +34,7 @@ from baton.engine.quantization.linear import Linear, LinearFormat, SideBySide, c
 from baton.protocol.errors import ModelRefused
 
 HEAD: Final = "lm_head"
+TABLE: Final = "model.embed_tokens"
 StoredWeight = IntWeight | Tensor
 CORRECTION: Final = ".e_score_correction_bias"  # DeepSeek-V3's, of its routers
 
@@ -125,7 +127,9 @@ class Weights:
         """See Linears.read."""
         names = [f"{module}.weight" for module in modules]
         biases = [f"{module}.bias" for module in modules] if has_bias else []
-        if self._layout is None and self._formats.scheme is None and self._share is None:
+        plain = self._layout is None and self._formats.scheme is None
+        plain = plain and not any(map(self._reader.has_integers, names))
+        if plain and self._share is None:
             return self._formats.plain(
                 self.tensor(*names), self.tensor(*biases) if biases else None
             )
@@ -138,7 +142,11 @@ class Weights:
 
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""
-        weight = self._part(HEAD, self._stored(HEAD)) if tied is None else tied
+        if tied is None:
+            weight = self._part(HEAD, self._stored(HEAD))
+        else:
+            table = self._reader.integers(f"{TABLE}.weight")
+            weight = tied if table is None else self._part(HEAD, table)
         if isinstance(weight, Tensor) and self._formats.head is not None:
             weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
         if isinstance(weight, IntWeight):
@@ -177,18 +185,22 @@ class Weights:
         """The weight of one module as the checkpoint has it."""
         if self._layout is not None and module in self._modules:
             return self._layout.weight(module, self._reader)
-        return self._reader.read(f"{module}.weight")
+        name = f"{module}.weight"
+        integers = self._reader.integers(name)
+        return self._reader.read(name) if integers is None else integers
 
     def _side_by_side(self, parts: Sequence[StoredWeight], bias: Tensor | None) -> Linear:
-        """Modules of one input in different formats (some are on the checkpoint's ignore list)."""
-        layers: list[Linear] = []
-        at = 0
+        """Modules of one input in different formats (some are on the checkpoint's ignore list, a
+        GGUF file has more bits for values), neighbours of one format as one."""
+        runs: list[StoredWeight] = []
         for part in parts:
-            outputs = part.shape[0]
-            share = None if bias is None else bias[at : at + outputs]
-            layers.append(self._layer(part, share))
-            at += outputs
-        return SideBySide(tuple(layers))
+            both = _stacked([runs[-1], part]) if runs else None
+            if both is None:
+                runs.append(part)
+            else:
+                runs[-1] = both
+        biases = [None] * len(runs) if bias is None else bias.split([run.shape[0] for run in runs])
+        return SideBySide(tuple(map(self._layer, runs, biases)))
 
     def _count(self, names: Sequence[str], num_bytes: int) -> None:
         for name in names:

@@ -31,8 +31,16 @@ _FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
 }
 
 
-def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TensorReader:
+def open_tensors(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    integers: bool = False,
+) -> TensorReader:
     """Its tensors under plain names, except for those of integer layouts.
+
+    `integers`: those that a GGUF file holds can be read, too (TensorReader.integers).
 
     Raises ModelRefused for a broken file and for tensors that their format does not understand.
     """
@@ -40,7 +48,7 @@ def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     kind = widened_kind(config)
     if kind == "gguf":
         (file,) = checkpoint.weight_files
-        return TensorReader((), dtype, device, lambda _: gguf_tensors(file))
+        return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=integers))
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
     return TensorReader(checkpoint.weight_files, dtype, device, widen)
 

@@ -28,7 +28,7 @@ from baton.engine.checkpoint.shared_weights import (
     shared_weights,
 )
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
-from baton.engine.checkpoint.widening import integer_layout, open_tensors
+from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
 from baton.engine.loading.route import (
@@ -38,6 +38,7 @@ from baton.engine.loading.route import (
     choose_route,
     classifies,
     head_scheme,
+    keeps_integers,
     leave_lean,
 )
 from baton.engine.models.base import CausalModel
@@ -112,7 +113,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     dtype_name = choose_dtype(config.dtype, checkpoint.config)
     dtype = DTYPES[dtype_name]
     built = _build(config, checkpoint, lean, dtype, device, group)
-    model, weight_bytes = built.model, built.weight_bytes
+    model, weight_bytes, is_lean = built.model, built.weight_bytes, built.impl == "lean"
     stated = position_limit(checkpoint.text_config)
     max_model_len = choose_length(config.max_model_len, stated or model.max_positions)
     adapters = [read_adapter(name, path, dtype, device) for name, path in modules.items()]
@@ -122,7 +123,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=_digest(checkpoint, config, built.impl),
+        digest=_digest(checkpoint, config, lean=is_lean),
         layers=model.layers,
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
@@ -134,9 +135,10 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         generates=built.classifier is None,
         dtype=dtype_name,
     )
+    read_as = _read_as(checkpoint, config, lean=is_lean)
     logger.info(
         "loaded %s: %s route, %s%s on %s, %d layers, %.1f MB of weights, up to %d tokens",
-        info.name, built.impl, dtype_name, _origin(checkpoint, built.impl), device,
+        info.name, built.impl, dtype_name, f" ({read_as})" if read_as else "", device,
         len(info.layers), weight_bytes / 1e6, max_model_len,
     )  # fmt: skip
     if isinstance(model, FixedTiles):
@@ -147,31 +149,28 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     )  # fmt: skip
 
 
-def _widened_from(checkpoint: Checkpoint, impl: str) -> str | None:
-    """The format of the stored weights if this route widens them; None if it keeps them."""
+def _read_as(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool) -> str:
+    """How weights were read that are not kept as they are stored; "" if all are."""
     quantized = checkpoint.config.get("quantization_config")
-    if quantized is None or integer_layout(quantized) is None:
-        return widened_kind(quantized)
-    return None if impl == "lean" else f"integers ({quantized['quant_method']})"
+    kind = widened_kind(quantized)
+    if quantized is None or (kind is None and lean):
+        return ""
+    if kind is None:
+        return f"widened integers of {quantized['quant_method']}"
+    return f"{'integers of' if lean and keeps_integers(kind, config) else 'widened'} {kind}"
 
 
-def _origin(checkpoint: Checkpoint, impl: str) -> str:
-    """What its weights were before they were read."""
-    kind = _widened_from(checkpoint, impl)
-    return "" if kind is None else f" (widened from {kind})"
-
-
-def _digest(checkpoint: Checkpoint, config: EngineConfig, impl: str = "lean") -> str:
-    """The checkpoint's digest, bound to how its weights were widened and rounded.
+def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) -> str:
+    """The checkpoint's digest, bound to how its weights were read and rounded, by the lean route or
+    the other.
 
     Adapters come and go: their ids are bound to their contents, and KV to the id.
     """
     base = digest(checkpoint)
     named: list[str] = []
-    kind = _widened_from(checkpoint, impl)
-    if kind is not None:
-        named.append(f"widened {kind}")
-    if config.quantization != "none":
+    if read_as := _read_as(checkpoint, config, lean=lean):
+        named.append(read_as)
+    if config.quantization in SCHEMES:
         named.append(f"quantization {config.quantization}")
     if config.lm_head_quantization != "auto":
         named.append(f"head {config.lm_head_quantization}")
@@ -201,8 +200,9 @@ def _build(
 ) -> _Built:
     """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
-        reader = open_tensors(checkpoint, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
+        integers = keeps_integers(widened_kind(quantized), config)
+        reader = open_tensors(checkpoint, dtype, device, integers=integers)
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
         share = None if group is None else _share(config, lean, group)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)

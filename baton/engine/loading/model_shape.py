@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from baton.engine.checkpoint.kinds import WIDENED_BITS, widened_kind
+from baton.engine.checkpoint.kinds import GGUF_KEPT_BYTES, WIDENED_BITS, widened_kind
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 
@@ -45,10 +45,15 @@ class StoredWeights:
     group_size: int = 0  # weights that share a scale; 0 = a whole row or more
     widened: bool = False  # when it is read: it is kept plain
     zeros: bool = True  # and a zero
+    mean_bytes: float | None = None  # of a weight, where matrices differ
+    integers: StoredWeights | None = None  # kept unless widening is asked for; and of the head
+    head: StoredWeights | None = None
 
     @property
     def bytes_per_weight(self) -> float:
         """With a scale per group, and a zero: float32, as layers hold them."""
+        if self.mean_bytes is not None:
+            return self.mean_bytes
         if not self.group_size:
             return self.bits / 8
         return self.bits / 8 + (8 if self.zeros else 4) / self.group_size
@@ -249,7 +254,8 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
         if kind is not None:
             types = ", ".join(given.get("types") or ())
             named = f"{kind} ({types})" if types else kind
-            return StoredWeights(named, WIDENED_BITS[kind], widened=True)
+            kept, head = _kept_integers(c, given)
+            return StoredWeights(named, WIDENED_BITS[kind], widened=True, integers=kept, head=head)
     if method == "bitsandbytes":
         return StoredWeights(method, 4 if given.get("load_in_4bit") else 8)
     groups = given.get("config_groups") or {}
@@ -262,6 +268,27 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
     group_size = weights.get("group_size") or weights.get("q_group_size") or 0
     symmetric = weights.get("sym", weights.get("symmetric", not weights.get("zero_point", True)))
     return StoredWeights(method, bits, max(0, group_size), zeros=not symmetric)
+
+
+def _kept_integers(
+    c: dict[str, Any], given: dict[str, Any]
+) -> tuple[StoredWeights | None, StoredWeights | None]:
+    """What a GGUF file's matrices, and its head, are kept as; None for plain ones."""
+    counts: dict[str, int] = dict(given.get("types") or {})
+    head: str | None = given.get("head")
+    if head is None:
+        return None, None
+    for kind in (head,) if c.get("tie_word_embeddings") else (head, given["embedding"]):
+        counts[kind] -= c["vocab_size"] * c["hidden_size"]
+    counts.pop("F32", None)  # norms
+    dtype_bytes = 4 if stored_dtype(c) == "float32" else 2
+    kept = sum(count * GGUF_KEPT_BYTES.get(kind, dtype_bytes) for kind, count in counts.items())
+    matrices, of_head = None, None
+    if any(count and kind in GGUF_KEPT_BYTES for kind, count in counts.items()):
+        matrices = StoredWeights("integers", 8, mean_bytes=kept / sum(counts.values()))
+    if head in GGUF_KEPT_BYTES:
+        of_head = StoredWeights("integers", 8, mean_bytes=GGUF_KEPT_BYTES[head])
+    return matrices, of_head
 
 
 # ---- families ----

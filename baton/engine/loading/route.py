@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from baton.engine.checkpoint.checkpoint import text_config
+from baton.engine.checkpoint.kinds import Kind
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
 from baton.engine.kernels.rope import position_limit
@@ -134,9 +135,14 @@ def choose_length(requested: int | None, known: int | None) -> int:
     return known if requested is None else requested
 
 
+def keeps_integers(kind: Kind | None, config: EngineConfig) -> bool:
+    """Whether the lean route keeps the integers of such weights, or widens them."""
+    return kind == "gguf" and config.quantization == "none"
+
+
 def rounds(config: EngineConfig) -> bool:
     """Whether any weights are to be rounded when loading."""
-    return config.quantization != "none" or head_scheme(config) is not None
+    return config.quantization in SCHEMES or head_scheme(config) is not None
 
 
 def head_scheme(config: EngineConfig) -> Scheme | None:

@@ -26,7 +26,7 @@ from baton.engine.kernels.rope import Rotation
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.quantization.integer import IntegerPanels, W8A8Panels
-from baton.engine.quantization.linear import Linear, PanelLinear
+from baton.engine.quantization.linear import Linear, PanelLinear, SideBySide
 from baton.engine.state.batch import Batch
 
 DIM_MULTIPLE = 32  # of head dims: attention.h takes keys 32 numbers at a time
@@ -68,11 +68,22 @@ def step_linears(linears: Sequence[Linear]) -> list[StepLinear] | None:
     for linear in linears:
         if isinstance(linear, PanelLinear):
             held.append(StepLinear(linear.panels, linear.bias))
-        elif isinstance(linear, IntegerPanels | W8A8Panels):
+        elif isinstance(linear, W8A8Panels):
             held.append(StepLinear(linear.packed, linear.bias))
+        elif (panels := _side_by_side(linear)) is not None:
+            biases = [each.bias for each in panels if each.bias is not None]
+            packed = tuple(each.packed for each in panels)
+            held.append(StepLinear(packed, torch.cat(biases) if biases else None))
         else:
             return None
     return held
+
+
+def _side_by_side(linear: Linear) -> tuple[IntegerPanels, ...] | None:
+    """Panels of integers, some after the others."""
+    layers = linear.layers if isinstance(linear, SideBySide) else (linear,)
+    panels = tuple(layer for layer in layers if isinstance(layer, IntegerPanels))
+    return panels if len(panels) == len(layers) else None
 
 
 def compile_step(

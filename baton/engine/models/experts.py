@@ -32,7 +32,6 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.quantized import PackedIntegers
 from baton.engine.kernels.cpu.step import StepLinear
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.layers.gates import ExpertGate
@@ -195,17 +194,21 @@ def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
 
 
 def _alike(linears: Sequence[StepLinear]) -> bool:
-    """Whether they have one format, and no biases."""
-    return len({_format(each) for each in linears}) == 1 and all(x.bias is None for x in linears)
+    """Whether they have one format, also within, and no biases."""
+    formats = {_format(each) for each in linears}
+    alike = len(formats) == 1 and all(len(each) == 1 for each in formats)
+    return alike and all(x.bias is None for x in linears)
 
 
 def _format(linear: StepLinear) -> tuple[object, ...]:
     weights = linear.weights
-    if isinstance(weights, PackedIntegers):
-        return type(weights), weights.groups, weights.bits, weights.has_zeros
+    if isinstance(weights, tuple):
+        return tuple((each.groups, each.bits, each.has_zeros) for each in weights)
     return (type(weights),)
 
 
 def _inputs(linear: StepLinear) -> int:
     weights = linear.weights
+    if isinstance(weights, tuple):
+        return weights[0].inputs
     return 2 * weights.shape[1] if isinstance(weights, Tensor) else weights.inputs

@@ -48,7 +48,7 @@ class EstimateOptions:
     bandwidth: str | None = option(None, "its memory bandwidth, as in 3.3TB/s")
     flops: str | None = option(None, "its dense FLOP/s in the dtype used, as in 990T")
     dtype: str = option("auto", "data type of weights", choices=("auto", *WEIGHT_BYTES))
-    quantization: str = option("none", "round matrices to", choices=("none", *QUANTIZED))
+    quantization: str = option("none", "round matrices to", choices=("none", "widened", *QUANTIZED))
     lm_head_quantization: str = option(
         "auto", "round the head to (auto: as an engine would)", choices=("auto", "none", *QUANTIZED)
     )
@@ -356,14 +356,15 @@ def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
     dtype = shape.dtype if options.dtype == "auto" else options.dtype
     if dtype not in WEIGHT_BYTES:
         raise ConfigError(f"weights of dtype {dtype} are not known: set --dtype", field="dtype")
-    stored = shape.stored
+    stored, own_head = shape.stored, None
     if stored is not None and stored.widened:
-        stored = None
-    if options.quantization != "none":
+        kept = options.quantization == "none"
+        stored, own_head = (stored.integers, stored.head) if kept else (None, None)
+    if options.quantization in QUANTIZED:
         stored = QUANTIZED[options.quantization]
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     head = head_quantization(options.lm_head_quantization, options.quantization)
-    return Precision(dtype, stored, kv_dtype, QUANTIZED.get(head))
+    return Precision(dtype, stored, kv_dtype, own_head or QUANTIZED.get(head))
 
 
 def _activation_bytes(shape: ModelShape, options: EstimateOptions, precision: Precision) -> int:

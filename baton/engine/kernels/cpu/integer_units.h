@@ -42,6 +42,7 @@ struct IntegerArgs {
   const bf16* bias;       // [outputs], or null
   bf16* y;                // [rows, outputs]
   int64_t rows, inputs, outputs, groups, bits, has_zeros;
+  int64_t stride;         // numbers from a row of y to the next
   float* wide = nullptr;  // [rows, outputs], instead of y
 };
 
@@ -136,7 +137,7 @@ inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, Flo
   Floats bias = broadcast(0.0f);
   if (a.bias != nullptr) bias = load_wide(a.bias + output, lanes);
   const Floats peak = load(a.peaks + output, lanes);
-  store_output(a, row * a.outputs + output, multiply_add(sum, peak, bias), lanes);
+  store_output(a, row * a.stride + output, multiply_add(sum, peak, bias), lanes);
 }
 
 // Even blocks of rows [from, until): 16 are 8 and 8, not 12 and 4. Calls work(row, count).

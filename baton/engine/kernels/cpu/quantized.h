@@ -166,7 +166,8 @@ struct IntegerPack {
 
 inline void pack_integers(const IntegerPack& a) {
   const IntegerArgs like{nullptr, a.panels, nullptr, nullptr, nullptr, 0,
-                         a.inputs, a.outputs, a.groups, a.bits, a.zeros != nullptr};
+                         a.inputs, a.outputs, a.groups, a.bits, a.zeros != nullptr,
+                         a.outputs};
   const IntegerLayout at(like);
   const int64_t size = a.inputs / a.groups;
 #pragma omp parallel for schedule(static, kNarrow)  // outputs of a panel share bytes

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 NARROW: Final = 32  # outputs of a panel; panels come in pairs
 QUAD: Final = 4  # inputs that are packed together; the size of a group is a multiple of it
 LINE: Final = 64  # bytes
-MAX_INPUTS: Final = 1 << 16  # of w8a8: so many products uint8 x int8 sum up to 32 bits
-PEAK_FLOOR: Final = 1e-30  # avoids a division by 0 for an output whose weights are all 0
+MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
+HALF_BITS: Final = 15  # the greatest of an output's scales is held as at most 2 ** 15
+PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -35,6 +36,7 @@ class _IntegerArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "panels", "peaks", "bias", "y")),
         *((name, _SIZE) for name in ("rows", "inputs", "outputs", "groups", "bits", "has_zeros")),
+        ("stride", _SIZE),
         ("wide", _POINTER),
     )
 
@@ -99,13 +101,11 @@ class IntegerKernels:
     ) -> PackedIntegers:
         """Pack values [outputs, inputs] int8 (4 bits: -8..7) for `linear`.
 
-        scales and zeros are [outputs, groups]; zeros are small integers. The inputs of a group are
-        a multiple of QUAD.
+        scales and zeros are [outputs, groups]; the zeros are numbers of float16. The inputs of a
+        group are a multiple of QUAD.
         """
         (outputs, inputs), groups = values.shape, scales.shape[1]
-        scales = scales.float()
-        peaks = scales.abs().amax(1).clamp_(min=PEAK_FLOOR)
-        shares = (scales / peaks[:, None]).half().contiguous()
+        peaks, shares = _peaks_and_shares(scales.float())
         shifts = None if zeros is None else zeros.half().contiguous()
         lines = inputs // QUAD * (1 if bits == 4 else 2)
         lines += groups * (1 if zeros is None else 2)
@@ -136,7 +136,7 @@ class IntegerKernels:
         args = _IntegerArgs(
             x.data_ptr(), weight.panels.data_ptr(), weight.peaks.data_ptr(),
             None if bias is None else bias.data_ptr(), y.data_ptr(),
-            rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros,
+            rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros, outputs,
             wide_pointer(y),
         )  # fmt: skip
         self._linear(ctypes.byref(args))
@@ -178,6 +178,20 @@ class IntegerKernels:
         )  # fmt: skip
         self._w8a8(ctypes.byref(args))
         return y
+
+
+def _peaks_and_shares(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """scales [outputs, groups] float32 -> peaks [outputs] and scales over them, float16.
+
+    Scales that a power of two makes float16 numbers are held exactly, others with 11 bits; that is
+    so down to 2 ** -29 of the output's greatest one.
+    """
+    most = scales.abs().amax(1, keepdim=True).clamp_(min=PEAK_FLOOR)
+    powers = torch.exp2(torch.frexp(most).exponent.float() - HALF_BITS)
+    shares = (scales / powers).half()
+    exact = (shares.float() * powers == scales).all(1, keepdim=True)
+    peaks = torch.where(exact, powers, most * 2.0**-HALF_BITS)
+    return peaks.flatten(), (scales / peaks).half().contiguous()
 
 
 def _panels(outputs: int) -> int:

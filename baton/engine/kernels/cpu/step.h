@@ -125,11 +125,14 @@ class Step {
   }
 
   void multiply(Team::Member& me, const Product& of) {
-    const LinearArgs args{of.x, of.by.panels, of.by.bias, of.y, a_.rows, of.inputs, of.outputs};
-    if (of.by.integers != nullptr)
-      integers_.multiply(me, *of.by.integers, args);
-    else
-      share_linear(me, args);
+    LinearArgs args{of.x, of.by.panels, of.by.bias, of.y, a_.rows, of.inputs, of.outputs};
+    if (of.by.integers == nullptr) return share_linear(me, args);
+    for (const StepIntegers* by = of.by.integers; by != nullptr; by = by->next) {
+      args.outputs = by->outputs;
+      integers_.multiply(me, *by, args);
+      args.y += by->outputs;
+      if (args.bias != nullptr) args.bias += by->outputs;
+    }
   }
 
   // The panel that this thread multiplies first.

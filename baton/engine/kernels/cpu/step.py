@@ -40,7 +40,8 @@ class _StepIntegers(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "extra")),
-        *((name, _SIZE) for name in ("groups", "bits", "has_zeros")),
+        *((name, _SIZE) for name in ("groups", "bits", "has_zeros", "outputs", "stride")),
+        ("next", _POINTER),
     )
 
 
@@ -78,10 +79,11 @@ class _StepArgs(ctypes.Structure):
 class StepLinear:
     """The weights of a product, in bfloat16 (CpuKernels.pack) or integers, and its bias.
 
-    The bias is [outputs] bfloat16, or None.
+    Several PackedIntegers have outputs side by side and differ in format; experts have one. The
+    bias is [outputs] bfloat16, or None.
     """
 
-    weights: Tensor | PackedIntegers | PackedInt8
+    weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...]
     bias: Tensor | None
 
 
@@ -95,12 +97,12 @@ class StepLinears:
         self.address = ctypes.addressof(self.array)
 
     @staticmethod
-    def _pointers(linear: StepLinear, integers: _StepIntegers | None) -> _StepLinear:
+    def _pointers(linear: StepLinear, integers: ctypes.Array[_StepIntegers] | None) -> _StepLinear:
         weights, bias = linear.weights, linear.bias
         return _StepLinear(
             weights.data_ptr() if isinstance(weights, Tensor) else None,
             None if bias is None else bias.data_ptr(),
-            None if integers is None else ctypes.addressof(integers),
+            ctypes.addressof(integers) if integers else None,
         )
 
 
@@ -248,12 +250,28 @@ class StepModel:
         )
 
 
-def _integers(weights: Tensor | PackedIntegers | PackedInt8) -> _StepIntegers | None:
+def _integers(
+    weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...],
+) -> ctypes.Array[_StepIntegers] | None:
+    """The parts of a product, each of which points to the one behind it."""
     if isinstance(weights, Tensor):
         return None
-    panels = weights.panels.data_ptr()
     if isinstance(weights, PackedInt8):
-        return _StepIntegers(panels, weights.scales.data_ptr(), weights.extra.data_ptr(), 1, 8, 0)
-    return _StepIntegers(
-        panels, weights.peaks.data_ptr(), None, weights.groups, weights.bits, weights.has_zeros
-    )
+        panels, outputs = weights.panels.data_ptr(), weights.scales.shape[0]
+        part = _StepIntegers(
+            panels, weights.scales.data_ptr(), weights.extra.data_ptr(), 1, 8, 0, outputs, outputs
+        )
+        return (_StepIntegers * 1)(part)
+    stride = sum(part.peaks.shape[0] for part in weights)
+    parts = (_StepIntegers * len(weights))(
+        *(
+            _StepIntegers(
+                part.panels.data_ptr(), part.peaks.data_ptr(), None,
+                part.groups, part.bits, part.has_zeros, part.peaks.shape[0], stride,
+            )
+            for part in weights
+        )
+    )  # fmt: skip
+    for index in range(len(weights) - 1):
+        parts[index].next = ctypes.addressof(parts[index + 1])
+    return parts

@@ -18,6 +18,8 @@ struct StepIntegers {
   const float* scales;   // [outputs]: IntegerArgs' peaks, W8A8Args' scales
   const int32_t* extra;  // W8A8Args'; null: rows are not rounded
   int64_t groups, bits, has_zeros;
+  int64_t outputs, stride;   // of these; numbers from a row of y to the next
+  const StepIntegers* next;  // of the outputs that follow, in another format; or null. Not of W8A8Args
 };
 
 struct StepLinear {
@@ -84,7 +86,7 @@ class IntegerProducts {
 
   IntegerArgs widening(const StepIntegers& by, const LinearArgs& like) const {
     return {like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs, like.outputs,
-            by.groups, by.bits, by.has_zeros};
+            by.groups, by.bits, by.has_zeros, by.stride};
   }
 
   const int64_t rows_;

@@ -320,7 +320,7 @@ def elementwise_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCa
         )  # fmt: skip
     gate_up = 3 * noise(shape, 11, shape.rows, 2 * shape.intermediate).to(dtype)
     yield KernelCase(
-        f"SwiGLU, {name}", lambda: [swiglu.swiglu(gate_up)], lambda: [plain.swiglu(gate_up)],
+        f"SwiGLU, {name}", lambda: [swiglu.gated(gate_up)], lambda: [plain.gated(gate_up)],
         TOLERANCE[dtype], gate_up.nbytes * 3 // 2,
     )  # fmt: skip
     qkv = noise(shape, 12, shape.rows, shape.heads + 2 * shape.kv_heads, shape.dim).to(dtype)

@@ -33,6 +33,7 @@ from baton.protocol.errors import ModelRefused
 FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _COLUMN: Final = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
+_FUSED: Final = frozenset({"qkv_proj", "gate_up_proj"})  # column parallel, several in one tensor
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
 
 
@@ -108,14 +109,17 @@ class Cuts:
     config: DecoderConfig
     place: RankPlace
 
-    def outputs(self, module: str, count: int) -> slice | None:
-        """Of `count` outputs of a column-parallel product; None for a row-parallel one.
+    def outputs(self, module: str, count: int) -> slice | Tensor | None:
+        """Of `count` outputs of a column-parallel product, of a fused one their ids; None for a
+        row-parallel one.
 
         Raises ModelRefused for a product that nobody knows, and for one of other sizes.
         """
         part = module.rpartition(".")[2]
         if part in _ROW:
             return None
+        if part in _FUSED:
+            return self._fused_outputs(module, part, count)
         if part in ("k_proj", "v_proj"):
             return self._kv_outputs(module, count)
         if part not in _COLUMN:
@@ -138,6 +142,27 @@ class Cuts:
         outputs = self.outputs(module, len(delta.up))
         down = delta.down[:, self.inputs(module, delta.down.shape[1])].contiguous()
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
+
+    def _fused_outputs(self, module: str, part: str, count: int) -> Tensor:
+        """Of each product in the tensor this rank's outputs, in the tensor's order."""
+        config = self.config
+        if part == "qkv_proj":
+            keys = config.num_kv_heads * config.head_dim
+            queries = config.num_heads * config.head_dim
+            cuts = [
+                (queries, self._even(queries)),
+                *[(keys, self._kv_outputs(module, keys))] * 2,
+            ]
+        else:
+            cuts = [(count // 2, self._even(count // 2))] * 2
+        ids: list[Tensor] = []
+        first = 0
+        for size, cut in cuts:
+            ids.append(torch.arange(first + cut.start, first + cut.stop))
+            first += size
+        if count != first:
+            raise ModelRefused(f"{module} has {count} outputs, not {first}")
+        return torch.cat(ids)
 
     def _even(self, count: int) -> slice:
         """Query heads are split whole, as rank_config has checked."""
@@ -191,7 +216,7 @@ class RankShare:
         is_whole = isinstance(part, IntWeight) and part.exchange is not None
         return self._group.place.leads or is_whole or module.rpartition(".")[2] not in _ROW
 
-    def _outputs(self, module: str, count: int) -> slice | None:
+    def _outputs(self, module: str, count: int) -> slice | Tensor | None:
         """See Cuts.outputs; those of the head are tokens."""
         if f"{module}.weight" in _BY_TOKEN:
             return self._tokens(count)

@@ -6,9 +6,11 @@ it instead, so that a model is never run with a feature silently missing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from baton.engine.kernels.rope import LEAN_KINDS, RopeRule, rope_rule
+from baton.engine.models.config import DecoderConfig
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -22,6 +24,12 @@ ARCHITECTURES: Final = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")  # families with MLA
 _QWEN_MOE: Final = {
@@ -39,6 +47,30 @@ _LATENT_OPTIONAL: Final = {
     "num_nextn_predict_layers", "num_mtp_layers",
 }  # fmt: skip
 COUNTS: Final = ("num_experts", "num_local_experts")  # transformers 5 writes the latter for both
+_HEADS: Final = {"num_key_value_heads", "head_dim", "rms_norm_eps"}
+_ROPE: Final = {"rope_theta", "rope_scaling", "rope_parameters"}
+_GEMMA: Final = _ROPE | {
+    "hidden_act", "hidden_activation", "attention_bias", "tie_word_embeddings",
+    "use_bidirectional_attention", "cache_implementation",
+}  # fmt: skip
+_GEMMA2: Final = _GEMMA | {"layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
+_GLM: Final = _ROPE | {"hidden_act", "partial_rotary_factor", "tie_word_embeddings"}
+# Families that a file of their own reads (gemma.py, phi.py, glm.py): all that they understand
+# beside what they require. That file checks the values.
+OWN: Final = {
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2 | {
+        "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern",
+    },
+    "phi3": _ROPE | {
+        "hidden_act", "head_dim", "partial_rotary_factor", "sliding_window", "attention_bias",
+        "mlp_bias", "lm_head_bias", "full_attn_mod", "interpolate_factor", "tie_word_embeddings",
+        "original_max_position_embeddings", "resid_pdrop", "embd_pdrop",
+    },
+    "glm": _GLM,
+    "glm4": _GLM,
+}  # fmt: skip
 # Keys whose absence means a family-dependent default in transformers: absent, the universal route
 # decides.
 _REQUIRED: Final = {
@@ -57,7 +89,16 @@ REQUIRED_BY_FAMILY: Final = {
     "deepseek_v3": _NOAUX_TC | {"first_k_dense_replace"},
     "glm4_moe_lite": _NOAUX_TC,
     "kimi_k2": _NOAUX_TC | {"first_k_dense_replace"},
-}
+    "gemma": _HEADS,
+    "gemma2": _HEADS | {
+        "query_pre_attn_scalar", "sliding_window", "attn_logit_softcapping",
+        "final_logit_softcapping",
+    },
+    "gemma3_text": _HEADS | {"query_pre_attn_scalar", "sliding_window"},
+    "phi3": {"num_key_value_heads", "rms_norm_eps"},
+    "glm": _HEADS | {"attention_bias"},
+    "glm4": _HEADS | {"attention_bias"},
+}  # fmt: skip
 _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
@@ -96,8 +137,10 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
     architectures = config.get("architectures") or [ARCHITECTURES[family]]
     if ARCHITECTURES[family] not in architectures:
         raise NotLean(f"architecture {architectures[0]} is not {ARCHITECTURES[family]}")
-    understood = _UNDERSTOOD | UNDERSTOOD_BY_FAMILY.get(family, set()) | _IRRELEVANT
-    understood |= REQUIRED_BY_FAMILY[family]
+    understood = _UNDERSTOOD | UNDERSTOOD_BY_FAMILY.get(family, set())
+    if family in OWN:
+        understood = _REQUIRED | OWN[family]
+    understood = understood | _IRRELEVANT | REQUIRED_BY_FAMILY[family]
     unknown = sorted(key for key in config if key not in understood)
     if unknown:
         raise NotLean(f"config keys {unknown} are not understood")
@@ -105,6 +148,11 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
     missing = sorted(key for key in required if key not in config)
     if missing:
         raise NotLean(f"config keys {missing} are absent")
+    if family not in OWN:
+        _check_values(family, config)
+
+
+def _check_values(family: str, config: dict[str, Any]) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
     if config.get("pretraining_tp", 1) != 1:
@@ -117,10 +165,11 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
         raise NotLean(f"mlp_bias in {family}")
     if family in ("llama", *LATENT) and (config.get("sliding_window") or config.get("layer_types")):
         raise NotLean(f"windows in {family}")
-    _check_rope(rope_rule(config))
+    check_rope(rope_rule(config))
 
 
-def _check_rope(rule: RopeRule | None) -> None:
+def check_rope(rule: RopeRule | None) -> None:
+    """Raise NotLean for a rule that `inverse_frequencies` cannot compute."""
     if rule is None:
         return
     parameters = {name for name, value in rule.parameters if value is not None}
@@ -129,6 +178,20 @@ def _check_rope(rule: RopeRule | None) -> None:
     needed, allowed = LEAN_KINDS.get(rule.kind, (set[str](), set[str]()))
     if rule.kind not in LEAN_KINDS or not needed <= parameters <= needed | allowed:
         raise NotLean(f"RoPE rule {rule.text}")
+
+
+def partly(config: dict[str, Any], base: DecoderConfig, default: float) -> tuple[RopeRule, int]:
+    """The RoPE rule, and of how many dims of a head; `default`: the share where none is stated.
+
+    Raises NotLean for a share that makes no pairs.
+    """
+    parameters = dict(base.rope.parameters)
+    stated = config.get("partial_rotary_factor", default)
+    share = parameters.pop("partial_rotary_factor", stated)
+    rotated = int(base.head_dim * share) if isinstance(share, int | float) else 0
+    if not 0 < rotated <= base.head_dim or rotated % 2:
+        raise NotLean(f"partial_rotary_factor {share} of {base.head_dim}")
+    return replace(base.rope, parameters=tuple(sorted(parameters.items()))), rotated
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -68,11 +68,11 @@ class Mlp:
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]."""
-        return self.down(self.between.swiglu(self.gate_up(hidden, groups)), groups)
+        return self.down(self.between.gated(self.gate_up(hidden, groups)), groups)
 
     def summed(self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
         """hidden [T, H] -> [T, H], summed over the ranks; `reduce`: see Shards."""
-        inner = self.between.swiglu(self.gate_up(hidden, groups))
+        inner = self.between.gated(self.gate_up(hidden, groups))
         return self.down.summed(inner, groups, reduce)
 
     @property

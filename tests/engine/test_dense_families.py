@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
 
 from baton.engine.kernels.rope import attention_factor
 from baton.engine.loading.loading import LoadedModel, load_model
@@ -29,9 +37,14 @@ from tests.engine.tensor_parallel_ranks import by_threads, config_of
 from tests.engine.tensor_parallel_ranks import logits_of as logits_over_ranks
 from tests.engine.test_models_lora import linear_layers, make_adapter, merged_tokens
 from tests.engine.test_quantization import rounded_twin
-from tests.golden.dense_families import DENSE_MODELS, random_shape, save_dense
+from tests.golden.dense_families import (
+    DENSE_MODELS,
+    random_shape,
+    save_dense,
+    with_random_norms,
+)
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, write_tiny_tokenizer
 
 PROMPTS = random_prompts(VOCAB_SIZE)
 PROMPT = random_prompts(VOCAB_SIZE, (41,))[0]
@@ -213,6 +226,50 @@ def test_classifiers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(hidden[0][-1] @ loaded.classifier.T, expected, atol=1e-4, rtol=1e-4)
 
 
+def save_with_images(path: Path) -> Path:
+    """A tiny Gemma 3 with a model of images, its norms random too."""
+    text = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        sliding_window=9, query_pre_attn_scalar=20, sliding_window_pattern=2,
+    )  # fmt: skip
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        image_size=32, patch_size=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text, vision_config=vision, image_token_index=300, boi_token_index=301,
+            eoi_token_index=302, mm_tokens_per_image=4,
+        )
+    )  # fmt: skip
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(path)
+    write_tiny_tokenizer(path)
+    return with_random_norms(path)
+
+
+def test_the_language_model_of_a_model_of_images(tmp_path: Path) -> None:
+    """It is read alone; an adapter of the whole names its modules."""
+    path = save_with_images(tmp_path / "base")
+    sizes = {f"model.language_model.layers.{i}.self_attn.q_proj": (64, 64) for i in range(3)}
+    adapters = (f"a={make_adapter(tmp_path / 'a', sizes, seed=1)}",)
+    lean = load(path, lora_modules=adapters)
+    universal = load(path, model_impl="transformers", lora_modules=adapters)
+    assert lean.info.model_impl == "lean"
+    assert lean.info.layers == universal.info.layers
+    assert lean.info.rope == universal.info.rope
+    assert lean.info.digest == universal.info.digest
+    assert lean.weight_bytes < universal.weight_bytes
+    prompts = random_prompts(300)
+    for names in (("",) * 5, ("a", "", "a", "", "a")):
+        expected = our_tokens(universal, prompts, adapters=names)
+        assert our_tokens(lean, prompts, adapters=names) == expected
+
+
 # ---- configs ----
 
 GEMMA3_1B: dict[str, Any] = {  # as published, without what changes nothing
@@ -254,6 +311,25 @@ GEMMA2_2B: dict[str, Any] = {
 }  # fmt: skip
 
 
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "vision_config": {},
+}  # fmt: skip
+
+
+def test_what_a_config_of_images_leaves_out_is_transformers_default() -> None:
+    whole = Gemma3TextConfig(**GEMMA3_4B["text_config"]).to_dict()
+    expected = decoder_config({**whole, "architectures": None})
+    assert decoder_config(GEMMA3_4B) == replace(expected, prefix="language_model.")
+
+
 def test_published_configs_are_read() -> None:
     gemma: DecoderConfig = decoder_config(GEMMA3_1B)
     assert gemma.tied_embeddings
@@ -283,6 +359,9 @@ def test_published_configs_are_read() -> None:
         (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE"),
         (GEMMA3_1B, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
         (GEMMA3_1B, {"sliding_window_pattern": ..., "_sliding_window_pattern": 3}, "pattern"),
+        (GEMMA3_4B, {"made_up": 1}, "made_up"),
+        (GEMMA3_4B, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        (GEMMA3_4B, {"architectures": ["Gemma3ForSequenceClassification"]}, "architectures"),
         (GEMMA2_2B, {"attn_logit_softcapping": ...}, "absent"),
         (GEMMA2_2B, {"final_logit_softcapping": 0}, "softcapping"),
         (GEMMA2_2B, {"sliding_window_pattern": 3}, "sliding_window_pattern"),

@@ -192,7 +192,7 @@ def _build(
 ) -> _Built:
     """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
-        reader = open_tensors(checkpoint, dtype, device)
+        reader = open_tensors(checkpoint, dtype, device, lean.prefix)
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
         share = None if group is None else _share(lean, group)

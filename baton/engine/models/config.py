@@ -102,7 +102,8 @@ class DecoderConfig:
     may hold behind the last one (they draft tokens), which are not read. `norm_offset`: what norms
     add to their weights. `scale`: of scores, None = by `head_dim`. `softcap`, `logit_softcap`: of
     scores and logits. `rotated_dim`: the first dims of a head, which rotate; 0 = all. `pairs`: see
-    PairRotation. `local_rope`: the rule of layers with a window, None = `rope`.
+    PairRotation. `local_rope`: the rule of layers with a window, None = `rope`. `prefix`: what
+    stands before the names of tensors in a checkpoint that holds more than a language model.
     """
 
     vocab_size: int
@@ -134,6 +135,7 @@ class DecoderConfig:
     rotated_dim: int = 0
     pairs: PairRotation = PairRotation.HALVES
     local_rope: RopeRule | None = None
+    prefix: str = ""
 
     @property
     def turned(self) -> int:

@@ -10,6 +10,7 @@ weights only, the base's and those of its LoRA adapters.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from baton.engine.kernels.rope import Frequencies
 from baton.engine.models.compiled_step import compile_step
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
+from baton.engine.models.families.gemma import own_name
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import Linears, in_float32
@@ -132,6 +134,9 @@ class Decoder:
     def add_adapter(self, adapter: Adapter) -> None:
         """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
         reach."""
+        if self._config.prefix:
+            named = {own_name(module): delta for module, delta in adapter.deltas.items()}
+            adapter = replace(adapter, deltas=named)
         reached: set[str] = set()
         for layer in self._layers:
             for projection in layer.projections:

@@ -23,6 +23,45 @@ _SANDWICH: Final = LayerNames(
 _KINDS: Final = ("full_attention", "sliding_attention")
 _PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}  # each so manieth layer is full
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+# Of a Gemma 3 with images: its keys that do not change what it does with text, and what the config
+# of its language model leaves out.
+_IMAGES: Final = {
+    "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index",
+    "mm_tokens_per_image", "tie_word_embeddings", "model_type", "architectures", "dtype",
+    "torch_dtype", "transformers_version", "initializer_range", "eos_token_id", "bos_token_id",
+    "pad_token_id", "_name_or_path", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+_TEXT_DEFAULTS: Final[dict[str, Any]] = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+PREFIX: Final = "language_model."
+_ADAPTED: Final = ("model.language_model.", "language_model.model.")  # what adapters call model.
+
+
+def text_of_images(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a Gemma 3's language model, where the checkpoint has a model of images beside
+    it; any other config itself. Raises NotLean."""
+    if config.get("model_type") != "gemma3":
+        return config
+    text: dict[str, Any] = config.get("text_config") or {}
+    if config.get("architectures") != ["Gemma3ForConditionalGeneration"]:
+        raise NotLean(f"architectures {config.get('architectures')} of gemma3")
+    unknown = sorted(set(config) - _IMAGES)
+    if unknown or text.get("model_type") != "gemma3_text":
+        raise NotLean(f"config keys {unknown} are not understood")
+    if config.get("tie_word_embeddings", True) != text.get("tie_word_embeddings", True):
+        raise NotLean("two values of tie_word_embeddings")
+    return {**_TEXT_DEFAULTS, **text}
+
+
+def own_name(module: str) -> str:
+    """What the language model calls a module that an adapter of the whole model names."""
+    for prefix in _ADAPTED:
+        if module.startswith(prefix):
+            return "model." + module.removeprefix(prefix)
+    return module
 
 
 def gemma_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:

@@ -6,11 +6,12 @@ To add a family: its keys in keys.py, what is special to it here or in a file of
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from baton.engine.kernels.rope import RopeRule, rope_rule
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
-from baton.engine.models.families.gemma import gemma_config
+from baton.engine.models.families.gemma import PREFIX, gemma_config, text_of_images
 from baton.engine.models.families.glm import glm_config
 from baton.engine.models.families.keys import (
     COUNTS,
@@ -31,6 +32,9 @@ _READERS: Final[dict[str, Callable[[dict[str, Any], DecoderConfig], DecoderConfi
 
 def decoder_config(config: dict[str, Any]) -> DecoderConfig:
     """Read a config.json of one of the ARCHITECTURES. Raises NotLean with the reason."""
+    text = text_of_images(config)
+    if text is not config:
+        return replace(decoder_config(text), prefix=PREFIX)
     family = config.get("model_type", "")
     check_understood(family, config)
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]

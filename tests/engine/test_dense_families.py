@@ -371,6 +371,7 @@ def test_published_configs_are_read() -> None:
         (PHI4_MINI, {"partial_rotary_factor": None}, "partial_rotary_factor"),
         (PHI4_MINI, {"original_max_position_embeddings": ...}, "original"),
         (PHI4_MINI, {"rope_scaling": {**PHI4_MINI["rope_scaling"], "mscale": 2}}, "RoPE"),
+        (PHI4_MINI, {"rope_scaling": {**PHI4_MINI["rope_scaling"], "type": "su"}}, "RoPE"),
         (PHI4_MINI, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE"),
         (PHI4_MINI, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "RoPE"),
         (PHI4_MINI, {"layer_types": ["full_attention"] * 32}, "layer_types"),

@@ -6,11 +6,9 @@ it instead, so that a model is never run with a feature silently missing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 from baton.engine.kernels.rope import LEAN_KINDS, RopeRule, rope_rule
-from baton.engine.models.config import DecoderConfig
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -55,7 +53,7 @@ _GEMMA: Final = _ROPE | {
 }  # fmt: skip
 _GEMMA2: Final = _GEMMA | {"layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
 _GLM: Final = _ROPE | {"hidden_act", "partial_rotary_factor", "tie_word_embeddings"}
-# Families that a file of their own reads (gemma.py, phi.py, glm.py): all that they understand
+# Families that a file of their own reads (gemma.py, fused.py): all that they understand
 # beside what they require. That file checks the values.
 OWN: Final = {
     "gemma": _GEMMA,
@@ -178,20 +176,6 @@ def check_rope(rule: RopeRule | None) -> None:
     needed, allowed = LEAN_KINDS.get(rule.kind, (set[str](), set[str]()))
     if rule.kind not in LEAN_KINDS or not needed <= parameters <= needed | allowed:
         raise NotLean(f"RoPE rule {rule.text}")
-
-
-def partly(config: dict[str, Any], base: DecoderConfig, default: float) -> tuple[RopeRule, int]:
-    """The RoPE rule, and of how many dims of a head; `default`: the share where none is stated.
-
-    Raises NotLean for a share that makes no pairs.
-    """
-    parameters = dict(base.rope.parameters)
-    stated = config.get("partial_rotary_factor", default)
-    share = parameters.pop("partial_rotary_factor", stated)
-    rotated = int(base.head_dim * share) if isinstance(share, int | float) else 0
-    if not 0 < rotated <= base.head_dim or rotated % 2:
-        raise NotLean(f"partial_rotary_factor {share} of {base.head_dim}")
-    return replace(base.rope, parameters=tuple(sorted(parameters.items()))), rotated
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:

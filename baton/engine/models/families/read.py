@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from baton.engine.kernels.rope import RopeRule, rope_rule
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.families.fused import glm_config, phi_config
 from baton.engine.models.families.gemma import PREFIX, gemma_config, text_of_images
-from baton.engine.models.families.glm import glm_config
 from baton.engine.models.families.keys import (
     COUNTS,
     LATENT,
@@ -22,7 +22,6 @@ from baton.engine.models.families.keys import (
     check_understood,
 )
 from baton.engine.models.families.latent import latent_config, latent_experts
-from baton.engine.models.families.phi import phi_config
 
 _READERS: Final[dict[str, Callable[[dict[str, Any], DecoderConfig], DecoderConfig]]] = {
     "gemma": gemma_config, "gemma2": gemma_config, "gemma3_text": gemma_config,

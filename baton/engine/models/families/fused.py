@@ -1,10 +1,14 @@
-"""Phi-3 and Phi-4, out of a config.json: q, k and v in one tensor, gate and up in one, the first
-dims of each head rotated, longrope.
+"""Families that store several products in one tensor and rotate a part of each head, out of a
+config.json.
+
+    phi3 (Phi-3, Phi-4)  q, k and v in one tensor, gate and up in one; longrope
+    glm, glm4            gate and up in one; neighbours rotate together; glm4 has norms behind
+                         attention and MLP, too
 
 longrope has two sets of frequencies, and transformers takes the long one for all rows of a call
 once its longest sequence passes `original_max_position_embeddings`. No sequence does that here:
 `position_limit` (kernels/rope.py) ends the longest context there, so the short set is exact.
-Source: transformers' Phi3Model, modeling_rope_utils._compute_longrope_parameters.
+Source: transformers' Phi3Model, GlmModel, Glm4Model, modeling_rope_utils.
 """
 
 from __future__ import annotations
@@ -13,18 +17,26 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from baton.engine.kernels.rope import RopeRule
+from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.models.config import DecoderConfig, LayerNames
-from baton.engine.models.families.keys import NotLean, check_rope, partly
+from baton.engine.models.families.keys import NotLean, check_rope
 
 _PLAIN: Final[dict[str, Any]] = {  # written by Phi-4-mini; what they would change is not there
     "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1,
     "interpolate_factor": 1, "hidden_act": "silu",
 }  # fmt: skip
-_LONG_KINDS: Final = ("longrope", "su")
 _LONG_KEYS: Final = {
     "short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor",
 }  # fmt: skip
+_GLM_NAMES: Final = {
+    "glm": LayerNames(fused_gate_up=True),
+    "glm4": LayerNames(
+        attention_output_norm="post_self_attn_layernorm",
+        mlp_output_norm="post_mlp_layernorm",
+        fused_gate_up=True,
+    ),
+}
+_GLM_ROTATED: Final = 0.5  # of a head, where the config does not say
 
 
 def phi_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
@@ -34,8 +46,8 @@ def phi_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
             raise NotLean(f"{key} {config[key]!r} in phi3")
     if config.get("rope_scaling") and config.get("rope_parameters"):
         raise NotLean("rope_scaling and rope_parameters")
-    rule, rotated = partly(config, base, 1.0)
-    if rule.kind in _LONG_KINDS:
+    rule, rotated = _partly(config, base, 1.0)
+    if rule.kind == "longrope":
         rule = _long(rule, config, rotated)
     else:
         check_rope(rule)
@@ -71,3 +83,34 @@ def _long(rule: RopeRule, config: dict[str, Any], rotated: int) -> RopeRule:
     return RopeRule(
         "longrope", rule.theta, (("attention_factor", scale), ("short_factor", tuple(short)))
     )
+
+
+def glm_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
+    """`base`: what all families have in common. Raises NotLean."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotLean(f"hidden_act {config['hidden_act']!r}")
+    rule, rotated = _partly(config, base, _GLM_ROTATED)
+    check_rope(rule)
+    return replace(
+        base,
+        qkv_bias=bool(config["attention_bias"]),
+        output_bias=False,
+        rope=rule,
+        rotated_dim=rotated,
+        pairs=PairRotation.NEIGHBOURS,
+        names=_GLM_NAMES[config["model_type"]],
+    )
+
+
+def _partly(config: dict[str, Any], base: DecoderConfig, default: float) -> tuple[RopeRule, int]:
+    """The RoPE rule, and of how many dims of a head; `default`: the share where none is stated.
+
+    Raises NotLean for a share that makes no pairs.
+    """
+    parameters = dict(base.rope.parameters)
+    stated = config.get("partial_rotary_factor", default)
+    share = parameters.pop("partial_rotary_factor", stated)
+    rotated = int(base.head_dim * share) if isinstance(share, int | float) else 0
+    if not 0 < rotated <= base.head_dim or rotated % 2:
+        raise NotLean(f"partial_rotary_factor {share} of {base.head_dim}")
+    return replace(base.rope, parameters=tuple(sorted(parameters.items()))), rotated

@@ -331,10 +331,12 @@ def elementwise_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCa
             TOLERANCE[dtype], count * moved,
         )  # fmt: skip
     gate_up = 3 * noise(shape, 11, shape.rows, 2 * shape.intermediate).to(dtype)
-    yield KernelCase(
-        f"SwiGLU, {name}", lambda: [swiglu.swiglu(gate_up)], lambda: [plain.swiglu(gate_up)],
-        TOLERANCE[dtype], gate_up.nbytes * 3 // 2,
-    )  # fmt: skip
+    tanh = TorchElementwise(activation="gelu_tanh")
+    for label, gate in (("SwiGLU", plain), ("GELU's gate", tanh)):
+        yield KernelCase(
+            f"{label}, {name}", lambda gate=gate: [swiglu.gated(gate_up, gate is tanh)],
+            lambda gate=gate: [gate.gated(gate_up)], TOLERANCE[dtype], gate_up.nbytes * 3 // 2,
+        )  # fmt: skip
     qkv = noise(shape, 12, shape.rows, shape.heads + 2 * shape.kv_heads, shape.dim).to(dtype)
     rotation = _rotation(shape, dtype)
 

@@ -1,4 +1,6 @@
-"""Each quantized format beside the library that defines it: `python -m tests.engine.format_references`.
+"""Each quantized format beside the library that defines it.
+
+    python -m tests.engine.format_references
 
 Run it where compressed-tensors, gptqmodel, bitsandbytes and accelerate are installed, too. A format
 is packed into random small Llamas and Qwens (--count of them). transformers reads each checkpoint
@@ -88,16 +90,16 @@ def shapes(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
     """Random (kind of model, sizes): hidden and inner sizes are multiples of 128 so that every
     library's blocks fit; other sizes are the tests' own business."""
     draw = random.Random(seed)
-    return [
-        (
-            draw.choice(KINDS),
-            {
-                "hidden_size": draw.choice((128, 256)), "intermediate_size": draw.choice((128, 256, 384)),
-                "num_hidden_layers": draw.choice((1, 2)), "tie_word_embeddings": draw.random() < 0.5,
-            },
-        )
-        for _ in range(count)
-    ]  # fmt: skip
+
+    def shape() -> tuple[str, dict[str, Any]]:
+        return draw.choice(KINDS), {
+            "hidden_size": draw.choice((128, 256)),
+            "intermediate_size": draw.choice((128, 256, 384)),
+            "num_hidden_layers": draw.choice((1, 2)),
+            "tie_word_embeddings": draw.random() < 0.5,
+        }
+
+    return [shape() for _ in range(count)]
 
 
 def compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,10 @@ from torch import Tensor
 from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
-from baton.engine.kernels.rope import RopeRule
+from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
-from baton.engine.models.config import DecoderConfig
+from baton.engine.models.config import DecoderConfig, LayerNames
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
@@ -83,6 +83,23 @@ def config_of(*, normed: bool = True, biased: bool = False, window: int = 0) -> 
     )  # fmt: skip
 
 
+def like(kind: str, config: DecoderConfig) -> DecoderConfig:
+    """`config` with what a family adds."""
+    if kind == "gemma 3":
+        names = LayerNames("pre_norm", "attention_norm", "mlp_output_norm")
+        return replace(
+            config, names=names, norm_offset=1.0, activation="gelu_tanh", embedding_scale=9.8,
+            scale=0.2, softcap=4.0, local_rope=RopeRule("default", 500.0),
+        )  # fmt: skip
+    if kind == "phi 3":
+        names = LayerNames(fused_qkv=True, fused_gate_up=True)
+        return replace(config, names=names, rotated_dim=32)
+    if kind == "glm 4":
+        names = LayerNames("mlp_norm", "attention_norm", "mlp_output_norm", fused_gate_up=True)
+        return replace(config, names=names, rotated_dim=32, pairs=PairRotation.NEIGHBOURS)
+    return config
+
+
 def decoder_of(
     config: DecoderConfig, *, plain_outputs: bool = False, scheme: Scheme | None = None
 ) -> Decoder:
@@ -95,6 +112,9 @@ def decoder_of(
             "q_norm": (dim,), "k_norm": (dim,), "q_proj": (queries, hidden), "k_proj": (kv, hidden),
             "v_proj": (kv, hidden), "o_proj": (hidden, queries), "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+            "qkv_proj": (queries + 2 * kv, hidden), "gate_up_proj": (2 * inner, hidden),
+            **dict.fromkeys(("pre_norm", "mlp_norm", "attention_norm"), (hidden,)),
+            "mlp_output_norm": (hidden,),
         },
         plain_outputs,
         scheme,
@@ -165,6 +185,27 @@ def test_a_whole_step_is_its_layers_one_by_one(
     assert decoder.step.num_steps == 1
     want = hidden_of(decoder, plain.step(), by_layer=True)
     assert decoder.step.num_steps == 1
+    assert not want.isnan().any()
+    assert torch.equal(got, want)
+    for layer in range(config.num_layers):
+        assert torch.equal(ours.keys_and_values(layer), plain.keys_and_values(layer))
+
+
+@settings(max_examples=5)
+@given(
+    starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=5),
+    normed=st.booleans(),
+)
+@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4"])
+def test_families_take_whole_steps(kind: str, starts: list[int], normed: bool) -> None:
+    """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation."""
+    config = like(kind, replace(config_of(normed=normed, window=20), head_dim=64))
+    decoder = decoder_of(config)
+    assert decoder.step is not None
+    ours, plain = Pool(config, starts), Pool(config, starts)
+    got = hidden_of(decoder, ours.step())
+    assert decoder.step.num_steps == 1
+    want = hidden_of(decoder, plain.step(), by_layer=True)
     assert not want.isnan().any()
     assert torch.equal(got, want)
     for layer in range(config.num_layers):

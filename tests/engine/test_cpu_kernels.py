@@ -22,7 +22,7 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.kernels.cpu import build, library
 from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, InstructionSet
 from baton.engine.kernels.cpu.library import SWITCH, CpuKernels, HeadNorms
-from baton.engine.kernels.rope import Rotation
+from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.models.elementwise import CompiledElementwise, TorchElementwise
@@ -105,7 +105,7 @@ def test_what_stands_between_products_is_torchs(cpu_kernels: CpuKernels, normed:
     assert close(ours.add_norm(residual.clone(), None, weight, 1e-6)[1],
                  plain.add_norm(residual.float(), None, weight.float(), 1e-6)[1])  # fmt: skip
     gate_up = 30 * noise(11, 5, 128)  # far enough for the exponential's ends
-    assert close(ours.swiglu(gate_up), plain.swiglu(gate_up.float()))
+    assert close(ours.gated(gate_up), plain.gated(gate_up.float()))
     qkv = noise(12, 5, 8, 64)
     rotation = Rotation.at(torch.tensor([0, 1, 7, 300, 4000]), torch.rand(32), torch.bfloat16)
     wide = Rotation(rotation.cos.float(), rotation.sin.float())
@@ -116,6 +116,33 @@ def test_what_stands_between_products_is_torchs(cpu_kernels: CpuKernels, normed:
     for got, want in zip(heads, exact_heads, strict=True):
         assert got.shape == want.shape
         assert close(got, want)
+
+
+def test_what_other_families_have_between_products_is_torchs(cpu_kernels: CpuKernels) -> None:
+    """Norms of 1 + weight, GELU, heads of which a part rotates, neighbours."""
+    ours = CompiledElementwise(cpu_kernels, 1.0, "gelu_tanh")
+    plain = TorchElementwise(1.0, "gelu_tanh")
+    x, weight = noise(8, 5, 96), noise(10, 96)
+    exact = plain.add_norm(x.float(), None, plain.norm_weight(weight), 1e-6)[1]
+    assert close(ours.add_norm(x.clone(), None, ours.norm_weight(weight), 1e-6)[1], exact)
+    halves = plain.add_norm(x, None, plain.norm_weight(weight), 1e-6)[1]
+    assert halves.dtype == torch.bfloat16
+    assert close(halves, exact)
+    gate_up = 3 * noise(11, 5, 128)
+    assert close(ours.gated(gate_up), plain.gated(gate_up.float()))
+    far = 30 * gate_up  # the exponential's ends
+    assert close(ours.gated(far), plain.gated(far.float()))
+    qkv, positions = noise(12, 5, 8, 64), torch.tensor([0, 1, 7, 300, 4000])
+    for pairs in (PairRotation.HALVES, PairRotation.NEIGHBOURS):
+        for rotated in (32, 64):
+            at = Rotation.at(positions, torch.rand(rotated // 2), torch.bfloat16)
+            narrow = Rotation(at.cos, at.sin, pairs)
+            wide = Rotation(at.cos.float(), at.sin.float(), pairs)
+            norms = HeadNorms(noise(13, 64), noise(14, 64), 1e-6, 1.0)
+            folded = HeadNorms(*map(plain.norm_weight, (norms.query, norms.key)), 1e-6)
+            heads = ours.rotate(qkv.clone(), narrow, 4, norms)
+            for got, want in zip(heads, plain.rotate(qkv.float(), wide, 4, folded), strict=True):
+                assert close(got, want)
 
 
 def step_of(

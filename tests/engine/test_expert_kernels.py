@@ -61,7 +61,7 @@ def one_by_one(kernels: CpuKernels, layer: Experts, hidden: Tensor, chosen: Tens
         for choice, index in enumerate(chosen[row].tolist()):
             expert = layer.experts[index]
             wide = expert.gate_up(hidden[row : row + 1])
-            answers[row, choice] = expert.down(kernels.swiglu(wide))[0]
+            answers[row, choice] = expert.down(kernels.gated(wide))[0]
     return answers
 
 

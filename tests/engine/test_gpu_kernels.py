@@ -47,7 +47,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 KERNELS = {
     "attention": {"_decode_kernel", "_combine_kernel", "_prefill_kernel"},
     "writes": {"_store_kernel", "_rotate_kernel"},
-    "elementwise": {"_norm_kernel", "_swiglu_kernel", "_rotate_kernel"},
+    "elementwise": {"_norm_kernel", "_gated_kernel", "_rotate_kernel"},
     "products": {"_int_kernel", "_grouped_kernel"},
     "sampling": {"_greatest_kernel", "_keyed_kernel", "_best_kernel"},
 }
@@ -88,7 +88,7 @@ def test_what_is_written_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_what_stands_between_products_is_torchs(dtype: torch.dtype) -> None:
-    assert check(gpu_cases.elementwise_cases(SHAPE, dtype)) == 5
+    assert check(gpu_cases.elementwise_cases(SHAPE, dtype)) == 6
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])

@@ -40,6 +40,7 @@ DEEPSEEK: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "phi3": {"sliding_window": 9},
+    "glm4": {"attention_bias": True},
     "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
     "gemma3_text": {
         "sliding_window": 9,
@@ -131,7 +132,7 @@ def test_other_mixtures_are_not_lean(
         decoder_config({key: value for key, value in config.items() if value is not None})
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text", "glm4", "phi3", "qwen3_moe"])
 def test_the_whole_engine_gives_transformers_tokens(model_type: str, tmp_path: Path) -> None:
     """Latents, mixed windows, windows everywhere, experts; in a pool too small for all at once."""
     path = save_random(tmp_path, model_type, **FAMILIES[model_type])

@@ -106,7 +106,7 @@ def test_universal_serves_special_attention(
     model_type: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     path = save_random(tmp_path, model_type, **overrides)
-    loaded = load(path, "auto")
+    loaded = load(path, "transformers")
     assert loaded.info.model_impl == "transformers"
     assert our_tokens(loaded, PROMPTS) == transformers_tokens(path, PROMPTS)
 

@@ -19,7 +19,7 @@ from baton.engine.checkpoint.gguf_weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
 from baton.engine.checkpoint.stored import Readable, StoredTensor
-from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.checkpoint.tensors import TensorReader, Widen
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
 _FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
@@ -36,9 +36,11 @@ def open_tensors(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    prefix: str = "",
     integers: bool = False,
 ) -> TensorReader:
-    """Its tensors under plain names, except for those of integer layouts.
+    """Its tensors under plain names, except for those of integer layouts; with `prefix` those
+    alone whose names begin so, named by the rest.
 
     `integers`: those that a GGUF file holds can be read, too (TensorReader.integers).
 
@@ -50,7 +52,16 @@ def open_tensors(
         (file,) = checkpoint.weight_files
         return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=integers))
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
+    if prefix:
+        widen = functools.partial(_within, prefix, widen)
     return TensorReader(checkpoint.weight_files, dtype, device, widen)
+
+
+def _within(
+    prefix: str, widen: Widen | None, stored: Mapping[str, StoredTensor]
+) -> Mapping[str, Readable]:
+    found = stored if widen is None else widen(stored)
+    return {n.removeprefix(prefix): each for n, each in found.items() if n.startswith(prefix)}
 
 
 def integer_layout(config: Mapping[str, Any] | None) -> Layout | None:

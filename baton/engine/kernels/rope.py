@@ -90,17 +90,22 @@ def inverse_frequencies(rule: RopeRule, head_dim: int) -> Tensor:
         return _llama3(frequencies, rule)
     if rule.kind == "yarn":
         return _yarn(frequencies, rule, head_dim)
-    assert rule.kind in ("default", "dynamic"), rule.kind  # dynamic scales only beyond its limit
+    if rule.kind == "longrope":  # below its limit the short factors hold
+        factors = torch.tensor(dict(rule.parameters)["short_factor"], dtype=torch.float32)
+        return 1.0 / (factors * rule.theta**exponents)
+    assert rule.kind in ("default", "dynamic"), rule.kind  # dynamic: below its limit nothing scales
     return frequencies
 
 
 def attention_factor(rule: RopeRule) -> float:
-    """Return the factor of cos and sin: 1, except with YaRN, which sharpens attention by it."""
-    if rule.kind != "yarn":
+    """What cos and sin are multiplied with: 1, but for YaRN and longrope, which sharpen attention
+    so. longrope's must be given."""
+    if rule.kind not in ("yarn", "longrope"):
         return 1.0
     given = rule.optional("attention_factor")
     if given is not None:
         return given
+    assert rule.kind == "yarn"
     factor = rule.number("factor")
     mscale, all_dim = rule.optional("mscale"), rule.optional("mscale_all_dim")
     if mscale and all_dim:
@@ -189,37 +194,6 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """cos and sin [T, 1, head_dim / 2] of one step's positions, scaled, in the model's dtype."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def at(
-        cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
-    ) -> Rotation:
-        """Compute the rotation of `positions` [T] int64 with `frequencies` [head_dim / 2] float32.
-
-        `factor` is that of attention_factor.
-        """
-        angles = positions[:, None].float() * frequencies
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        return cls(cos.to(dtype)[:, None], sin.to(dtype)[:, None])
-
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Return heads [T, n, head_dim] rotated; dim i is paired with dim i + head_dim / 2."""
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat(
-            (
-                first * self.cos - second * self.sin,
-                second * self.cos + first * self.sin,
-            ),
-            dim=-1,
-        )
-
-
 class PairRotation(StrEnum):
     """Which dims of a head are rotated together, and where they are written."""
 
@@ -237,3 +211,68 @@ class PairRotation(StrEnum):
         if self is PairRotation.REGROUPED:
             return torch.cat(rotated, dim=-1)
         return torch.stack(rotated, dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin [T, 1, R / 2] of one step's positions, scaled, in the model's dtype, for the
+    first R dims of each head.
+
+    `pairs` says which of them rotate together, in `rotate`: halves or neighbours.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: PairRotation = PairRotation.HALVES
+
+    @classmethod
+    def at(
+        cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+    ) -> Rotation:
+        """positions [T] int64, frequencies [R / 2] float32; see attention_factor."""
+        angles = positions[:, None].float() * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cls(cos.to(dtype)[:, None], sin.to(dtype)[:, None])
+
+    @property
+    def rotated(self) -> int:
+        """R."""
+        return 2 * self.cos.shape[-1]
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """heads [T, n, head_dim] -> the same, rotated."""
+        turned, kept = heads[..., : self.rotated], heads[..., self.rotated :]
+        if self.pairs is not PairRotation.HALVES:
+            turned = self.pairs(turned, self)
+        else:
+            first, second = turned.chunk(2, dim=-1)
+            turned = torch.cat(
+                (
+                    first * self.cos - second * self.sin,
+                    second * self.cos + first * self.sin,
+                ),
+                dim=-1,
+            )
+        return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+@dataclass(frozen=True, slots=True)
+class Frequencies:
+    """How the heads of some layers rotate: `each` [R / 2] float32, the angle per position of each
+    pair; `factor` as attention_factor says."""
+
+    each: Tensor
+    factor: float
+    pairs: PairRotation
+
+    @classmethod
+    def of(
+        cls, rule: RopeRule, rotated: int, pairs: PairRotation, device: torch.device
+    ) -> Frequencies:
+        """Those of a rule, for heads of which `rotated` dims rotate."""
+        return cls(inverse_frequencies(rule, rotated).to(device), attention_factor(rule), pairs)
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """positions [T] int64 -> cos and sin of these."""
+        rotation = Rotation.at(positions, self.each, dtype, self.factor)
+        return Rotation(rotation.cos, rotation.sin, self.pairs)

@@ -51,14 +51,14 @@ class CompiledStep:
         self,
         residual: Tensor,
         positions: Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         batch: Batch,
         pools: StepPools,
     ) -> Tensor:
         """residual [T, H], which is overwritten, positions [T] -> hidden [T, H]; writes KV."""
         tables = [StepTable(t.slots, t.blocks, torch.tensor(t.first)) for t in batch.tables]
         self.num_steps += 1
-        inputs = StepInputs(residual, rotation.cos, rotation.sin, positions, tables)
+        inputs = StepInputs(residual, rotations, positions, tables)
         return self._model.run(inputs, pools)
 
 
@@ -105,5 +105,7 @@ def compile_step(
         kv_heads=config.num_kv_heads,
         dim=config.head_dim,
         epsilon=config.rms_norm_eps,
+        norm_offset=config.norm_offset,
+        gelu=config.activation == "gelu_tanh",
     )
     return CompiledStep(StepModel(between.kernels, held, final_norm, sizes))

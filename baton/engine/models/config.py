@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from baton.engine.kernels.rope import PairRotation, RopeRule, softmax_factor
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.work import ParameterCounts
 from baton.protocol.kv_spec import LayerSpec
+
+Activation = Literal["silu", "gelu_tanh"]  # of an MLP's gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,32 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNames:
+    """How the tensors of a layer differ from Llama's: the names of its norms, and which products
+    are stored in one tensor.
+
+    `attention_output_norm`, `mlp_output_norm`: norms behind attention and MLP, before their sums
+    with the residual; None = no norm. `fused_qkv`: q, k and v are `qkv_proj`; `fused_gate_up`: gate
+    and up are `gate_up_proj`.
+    """
+
+    mlp_norm: str = "post_attention_layernorm"
+    attention_output_norm: str | None = None
+    mlp_output_norm: str | None = None
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Everything `Decoder` needs to know. `windows[l]` 0 = full attention in layer l.
 
     With `latent`, `head_dim` is that of the rotated part. `extra_layers`: layers that a checkpoint
-    may hold behind the last one (they draft tokens), which are not read.
+    may hold behind the last one (they draft tokens), which are not read. `norm_offset`: what norms
+    add to their weights. `scale`: of scores, None = by `head_dim`. `softcap`, `logit_softcap`: of
+    scores and logits. `rotated_dim`: the first dims of a head, which rotate; 0 = all. `pairs`: see
+    PairRotation. `local_rope`: the rule of layers with a window, None = `rope`. `prefix`: what
+    stands before the names of tensors in a checkpoint that holds more than a language model.
     """
 
     vocab_size: int
@@ -107,6 +131,31 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     extra_layers: int = 0
+    names: LayerNames = LayerNames()
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    scale: float | None = None
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    rotated_dim: int = 0
+    pairs: PairRotation = PairRotation.HALVES
+    local_rope: RopeRule | None = None
+    prefix: str = ""
+
+    @property
+    def turned(self) -> int:
+        """Dims of a head that rotate."""
+        return self.rotated_dim or self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeRule, ...]:
+        """The rules by which heads rotate; `rope_of` says whose each is."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def rope_of(self, layer: int) -> int:
+        """Index of a layer's rule in `ropes`."""
+        return int(self.local_rope is not None and self.windows[layer] > 0)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -124,8 +173,10 @@ class DecoderConfig:
             scale = self.latent.query_dim**-0.5 * softmax_factor(self.rope)
             layer = AttentionLayer(self.num_heads, scale, latent=self.latent.rank)
             return (layer,) * self.num_layers
-        scale = self.head_dim**-0.5
-        return tuple(AttentionLayer(self.num_heads, scale, window) for window in self.windows)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return tuple(
+            AttentionLayer(self.num_heads, scale, window, self.softcap) for window in self.windows
+        )
 
     @property
     def parameter_counts(self) -> ParameterCounts:

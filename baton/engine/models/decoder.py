@@ -1,5 +1,6 @@
-"""The lean decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, and those
-with latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2); all that differs is read from the config.
+"""The lean decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, those with
+latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2), Gemma, Phi-3 and GLM-4; all that differs is
+read from the config.
 
 Against transformers' modelling code: Q, K and V in one product, gate and up in one product,
 rotation of query and key heads at once, experts grouped, no cache objects. In float32 it gives the
@@ -9,16 +10,19 @@ weights only, the base's and those of its LoRA adapters.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.kernels.rope import Rotation, attention_factor, inverse_frequencies
+from baton.engine.kernels.rope import Frequencies
 from baton.engine.models.compiled_step import compile_step
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
 from baton.engine.models.experts import ExpertDispatch
+from baton.engine.models.families.gemma import own_name
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import Linears, in_float32
@@ -101,14 +105,16 @@ class Decoder:
         dispatch = self._shards.dispatch
         builder = LayerBuilder(config, read, linears, fixed_shapes, self._between, dispatch)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
-        self._final_norm = read("model.norm.weight")
+        self._final_norm = self._between.norm_weight(read("model.norm.weight"))
         # Decode steps in one call; None: layer by layer, as the sums of several ranks need it.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
         self.step = compile_step(config, parts, self._final_norm, self._between)
         self._head = linears.head(self._embedding if config.tied_embeddings else None)
-        frequencies = inverse_frequencies(config.rope, config.head_dim)
-        self._frequencies = frequencies.to(self._embedding.device)
-        self._attention_factor = attention_factor(config.rope)
+        self._frequencies = [
+            Frequencies.of(rule, config.turned, config.pairs, place.device) for rule in config.ropes
+        ]
+        # As transformers has it: a number of the model's dtype.
+        self._scale = torch.tensor(config.embedding_scale).to(place.dtype).item()
 
     @property
     def vocab_size(self) -> int:
@@ -138,6 +144,9 @@ class Decoder:
     def add_adapter(self, adapter: Adapter) -> None:
         """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
         reach."""
+        if self._config.prefix:
+            named = {own_name(module): delta for module, delta in adapter.deltas.items()}
+            adapter = replace(adapter, deltas=named)
         reached: set[str] = set()
         for layer in self._layers:
             for projection in layer.projections:
@@ -159,19 +168,32 @@ class Decoder:
         """token_ids [T], positions [T] -> hidden [T, H]; writes the batch's KV into the pool."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = self._shards.embed(token_ids, self._embedding)
-        rotation = Rotation.at(positions, self._frequencies, residual.dtype, self._attention_factor)
+        if self._scale != 1.0:
+            residual = residual * self._scale
+        rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         if self.step is not None and not groups:
             pools = self.step.pools(batch, token_ids.shape[0])
             if pools is not None:
-                return self.step.run(residual, positions, rotation, batch, pools)
+                return self.step.run(residual, positions, rotations, batch, pools)
         between, reduce, delta = self._between, self._shards.reduce, None
         for layer in self._layers:
             residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)
+            rotation = rotations[layer.rotation]
             delta = layer.attention(hidden, rotation, batch, groups, reduce)
+            delta = self._normalized(delta, layer.attention_output_norm)
             residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
             delta = layer.mlp.summed(hidden, groups, reduce)
+            delta = self._normalized(delta, layer.mlp_output_norm)
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
-        return self._shards.gather(in_float32(self._head, hidden))
+        logits = self._shards.gather(in_float32(self._head, hidden))
+        cap = self._config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _normalized(self, delta: Tensor, weight: Tensor | None) -> Tensor:
+        """By a norm behind attention or an MLP, if there is one."""
+        if weight is None:
+            return delta
+        return self._between.add_norm(delta, None, weight, self._config.rms_norm_eps)[1]

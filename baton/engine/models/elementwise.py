@@ -16,11 +16,15 @@ from torch.nn import functional
 from baton.engine.kernels.cpu.library import CpuKernels, HeadNorms, kernels_for
 from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.kernels.rope import Rotation
-from baton.engine.models.config import DecoderConfig
+from baton.engine.models.config import Activation, DecoderConfig
 
 
 class Elementwise(Protocol):
     """H = hidden size, D = head_dim, I = intermediate size."""
+
+    def norm_weight(self, stored: Tensor) -> Tensor:
+        """A norm's weight [H] out of the checkpoint, as `add_norm` and `rotate` take it."""
+        ...
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
@@ -35,13 +39,21 @@ class Elementwise(Protocol):
         value [T, kv_heads, D]: query and key normalized, if norms are given, and rotated."""
         ...
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 * I] -> silu(gate) * up [T, I]."""
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * I] -> activation(gate) * up [T, I]."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class TorchElementwise:
     """In torch operations: any dtype, any device."""
+
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+
+    def norm_weight(self, stored: Tensor) -> Tensor:
+        """See Elementwise. A sum is in float32: it would lose digits in a narrower dtype."""
+        return stored.float() + self.norm_offset if self.norm_offset else stored
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
@@ -64,9 +76,11 @@ class TorchElementwise:
         rotated = rotation.rotate(query_key)
         return rotated[:, :num_heads], rotated[:, num_heads:], value
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
         """See Elementwise."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if self.activation == "gelu_tanh":
+            return functional.gelu(gate, approximate="tanh") * up
         return functional.silu(gate) * up
 
 
@@ -75,24 +89,31 @@ class CompiledElementwise:
     """bfloat16 on a CPU that has the kernels, sizes as `suits` says."""
 
     kernels: CpuKernels
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
 
     @staticmethod
     def suits(config: DecoderConfig) -> bool:
         """Whole vectors in every row."""
         sizes = [config.hidden_size, config.intermediate_size]
         if config.latent is None:
-            sizes.append(config.head_dim // 2)
+            sizes += [config.head_dim // 2, config.turned // 2]
         else:
             sizes += config.latent.rank, config.latent.query_rank
         if config.experts is not None and not config.experts.shared_gated:
             sizes.append(config.experts.shared_size)
         return not any(size % 16 for size in sizes)
 
+    def norm_weight(self, stored: Tensor) -> Tensor:
+        """See Elementwise. The kernels add the offset."""
+        return stored
+
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """See Elementwise."""
-        return residual, self.kernels.add_norm(residual, delta, weight, epsilon)
+        normal = self.kernels.add_norm(residual, delta, weight, epsilon, self.norm_offset)
+        return residual, normal
 
     def rotate(
         self, qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None
@@ -100,29 +121,32 @@ class CompiledElementwise:
         """See Elementwise."""
         kv_heads = (qkv.shape[1] - num_heads) // 2
         qkv = qkv.contiguous()
-        self.kernels.rotate(qkv, rotation.cos, rotation.sin, num_heads, norms)
+        self.kernels.rotate(qkv, rotation, num_heads, norms)
         query, key, value = qkv.split((num_heads, kv_heads, kv_heads), dim=1)
         return query, key, value
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
         """See Elementwise."""
-        return self.kernels.swiglu(gate_up)
+        return self.kernels.gated(gate_up, self.activation == "gelu_tanh")
 
 
 def choose_elementwise(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> Elementwise:
     """The compiled ones or Triton's where they can serve."""
+    in_torch = TorchElementwise(config.norm_offset, config.activation)
     if triton_serves(device):
         from baton.engine.models.elementwise_gpu import TritonElementwise  # imports triton
 
-        return TritonElementwise() if TritonElementwise.suits(config) else TorchElementwise()
+        return TritonElementwise(in_torch) if TritonElementwise.suits(config) else in_torch
     compiled = kernels_for(dtype, device)
     if compiled is None or not CompiledElementwise.suits(config):
-        return TorchElementwise()
-    return CompiledElementwise(compiled)
+        return in_torch
+    return CompiledElementwise(compiled, config.norm_offset, config.activation)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension."""
+    """RMSNorm over the last dimension; in the dtype of a wider weight, and rounded then."""
+    if weight.dtype != x.dtype:
+        return norm(x.to(weight.dtype), weight, epsilon).to(x.dtype)
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.config import DecoderConfig, ExpertsConfig, LayerNames
 
 
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
@@ -13,9 +13,11 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
     yield "model.norm.weight"
     if not config.tied_embeddings:
         yield "lm_head.weight"
-    norms = ["input_layernorm", "post_attention_layernorm", *_attention_norms(config)]
+    norms = [*_layer_norms(config.names), *_attention_norms(config)]
     attention = _attention_products(config)
-    dense = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.mlp_bias)
+    fused = config.names.fused_gate_up
+    inner = ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj")
+    dense = dict.fromkeys((*inner, "mlp.down_proj"), config.mlp_bias)
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         sparse = config.experts is not None and index in config.experts.layers
@@ -33,6 +35,11 @@ def is_extra_layer(config: DecoderConfig, name: str) -> bool:
     return name.startswith(tuple(prefixes))
 
 
+def _layer_norms(names: LayerNames) -> list[str]:
+    behind = (names.attention_output_norm, names.mlp_output_norm)
+    return ["input_layernorm", names.mlp_norm, *(name for name in behind if name is not None)]
+
+
 def _attention_norms(config: DecoderConfig) -> list[str]:
     if config.latent is not None:
         queries = ["self_attn.q_a_layernorm"] if config.latent.query_rank else []
@@ -44,7 +51,9 @@ def _attention_products(config: DecoderConfig) -> dict[str, bool]:
     """By name, whether they are biased."""
     output = {"self_attn.o_proj": config.output_bias}
     if config.latent is None:
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        if config.names.fused_qkv:
+            names = ("self_attn.qkv_proj",)
         return dict.fromkeys(names, config.qkv_bias) | output
     inputs = {"self_attn.kv_a_proj_with_mqa": config.qkv_bias, "self_attn.kv_b_proj": False}
     if not config.latent.query_rank:

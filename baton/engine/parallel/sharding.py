@@ -36,6 +36,7 @@ from baton.protocol.errors import ModelRefused
 FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _COLUMN: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"})
+_FUSED: Final = frozenset({"qkv_proj", "gate_up_proj"})  # column parallel, several in one tensor
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
 _WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 _ROUTED: Final = ".experts."  # in the name of a product of one of them
@@ -146,8 +147,9 @@ class Cuts:
         routed = self.whole_experts and _ROUTED in module
         return routed or module.rpartition(".")[2] in _WHOLE
 
-    def outputs(self, module: str, count: int) -> slice | None:
-        """Of `count` outputs of a column-parallel product; None for a row-parallel one.
+    def outputs(self, module: str, count: int) -> slice | Tensor | None:
+        """Of `count` outputs of a column-parallel product, of a fused one their ids; None for a
+        row-parallel one.
 
         Raises ModelRefused for a product that nobody knows, and for one of other sizes.
         """
@@ -156,6 +158,8 @@ class Cuts:
         part = module.rpartition(".")[2]
         if part in _ROW:
             return None
+        if part in _FUSED:
+            return self._fused_outputs(module, part, count)
         if part in ("k_proj", "v_proj"):
             return self._kv_outputs(module, count)
         if part not in _COLUMN:
@@ -179,6 +183,27 @@ class Cuts:
         outputs = self.outputs(module, len(delta.up))
         down = delta.down[:, self.inputs(module, delta.down.shape[1])].contiguous()
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
+
+    def _fused_outputs(self, module: str, part: str, count: int) -> Tensor:
+        """Of each product in the tensor this rank's outputs, in the tensor's order."""
+        config = self.config
+        if part == "qkv_proj":
+            keys = config.num_kv_heads * config.head_dim
+            queries = config.num_heads * config.head_dim
+            cuts = [
+                (queries, self._even(queries)),
+                *[(keys, self._kv_outputs(module, keys))] * 2,
+            ]
+        else:
+            cuts = [(count // 2, self._even(count // 2))] * 2
+        ids: list[Tensor] = []
+        first = 0
+        for size, cut in cuts:
+            ids.append(torch.arange(first + cut.start, first + cut.stop))
+            first += size
+        if count != first:
+            raise ModelRefused(f"{module} has {count} outputs, not {first}")
+        return torch.cat(ids)
 
     def _even(self, count: int) -> slice:
         """Query heads are split whole, as rank_config has checked."""
@@ -237,7 +262,7 @@ class RankShare:
         is_cut = module.rpartition(".")[2] in _ROW and not self._cuts.is_whole(module)
         return self._group.place.leads or is_whole or not is_cut
 
-    def _outputs(self, module: str, count: int) -> slice | None:
+    def _outputs(self, module: str, count: int) -> slice | Tensor | None:
         """See Cuts.outputs; those of the head are tokens."""
         if f"{module}.weight" in _BY_TOKEN:
             return self._tokens(count)

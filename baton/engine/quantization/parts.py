@@ -29,8 +29,8 @@ from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 SMALLEST_GROUP: Final = 8  # inputs: scales and zeros of smaller ones take more than plain weights
 
 
-def of_outputs(weight: IntWeight, outputs: slice) -> IntWeight:
-    """Some outputs of `weight`, as copies."""
+def of_outputs(weight: IntWeight, outputs: slice | Tensor) -> IntWeight:
+    """Some outputs of `weight`, a slice or their ids, as copies."""
     zeros = None if weight.zeros is None else weight.zeros[outputs].clone()
     values, scales = weight.values[outputs].clone(), weight.scales[outputs].clone()
     return replace(weight, values=values, scales=scales, zeros=zeros)

@@ -1,5 +1,5 @@
 // What stands between the products, over bfloat16 rows, computed in float32 and rounded once:
-// residual + RMSNorm, RMSNorm and rotation of heads, SwiGLU, rows to int8, rows into slots. A row is
+// residual + RMSNorm, RMSNorm and rotation of heads, gates, rows to int8, rows into slots. A row is
 // one thread's.
 #pragma once
 
@@ -24,53 +24,103 @@ inline float mean_square(const bf16* x, int64_t count) {
   return sum_of(sum) / static_cast<float>(count);
 }
 
-inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count, float epsilon) {
-  const Floats scale = broadcast(1.0f / std::sqrt(mean_square(x, count) + epsilon));
+// What all norms of a model have in common. `offset` is added to their weights.
+struct NormRule {
+  float epsilon, offset;
+};
+
+inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count, NormRule rule) {
+  const Floats scale = broadcast(1.0f / std::sqrt(mean_square(x, count) + rule.epsilon));
+  const Floats offset = broadcast(rule.offset);
   for (int64_t i = 0; i < count; i += 16)
-    store_rounded(y + i, load_wide(x + i) * scale * load_wide(weight + i));
+    store_rounded(y + i, load_wide(x + i) * scale * (load_wide(weight + i) + offset));
 }
 
 // x += delta (unless null), rounded; y = RMSNorm(x) * weight. All [size].
 inline void add_norm_row(bf16* x, const bf16* delta, const bf16* weight, bf16* y, int64_t size,
-                         float epsilon) {
+                         NormRule rule) {
   if (delta != nullptr)
     for (int64_t i = 0; i < size; i += 16)
       store_rounded(x + i, load_wide(x + i) + load_wide(delta + i));
-  normalize(x, weight, y, size, epsilon);
+  normalize(x, weight, y, size, rule);
 }
 
 // The same of rows [rows, size].
 inline void add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
-                     int64_t size, float epsilon) {
+                     int64_t size, NormRule rule) {
 #pragma omp parallel for if (rows * size > kFewNumbers)
   for (int64_t row = 0; row < rows; ++row)
     add_norm_row(residual + row * size, delta == nullptr ? nullptr : delta + row * size, weight,
-                 y + row * size, size, epsilon);
+                 y + row * size, size, rule);
 }
 
 // qkv [rows, heads + 2 * kv_heads, dim]: query and key heads normalized (unless the weights are
-// null) and rotated in place, the first half of a head against the second; cos, sin [rows, dim / 2].
+// null) and rotated in place: of each head the first `rotated` dims, the first half of them against
+// the second, or neighbours; cos, sin [rows, rotated / 2].
 struct RotateArgs {
   bf16* qkv;
   const bf16 *cos, *sin, *query_norm, *key_norm;
-  int64_t rows, heads, kv_heads, dim;
-  float epsilon;
+  int64_t rows, heads, kv_heads, dim, rotated, neighbours;
+  NormRule norms;
 };
 
-// Those heads of a row, counted over query heads, then key heads.
-inline void rotate_heads(const RotateArgs& a, int64_t row, HeadRange heads) {
-  const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim, half = a.dim / 2;
-  const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
+constexpr int64_t kMostRotated = 512;
+
+inline void rotate_halves(bf16* x, const bf16* cos, const bf16* sin, int64_t half) {
+  for (int64_t i = 0; i < half; i += 16) {
+    const Floats first = load_wide(x + i), second = load_wide(x + half + i);
+    const Floats c = load_wide(cos + i), s = load_wide(sin + i);
+    store_rounded(x + i, multiply_subtract(first, c, second * s));
+    store_rounded(x + half + i, multiply_add(second, c, first * s));
+  }
+}
+
+// The factors of neighbours: each cosine twice; each sine twice, too, the first time negative.
+struct NeighbourFactors {
+  float cos[kMostRotated], sin[kMostRotated];
+
+  NeighbourFactors(const bf16* each_cos, const bf16* each_sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += 16) {
+      float c[16], s[16];
+      store(c, load_wide(each_cos + i));
+      store(s, load_wide(each_sin + i));
+      for (int64_t j = 0; j < 16; ++j) {
+        cos[2 * (i + j)] = cos[2 * (i + j) + 1] = c[j];
+        sin[2 * (i + j)] = -s[j];
+        sin[2 * (i + j) + 1] = s[j];
+      }
+    }
+  }
+};
+
+inline void rotate_neighbours(bf16* x, const NeighbourFactors& by, int64_t rotated) {
+  for (int64_t i = 0; i < rotated; i += 16) {
+    const Floats each = load_wide(x + i);
+    store_rounded(x + i, multiply_add(each, load(by.cos + i),
+                                      swap_neighbours(each) * load(by.sin + i)));
+  }
+}
+
+// Those heads of a row, counted over query heads, then key heads; `turn` rotates one.
+template <class Turn>
+inline void rotate_each(const RotateArgs& a, int64_t row, HeadRange heads, const Turn& turn) {
+  const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
   for (int64_t head = heads.first; head < heads.last; ++head) {
     bf16* x = a.qkv + row * width + head * a.dim;
     const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
-    if (weight != nullptr) normalize(x, weight, x, a.dim, a.epsilon);
-    for (int64_t i = 0; i < half; i += 16) {
-      const Floats first = load_wide(x + i), second = load_wide(x + half + i);
-      const Floats c = load_wide(cos + i), s = load_wide(sin + i);
-      store_rounded(x + i, multiply_subtract(first, c, second * s));
-      store_rounded(x + half + i, multiply_add(second, c, first * s));
-    }
+    if (weight != nullptr) normalize(x, weight, x, a.dim, a.norms);
+    turn(x);
+  }
+}
+
+inline void rotate_heads(const RotateArgs& a, int64_t row, HeadRange heads) {
+  const int64_t half = a.rotated / 2;
+  const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
+  if (a.neighbours) {
+    const NeighbourFactors by(cos, sin, half);
+    rotate_each(a, row, heads, [&](bf16* x) { rotate_neighbours(x, by, a.rotated); });
+  } else {
+    rotate_each(a, row, heads, [&](bf16* x) { rotate_halves(x, cos, sin, half); });
   }
 }
 
@@ -80,34 +130,43 @@ inline void rotate(const RotateArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) rotate_heads(a, row, {0, a.heads + a.kv_heads});
 }
 
-// Numbers [from, until) of silu(gate) * up, all [size].
-inline void swiglu_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, int64_t until) {
+// Numbers [from, until) of activation(gate) * up, all [size]: x * sigmoid(x), or GELU by its tanh,
+// which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)).
+template <bool kGelu>
+inline void gated_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, int64_t until) {
   const Floats one = broadcast(1.0f), zero = broadcast(0.0f);
   for (int64_t i = from; i < until; i += 16) {
     const Floats g = load_wide(gate + i);
-    store_rounded(y + i, g / (one + exponential(zero - g)) * load_wide(up + i));
+    Floats slope = g;
+    if constexpr (kGelu) {
+      const Floats cube = g * g * g * broadcast(0.044715f);
+      slope = (g + cube) * broadcast(1.5957691216057308f);
+    }
+    store_rounded(y + i, g / (one + exponential(zero - slope)) * load_wide(up + i));
   }
 }
 
 // What a thread of a team does for gate_up [rows, 2 * size] -> y [rows, size].
-inline void share_swiglu(Team::Member& me, const bf16* gate_up, bf16* y, int64_t rows, int64_t size,
-                         Coming coming = {}) {
+template <bool kGelu = false>
+inline void share_gated(Team::Member& me, const bf16* gate_up, bf16* y, int64_t rows, int64_t size,
+                        Coming coming = {}) {
   constexpr int64_t part = 512;  // numbers
   const int64_t parts = (size + part - 1) / part;
   const auto work = [&](int64_t unit, int64_t) {
     const int64_t row = unit / parts, from = unit % parts * part;
     const bf16* gate = gate_up + row * 2 * size;
-    swiglu_part(gate, gate + size, y + row * size, from, std::min(size, from + part));
+    gated_part<kGelu>(gate, gate + size, y + row * size, from, std::min(size, from + part));
   };
   me.share(rows * parts, work, coming);
 }
 
-// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size].
-inline void swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
+// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size].
+template <bool kGelu>
+inline void gated(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > kFewNumbers)
   for (int64_t row = 0; row < rows; ++row) {
     const bf16* gate = gate_up + row * 2 * size;
-    swiglu_part(gate, gate + size, y + row * size, 0, size);
+    gated_part<kGelu>(gate, gate + size, y + row * size, 0, size);
   }
 }
 

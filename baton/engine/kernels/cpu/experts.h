@@ -54,7 +54,7 @@ class Mixture {
     });
     multiply(me, a_.gate_ups, {gathered_, nullptr, nullptr, wide_, choices_, a_.hidden,
                                2 * a_.inner});
-    share_swiglu(me, wide_, narrow_, choices_, a_.inner);
+    share_gated(me, wide_, narrow_, choices_, a_.inner);
     multiply(me, a_.downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
     me.share(choices_, [&](int64_t at, int64_t) {
       std::copy_n(sorted_ + at * a_.hidden, a_.hidden, a_.y + order_[at] * a_.hidden);

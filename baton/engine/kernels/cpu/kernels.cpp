@@ -21,7 +21,7 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 7; }
+int baton_kernels_version() { return 8; }
 
 // Asks the kernel for what this process may only use once it has: AMX's tiles, for all its threads. 0,
 // or an errno.
@@ -47,14 +47,14 @@ void baton_decode_attention(const baton::DecodeArgs* args) {
 }
 
 void baton_add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
-                    int64_t size, float epsilon) {
-  baton::add_norm(residual, delta, weight, y, rows, size, epsilon);
+                    int64_t size, float epsilon, float offset) {
+  baton::add_norm(residual, delta, weight, y, rows, size, {epsilon, offset});
 }
 
 void baton_rotate(const baton::RotateArgs* args) { baton::rotate(*args); }
 
-void baton_swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
-  baton::swiglu(gate_up, y, rows, size);
+void baton_gated(const bf16* gate_up, bf16* y, int64_t rows, int64_t size, int64_t gelu) {
+  (gelu ? baton::gated<true> : baton::gated<false>)(gate_up, y, rows, size);
 }
 
 void baton_highest(const baton::HighestArgs* args) { baton::highest(*args); }

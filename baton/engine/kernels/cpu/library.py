@@ -27,11 +27,12 @@ from baton.engine.kernels.cpu.build import (
     missing,
 )
 from baton.engine.kernels.cpu.sampling import SamplingKernels
+from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 7  # of the structs below
-SWITCH: Final = "BATON_CPU_KERNELS"  # name of an instruction set, or "off" for the torch twins
+VERSION: Final = 8  # of the structs below
+SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -69,13 +70,19 @@ class DecodeArgs(ctypes.Structure):
     )
 
 
+class NormRule(ctypes.Structure):
+    """elementwise.h's NormRule."""
+
+    _fields_ = (("epsilon", ctypes.c_float), ("offset", ctypes.c_float))
+
+
 class _RotateArgs(ctypes.Structure):
     """RotateArgs of elementwise.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "cos", "sin", "query_norm", "key_norm")),
-        *((name, _SIZE) for name in ("rows", "heads", "kv_heads", "dim")),
-        ("epsilon", ctypes.c_float),
+        *((name, _SIZE) for name in ("rows", "heads", "kv_heads", "dim", "rotated", "neighbours")),
+        ("norms", NormRule),
     )
 
 
@@ -91,11 +98,13 @@ class _StoreArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights of the RMSNorms of query heads and key heads, each [dim] bfloat16."""
+    """Weights of the RMSNorms of query heads and key heads, each [dim] bfloat16. The compiled
+    kernels add `offset` to each weight."""
 
     query: Tensor
     key: Tensor
     epsilon: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +157,15 @@ class CpuKernels:
         self._pack = library.baton_pack
         self._pack.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
         self._add_norm = library.baton_add_norm
-        self._add_norm.argtypes = (*[_POINTER] * 4, _SIZE, _SIZE, ctypes.c_float)
-        self._swiglu = library.baton_swiglu
-        self._swiglu.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
+        self._add_norm.argtypes = (*[_POINTER] * 4, _SIZE, _SIZE, ctypes.c_float, ctypes.c_float)
+        self._gated = library.baton_gated
+        self._gated.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)
         self._linear = library.baton_linear
         self._rotate = library.baton_rotate
         self._store = library.baton_store_rows
         self._decode = library.baton_decode_attention
         for function in (
-            self._pack, self._add_norm, self._swiglu, self._linear, self._rotate, self._store,
+            self._pack, self._add_norm, self._gated, self._linear, self._rotate, self._store,
             self._decode,
         ):  # fmt: skip
             function.restype = None
@@ -196,9 +205,14 @@ class CpuKernels:
         return y
 
     def add_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        epsilon: float,
+        offset: float = 0.0,
     ) -> Tensor:
-        """Add `delta` to `residual` in place, and return the RMSNorm of the sum.
+        """Add `delta` to `residual` in place, and return the RMSNorm of the sum by weight + offset.
 
         All are [T, H] bfloat16; H is a multiple of 16.
         """
@@ -207,34 +221,38 @@ class CpuKernels:
         y = torch.empty_like(residual)
         self._add_norm(
             residual.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(),
-            y.data_ptr(), residual.shape[0], residual.shape[1], epsilon,
+            y.data_ptr(), residual.shape[0], residual.shape[1], epsilon, offset,
         )  # fmt: skip
         return y
 
     def rotate(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norms: HeadNorms | None
+        self, qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None
     ) -> None:
         """Normalize and rotate the query and key heads of qkv [T, heads + 2 * kv_heads, dim] in
         place.
 
-        cos and sin are [T, 1, dim / 2] bfloat16; dim is a multiple of 32. `norms` None: rotate
-        only.
+        The rotation is in bfloat16. dim is a multiple of 32, and so are the dims that rotate.
         """
         rows, total, dim = qkv.shape
+        rule = NormRule() if norms is None else NormRule(norms.epsilon, norms.offset)
         args = _RotateArgs(
-            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            qkv.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr(),
             None if norms is None else norms.query.data_ptr(),
             None if norms is None else norms.key.data_ptr(),
-            rows, num_heads, (total - num_heads) // 2, dim, 0.0 if norms is None else norms.epsilon,
+            rows, num_heads, (total - num_heads) // 2, dim, rotation.rotated,
+            rotation.pairs is PairRotation.NEIGHBOURS, rule,
         )  # fmt: skip
         self._rotate(ctypes.byref(args))
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up [T, I] for gate_up [T, 2 * I] bfloat16; I is a multiple of 16."""
+    def gated(self, gate_up: Tensor, gelu: bool = False) -> Tensor:
+        """Return silu(gate) * up [T, I] for gate_up [T, 2 * I] bfloat16; I is a multiple of 16.
+
+        With `gelu`, the tanh form of GELU takes the place of silu.
+        """
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         y = torch.empty(rows, size, dtype=torch.bfloat16)
-        self._swiglu(gate_up.data_ptr(), y.data_ptr(), rows, size)
+        self._gated(gate_up.data_ptr(), y.data_ptr(), rows, size, gelu)
         return y
 
     def store(self, x: Tensor, pool: Tensor, slots: Tensor) -> None:

@@ -22,8 +22,16 @@
 namespace baton {
 
 struct StepLayer {
-  const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+  // The last four may be null; those of outputs lie between a product and its sum with the residual.
+  const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm, *attention_output_norm,
+      *mlp_output_norm;
   StepLinear qkv, output, gate_up, down;
+  int64_t rotation;  // which of StepArgs' it takes
+};
+
+// cos, sin [rows, rotated / 2].
+struct StepRotation {
+  const bf16 *cos, *sin;
 };
 
 // One layer's part of the pool, strides in numbers, and how it attends: see DecodeArgs.
@@ -46,13 +54,14 @@ struct StepArgs {
   const StepPool* pools;    // [layers]
   const StepTable* tables;  // by layer group
   const bf16* final_norm;
-  const bf16 *cos, *sin;     // [rows, dim / 2]
+  StepRotation rotations[2];
   const int64_t* positions;  // [rows]
   bf16* residual;            // [rows, hidden]: embeddings, overwritten
   bf16* out;                 // [rows, hidden]: the final norm's
   bf16* scratch;             // [rows, hidden + max(qkv, 2 * inner) + max(attended, inner)]
   int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;
-  float epsilon;
+  int64_t rotated, neighbours, gelu;  // see RotateArgs; whether gates are GELU's
+  NormRule norms;
 };
 
 class Step {
@@ -83,7 +92,7 @@ class Step {
     int64_t num_own = 0;
     for (const DecodeTasks& tasks : tasks_) num_own = std::max(num_own, tasks.num_own());
     std::vector<Running> own(num_own);
-    const bf16* delta = nullptr;
+    Delta delta{};
     for (int64_t index = 0; index < a_.num_layers; ++index) {
       const StepLayer& layer = a_.layers[index];
       const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, width_};
@@ -91,11 +100,11 @@ class Step {
       const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner};
       const Product down{layer.down, narrow_, delta_, a_.inner, a_.hidden};
       norm(me, delta, layer.input_norm, coming(me, qkv));
-      delta = delta_;
       multiply(me, qkv);
       attend(me, index, own.data(), coming(me, output));
       multiply(me, output);
-      norm(me, delta, layer.mlp_norm, coming(me, gate_up));
+      norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming(me, gate_up));
+      delta = {delta_, layer.mlp_output_norm};
       multiply(me, gate_up);
       gate(me, coming(me, down));
       multiply(me, down);
@@ -114,12 +123,19 @@ class Step {
     const bf16* panel(int64_t index) const { return by.panels + index * inputs * kPanel; }
   };
 
+  // What is added to the residual, none before the first layer; `norm`, unless null, of it first.
+  struct Delta {
+    bf16* rows;
+    const bf16* norm;
+  };
+
   // residual += delta; out = its norm.
-  void norm(Team::Member& me, const bf16* delta, const bf16* weight, Coming coming) {
+  void norm(Team::Member& me, Delta delta, const bf16* weight, Coming coming) {
     const auto work = [&](int64_t row, int64_t) {
       const int64_t at = row * a_.hidden;
-      add_norm_row(a_.residual + at, delta == nullptr ? nullptr : delta + at, weight, a_.out + at,
-                   a_.hidden, a_.epsilon);
+      bf16* added = delta.rows == nullptr ? nullptr : delta.rows + at;
+      if (delta.norm != nullptr) normalize(added, delta.norm, added, a_.hidden, a_.norms);
+      add_norm_row(a_.residual + at, added, weight, a_.out + at, a_.hidden, a_.norms);
     };
     me.share(a_.rows, work, coming);
   }
@@ -175,8 +191,10 @@ class Step {
   void place(int64_t index, int64_t row, HeadRange kv) {
     const StepLayer& layer = a_.layers[index];
     const StepPool& pool = a_.pools[index];
-    const RotateArgs rotating{wide_, a_.cos, a_.sin, layer.query_norm, layer.key_norm, a_.rows,
-                              a_.heads, a_.kv_heads, a_.dim, a_.epsilon};
+    const StepRotation& rotation = a_.rotations[layer.rotation];
+    const RotateArgs rotating{wide_, rotation.cos, rotation.sin, layer.query_norm, layer.key_norm,
+                              a_.rows, a_.heads, a_.kv_heads, a_.dim, a_.rotated, a_.neighbours,
+                              a_.norms};
     const int64_t group = a_.heads / a_.kv_heads;
     rotate_heads(rotating, row, {kv.first * group, kv.last * group});
     rotate_heads(rotating, row, {a_.heads + kv.first, a_.heads + kv.last});
@@ -222,7 +240,10 @@ class Step {
   }
 
   void gate(Team::Member& me, Coming coming) {
-    share_swiglu(me, wide_, narrow_, a_.rows, a_.inner, coming);
+    if (a_.gelu)
+      share_gated<true>(me, wide_, narrow_, a_.rows, a_.inner, coming);
+    else
+      share_gated(me, wide_, narrow_, a_.rows, a_.inner, coming);
   }
 
   const StepArgs& a_;

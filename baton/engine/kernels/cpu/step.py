@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms
+from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms, NormRule
 from baton.engine.kernels.cpu.quantized import PackedInt8, PackedIntegers
+from baton.engine.kernels.rope import PairRotation, Rotation
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -31,8 +32,16 @@ class _StepLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("attention_output_norm", "mlp_output_norm")),
         ("linears", _StepLinear * 4),  # qkv, output, gate_up, down
+        ("rotation", _SIZE),
     )
+
+
+class _StepRotation(ctypes.Structure):
+    """step.h's StepRotation."""
+
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER))
 
 
 class _StepIntegers(ctypes.Structure):
@@ -67,11 +76,13 @@ class _StepArgs(ctypes.Structure):
     """StepArgs of step.h."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "pools", "tables", "final_norm", "cos", "sin")),
+        *((name, _POINTER) for name in ("layers", "pools", "tables", "final_norm")),
+        ("rotations", _StepRotation * 2),
         *((name, _POINTER) for name in ("positions", "residual", "out", "scratch")),
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
-        ("epsilon", ctypes.c_float),
+        *((name, _SIZE) for name in ("rotated", "neighbours", "gelu")),
+        ("norms", NormRule),
     )
 
 
@@ -108,7 +119,7 @@ class StepLinears:
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """The weights of a layer. Norms are [hidden] bfloat16."""
+    """Weights of a layer; norms [hidden] bfloat16. `rotation`: which of the step's it takes."""
 
     input_norm: Tensor
     qkv: StepLinear
@@ -117,11 +128,15 @@ class StepLayer:
     mlp_norm: Tensor
     gate_up: StepLinear
     down: StepLinear
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
+    rotation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a decoder: `hidden` and `inner` (of the gate) are multiples of 16, `dim` of 32."""
+    """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (of the gate) multiples
+    of 16, `dim` of 32. `gelu`: gates are GELU's."""
 
     hidden: int
     inner: int
@@ -129,6 +144,8 @@ class StepSizes:
     kv_heads: int
     dim: int
     epsilon: float
+    norm_offset: float = 0.0
+    gelu: bool = False
 
     @property
     def scratch(self) -> int:
@@ -149,15 +166,12 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step of T rows, one new token each.
-
-    residual [T, hidden] bfloat16 is overwritten. cos and sin are [T, 1, dim / 2] bfloat16,
-    positions [T] int64. `tables` has one per layer group.
-    """
+    """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
+    one or two rotations in bfloat16, alike but for their numbers, positions [T] int64, a table per
+    layer group."""
 
     residual: Tensor
-    cos: Tensor
-    sin: Tensor
+    rotations: Sequence[Rotation]
     positions: Tensor
     tables: Sequence[StepTable]
 
@@ -225,15 +239,19 @@ class StepModel:
             for table in inputs.tables
         ]
         tables = (_StepTable * len(filled))(*filled)
+        turned = [_StepRotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in inputs.rotations]
+        first = inputs.rotations[0]
         out = torch.empty_like(residual)
         scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
         args = _StepArgs(
             ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
             ctypes.addressof(tables), self._final_norm,
-            inputs.cos.data_ptr(), inputs.sin.data_ptr(), inputs.positions.data_ptr(),
+            (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
             residual.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             len(self._layers), rows, sizes.hidden, sizes.inner,
-            sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size, sizes.epsilon,
+            sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
+            first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu,
+            NormRule(sizes.epsilon, sizes.norm_offset),
         )  # fmt: skip
         self._call(ctypes.byref(args))
         return out
@@ -246,8 +264,15 @@ class StepModel:
             layer.mlp_norm.data_ptr(),
             None if norms is None else norms.query.data_ptr(),
             None if norms is None else norms.key.data_ptr(),
+            _pointer(layer.attention_output_norm),
+            _pointer(layer.mlp_output_norm),
             linears.array,
+            layer.rotation,
         )
+
+
+def _pointer(weight: Tensor | None) -> int | None:
+    return None if weight is None else weight.data_ptr()
 
 
 def _integers(

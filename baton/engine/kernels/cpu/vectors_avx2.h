@@ -104,6 +104,11 @@ inline Floats subtract_product(Floats c, Floats a, Floats b) {
   return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
 }
 
+// 1 0 3 2 5 4 ...
+inline Floats swap_neighbours(Floats values) {
+  return {_mm256_permute_ps(values.low, 0xb1), _mm256_permute_ps(values.high, 0xb1)};
+}
+
 inline Floats absolute(Floats values) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, values.low), _mm256_andnot_ps(sign, values.high)};

@@ -32,6 +32,9 @@ inline Floats load(const float* from, Lanes lanes) { return _mm512_maskz_loadu_p
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
 inline Floats subtract_product(Floats c, Floats a, Floats b) { return _mm512_fnmadd_ps(a, b, c); }
+// 1 0 3 2 5 4 ...
+inline Floats swap_neighbours(Floats values) { return _mm512_permute_ps(values, 0xb1); }
+
 inline Floats absolute(Floats values) { return _mm512_abs_ps(values); }
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline float sum_of(Floats values) { return _mm512_reduce_add_ps(values); }

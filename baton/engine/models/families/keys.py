@@ -22,6 +22,12 @@ ARCHITECTURES: Final = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")  # families with MLA
 _QWEN_MOE: Final = {
@@ -39,6 +45,30 @@ _LATENT_OPTIONAL: Final = {
     "num_nextn_predict_layers", "num_mtp_layers",
 }  # fmt: skip
 COUNTS: Final = ("num_experts", "num_local_experts")  # transformers 5 writes the latter for both
+_HEADS: Final = {"num_key_value_heads", "head_dim", "rms_norm_eps"}
+_ROPE: Final = {"rope_theta", "rope_scaling", "rope_parameters"}
+_GEMMA: Final = _ROPE | {
+    "hidden_act", "hidden_activation", "attention_bias", "tie_word_embeddings",
+    "use_bidirectional_attention", "cache_implementation",
+}  # fmt: skip
+_GEMMA2: Final = _GEMMA | {"layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
+_GLM: Final = _ROPE | {"hidden_act", "partial_rotary_factor", "tie_word_embeddings"}
+# Families that a file of their own reads (gemma.py, fused.py): all that they understand
+# beside what they require. That file checks the values.
+OWN: Final = {
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2 | {
+        "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern",
+    },
+    "phi3": _ROPE | {
+        "hidden_act", "head_dim", "partial_rotary_factor", "sliding_window", "attention_bias",
+        "mlp_bias", "lm_head_bias", "full_attn_mod", "interpolate_factor", "tie_word_embeddings",
+        "original_max_position_embeddings", "resid_pdrop", "embd_pdrop",
+    },
+    "glm": _GLM,
+    "glm4": _GLM,
+}  # fmt: skip
 # Keys whose absence means a family-dependent default in transformers: absent, the universal route
 # decides.
 _REQUIRED: Final = {
@@ -57,7 +87,16 @@ REQUIRED_BY_FAMILY: Final = {
     "deepseek_v3": _NOAUX_TC | {"first_k_dense_replace"},
     "glm4_moe_lite": _NOAUX_TC,
     "kimi_k2": _NOAUX_TC | {"first_k_dense_replace"},
-}
+    "gemma": _HEADS,
+    "gemma2": _HEADS | {
+        "query_pre_attn_scalar", "sliding_window", "attn_logit_softcapping",
+        "final_logit_softcapping",
+    },
+    "gemma3_text": _HEADS | {"query_pre_attn_scalar", "sliding_window"},
+    "phi3": {"num_key_value_heads", "rms_norm_eps"},
+    "glm": _HEADS | {"attention_bias"},
+    "glm4": _HEADS | {"attention_bias"},
+}  # fmt: skip
 _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
@@ -96,8 +135,10 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
     architectures = config.get("architectures") or [ARCHITECTURES[family]]
     if ARCHITECTURES[family] not in architectures:
         raise NotLean(f"architecture {architectures[0]} is not {ARCHITECTURES[family]}")
-    understood = _UNDERSTOOD | UNDERSTOOD_BY_FAMILY.get(family, set()) | _IRRELEVANT
-    understood |= REQUIRED_BY_FAMILY[family]
+    understood = _UNDERSTOOD | UNDERSTOOD_BY_FAMILY.get(family, set())
+    if family in OWN:
+        understood = _REQUIRED | OWN[family]
+    understood = understood | _IRRELEVANT | REQUIRED_BY_FAMILY[family]
     unknown = sorted(key for key in config if key not in understood)
     if unknown:
         raise NotLean(f"config keys {unknown} are not understood")
@@ -105,6 +146,11 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
     missing = sorted(key for key in required if key not in config)
     if missing:
         raise NotLean(f"config keys {missing} are absent")
+    if family not in OWN:
+        _check_values(family, config)
+
+
+def _check_values(family: str, config: dict[str, Any]) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
     if config.get("pretraining_tp", 1) != 1:
@@ -117,10 +163,11 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
         raise NotLean(f"mlp_bias in {family}")
     if family in ("llama", *LATENT) and (config.get("sliding_window") or config.get("layer_types")):
         raise NotLean(f"windows in {family}")
-    _check_rope(rope_rule(config))
+    check_rope(rope_rule(config))
 
 
-def _check_rope(rule: RopeRule | None) -> None:
+def check_rope(rule: RopeRule | None) -> None:
+    """Raise NotLean for a rule that `inverse_frequencies` cannot compute."""
     if rule is None:
         return
     parameters = {name for name, value in rule.parameters if value is not None}

@@ -5,29 +5,42 @@ To add a family: its keys in keys.py, what is special to it here or in a file of
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
 
 from baton.engine.kernels.rope import RopeRule, rope_rule
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.families.fused import glm_config, phi_config
+from baton.engine.models.families.gemma import PREFIX, gemma_config, text_of_images
 from baton.engine.models.families.keys import (
     COUNTS,
     LATENT,
+    OWN,
     UNDERSTOOD_BY_FAMILY,
     NotLean,
     check_understood,
 )
 from baton.engine.models.families.latent import latent_config, latent_experts
 
+_READERS: Final[dict[str, Callable[[dict[str, Any], DecoderConfig], DecoderConfig]]] = {
+    "gemma": gemma_config, "gemma2": gemma_config, "gemma3_text": gemma_config,
+    "phi3": phi_config, "glm": glm_config, "glm4": glm_config,
+}  # fmt: skip
+
 
 def decoder_config(config: dict[str, Any]) -> DecoderConfig:
     """Read a config.json of one of the ARCHITECTURES. Raises NotLean with the reason."""
+    text = text_of_images(config)
+    if text is not config:
+        return replace(decoder_config(text), prefix=PREFIX)
     family = config.get("model_type", "")
     check_understood(family, config)
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
     rope = rope_rule(config) or RopeRule("default", 10000.0)
     attention_bias = bool(config.get("attention_bias", False))
     latent = latent_config(family, config)
-    return DecoderConfig(
+    base = DecoderConfig(
         vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         hidden_size=config["hidden_size"],
@@ -50,16 +63,22 @@ def decoder_config(config: dict[str, Any]) -> DecoderConfig:
         latent=latent,
         extra_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
     )
+    return _READERS[family](config, base) if family in _READERS else base
 
 
 def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Window of each layer, as transformers derives it: 0 = full attention."""
+    """Window of each layer, as transformers derives it: 0 = full attention; a family of OWN sets
+    its own later."""
     window = config.get("sliding_window") or 0
     if family in ("mistral", "mixtral"):
         if config.get("layer_types") is not None:
             raise NotLean(f"layer_types in {family}")
         return (window,) * num_layers
-    if family in ("llama", *LATENT) or not config.get("use_sliding_window", False) or not window:
+    if (
+        family in ("llama", *LATENT, *OWN)
+        or not config.get("use_sliding_window", False)
+        or not window
+    ):
         kinds = set(config.get("layer_types") or ()) - {"full_attention"}
         if kinds and family == "qwen2_moe":
             raise NotLean(f"layer_types {sorted(kinds)} without a window")

@@ -38,6 +38,10 @@ class DecoderLayer:
     attention: HeadAttention | LatentAttention
     mlp_norm: Tensor  # [H]
     mlp: Mlp | Experts
+    # Between attention or MLP and its sum with the residual [H]; None: no norm.
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
+    rotation: int = 0  # which of the config's ropes its heads take
 
     @property
     def projections(self) -> list[Projection]:
@@ -55,8 +59,9 @@ class DecoderLayer:
             return None
         qkv, output, gate_up, down = linears
         return StepLayer(
-            self.input_norm, qkv, attention.head_norms, output, self.mlp_norm, gate_up, down
-        )
+            self.input_norm, qkv, attention.head_norms, output, self.mlp_norm, gate_up, down,
+            self.attention_output_norm, self.mlp_output_norm, self.rotation,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +80,34 @@ class LayerBuilder:
         config, prefix = self.config, f"model.layers.{index}."
         experts, latent, attention = config.experts, config.latent, prefix + "self_attn."
         sparse = experts is not None and index in experts.layers
+        names = config.names
         return DecoderLayer(
-            input_norm=self.read(prefix + "input_layernorm.weight"),
+            input_norm=self._norm(prefix + "input_layernorm"),
             attention=self._heads(index, attention)
             if latent is None
             else self._latent(index, latent, attention),
-            mlp_norm=self.read(prefix + "post_attention_layernorm.weight"),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
             mlp=self._experts(experts, prefix + experts.prefix)
             if experts is not None and sparse
             else self._mlp(prefix + "mlp.", config.intermediate_size),
+            attention_output_norm=self._optional_norm(prefix, names.attention_output_norm),
+            mlp_output_norm=self._optional_norm(prefix, names.mlp_output_norm),
+            rotation=config.rope_of(index),
         )
+
+    def _norm(self, name: str) -> Tensor:
+        """Its weight [H]."""
+        return self.between.norm_weight(self.read(f"{name}.weight"))
+
+    def _optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else self._norm(prefix + name)
 
     def _heads(self, index: int, prefix: str) -> HeadAttention:
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         stacked = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        if config.names.fused_qkv:
+            stacked = {"qkv_proj": queries + 2 * keys}
         return HeadAttention(
             layer=index,
             num_heads=config.num_heads,
@@ -101,8 +119,8 @@ class LayerBuilder:
         )
 
     def _head_norms(self, prefix: str) -> HeadNorms:
-        query, key = (self.read(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
-        return HeadNorms(query, key, self.config.rms_norm_eps)
+        query, key = (self._norm(f"{prefix}{name}_norm") for name in ("q", "k"))
+        return HeadNorms(query, key, self.config.rms_norm_eps, self.config.norm_offset)
 
     def _latent(self, index: int, latent: LatentConfig, prefix: str) -> LatentAttention:
         config, up, first = self.config, None, "q_proj"
@@ -148,6 +166,8 @@ class LayerBuilder:
     def _mlp(self, prefix: str, size: int) -> Mlp:
         hidden, bias = self.config.hidden_size, self.config.mlp_bias
         stacked = {"gate_proj": size, "up_proj": size}
+        if self.config.names.fused_gate_up:
+            stacked = {"gate_up_proj": 2 * size}
         return Mlp(
             self._projection(prefix, stacked, hidden, bias),
             self._projection(prefix, {"down_proj": hidden}, size, bias),

@@ -76,12 +76,12 @@ class Mlp:
 
     def summed(self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
         """hidden [T, H] -> [T, H], summed over the ranks; `reduce`: see Shards."""
-        inner = self.between.swiglu(self.gate_up(hidden, groups))
+        inner = self.between.gated(self.gate_up(hidden, groups))
         return self.down.summed(inner, groups, reduce)
 
     def partial(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H], what is to be summed over the ranks with more than this."""
-        return self.down.partial(self.between.swiglu(self.gate_up(hidden, groups)), groups)
+        return self.down.partial(self.between.gated(self.gate_up(hidden, groups)), groups)
 
     @property
     def projections(self) -> list[Projection]:

@@ -1,0 +1,145 @@
+"""Gemma 1 to 3, out of a config.json: norms of 1 + weight, scaled embeddings, GELU's gate; Gemma 2
+and 3 have norms behind attention and MLP and layers with a window, Gemma 2 soft caps, Gemma 3 norms
+of heads and a RoPE rule of its own for layers with a window.
+
+Source: transformers' GemmaModel, Gemma2Model, Gemma3TextModel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from baton.engine.kernels.rope import RopeRule, rope_rule
+from baton.engine.models.config import DecoderConfig, LayerNames
+from baton.engine.models.families.keys import NotLean, check_rope
+
+_ACTIVATION: Final = "gelu_pytorch_tanh"
+_SANDWICH: Final = LayerNames(
+    mlp_norm="pre_feedforward_layernorm",
+    attention_output_norm="post_attention_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+_KINDS: Final = ("full_attention", "sliding_attention")
+_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}  # each so manieth layer is full
+_GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+# Of a Gemma 3 with images: its keys that do not change what it does with text, and what the config
+# of its language model leaves out.
+_IMAGES: Final = {
+    "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index",
+    "mm_tokens_per_image", "tie_word_embeddings", "model_type", "architectures", "dtype",
+    "torch_dtype", "transformers_version", "initializer_range", "eos_token_id", "bos_token_id",
+    "pad_token_id", "_name_or_path", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+_TEXT_DEFAULTS: Final[dict[str, Any]] = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+PREFIX: Final = "language_model."
+_ADAPTED: Final = ("model.language_model.", "language_model.model.")  # what adapters call model.
+
+
+def text_of_images(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a Gemma 3's language model, where the checkpoint has a model of images beside
+    it; any other config itself. Raises NotLean."""
+    if config.get("model_type") != "gemma3":
+        return config
+    text: dict[str, Any] = config.get("text_config") or {}
+    if config.get("architectures") != ["Gemma3ForConditionalGeneration"]:
+        raise NotLean(f"architectures {config.get('architectures')} of gemma3")
+    unknown = sorted(set(config) - _IMAGES)
+    if unknown or text.get("model_type") != "gemma3_text":
+        raise NotLean(f"config keys {unknown} are not understood")
+    if config.get("tie_word_embeddings", True) != text.get("tie_word_embeddings", True):
+        raise NotLean("two values of tie_word_embeddings")
+    return {**_TEXT_DEFAULTS, **text}
+
+
+def own_name(module: str) -> str:
+    """What the language model calls a module that an adapter of the whole model names."""
+    for prefix in _ADAPTED:
+        if module.startswith(prefix):
+            return "model." + module.removeprefix(prefix)
+    return module
+
+
+def gemma_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
+    """`base`: what all families have in common. Raises NotLean."""
+    family: str = config["model_type"]
+    _check(family, config)
+    first = family == "gemma"
+    rules = _rules(config) if family == "gemma3_text" else (base.rope, base.rope)
+    for rule in rules:
+        check_rope(rule)
+        if rule.kind not in ("default", "linear"):
+            raise NotLean(f"RoPE rule {rule.text} in {family}")
+    biased = bool(config.get("attention_bias"))
+    return replace(
+        base,
+        tied_embeddings=config.get("tie_word_embeddings", True),
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=family == "gemma3_text",
+        windows=base.windows if first else _windows(family, config),
+        rope=rules[0],
+        local_rope=None if rules[0] == rules[1] else rules[1],
+        names=base.names if first else _SANDWICH,
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        embedding_scale=config["hidden_size"] ** 0.5,
+        scale=None if first else config["query_pre_attn_scalar"] ** -0.5,
+        softcap=config.get("attn_logit_softcapping"),
+        logit_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def _check(family: str, config: dict[str, Any]) -> None:
+    """Raise NotLean for values that are not implemented."""
+    legacy = ("gelu",) if family == "gemma" else ()  # meant as what it is trained with
+    for key in ("hidden_act", "hidden_activation"):
+        if config.get(key) not in (None, _ACTIVATION, *legacy):
+            raise NotLean(f"{key} {config[key]!r} in {family}")
+    if config.get("use_bidirectional_attention"):
+        raise NotLean("attention that is not causal")
+    if family == "gemma3_text" and config.get("attn_logit_softcapping"):
+        raise NotLean(f"attn_logit_softcapping in {family}")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) == 0:
+            raise NotLean(f"{key} 0")
+
+
+def _windows(family: str, config: dict[str, Any]) -> tuple[int, ...]:
+    """Window of each layer: 0 = full attention."""
+    window, count = config["sliding_window"], config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = config.get("sliding_window_pattern", _PATTERNS[family])
+        if config.get("_sliding_window_pattern", every) != every:
+            raise NotLean("_sliding_window_pattern without layer_types")
+        kinds = [_KINDS[(layer + 1) % every > 0] for layer in range(count)]
+    if len(kinds) != count or set(kinds) - set(_KINDS):
+        raise NotLean(f"layer_types {sorted(set(kinds))}")
+    if "sliding_attention" in kinds and not window:
+        raise NotLean("sliding layers without a window")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _rules(config: dict[str, Any]) -> tuple[RopeRule, RopeRule]:
+    """Gemma 3's: of full layers, and of those with a window. Either spelling."""
+    nested = config.get("rope_parameters") or {}
+    if set(nested) - set(_KINDS):
+        raise NotLean(f"rope_parameters with {sorted(set(nested) - set(_KINDS))}")
+    full = {**(nested.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    local = nested.get("sliding_attention") or {}
+    return (
+        _rule(full, config.get("rope_theta", _GLOBAL_THETA)),
+        _rule(local, config.get("rope_local_base_freq", _LOCAL_THETA)),
+    )
+
+
+def _rule(parameters: dict[str, Any], theta: float) -> RopeRule:
+    found = rope_rule({"rope_parameters": parameters or {"rope_type": "default"},
+                       "rope_theta": theta})  # fmt: skip
+    assert found is not None
+    return found

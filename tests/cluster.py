@@ -113,8 +113,10 @@ class Cluster:
 
     async def settle(self) -> None:
         """Wait until no node holds anything, then prove it: free + used == total everywhere."""
+        # An abort may cross with the first word of an export: that goes with its lease.
+        limit_s = WAIT_S + PATIENT.kv_lease_s
         for member in self.members:
-            await eventually(lambda member=member: member.node.shell.thread.call(_idle))
+            await eventually(lambda member=member: member.node.shell.thread.call(_idle), limit_s)
             await member.node.shell.thread.call(Engine.check)
             assert member.node.shell.connector.active_exports == 0
             assert member.engine.pool.num_free == member.engine.pool.num_blocks

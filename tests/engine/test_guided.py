@@ -162,7 +162,9 @@ def ask_everything(llm: LLM) -> list[list[GenerationOutput]]:
     ]
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft", "another draft"])
+@pytest.mark.parametrize(
+    "method", ["ngram", "draft", pytest.param("another draft", marks=pytest.mark.long)]
+)
 def test_speculation_gives_the_same_tokens(
     model: Path, undrafted: list[list[GenerationOutput]], method: str, tmp_path: Path
 ) -> None:

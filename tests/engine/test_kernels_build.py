@@ -5,7 +5,9 @@ The compiler here is a script that writes its output file.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,20 @@ def test_a_library_is_made_in_the_users_cache_and_found_there(
     assert made.parent == tmp_path / "cache" / "baton" / "kernels"
     no_compiler(monkeypatch, tmp_path)
     assert build.library_path(ANY) == made
+
+
+def test_those_who_start_together_compile_once(compiler: Compiler, tmp_path: Path) -> None:
+    compiler(f'echo >>"{tmp_path}/runs"; echo >"$out"')
+    start = threading.Barrier(4)
+
+    def begin(_: int) -> Path:
+        start.wait()
+        return build.compiled(ANY, tmp_path / "cache")
+
+    with ThreadPoolExecutor(4) as pool:
+        [made] = set(pool.map(begin, range(4)))
+    assert made.exists()
+    assert (tmp_path / "runs").read_text() == "\n"
 
 
 def test_the_command_builds_for_the_image_or_the_user(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
-from baton.protocol.clock import SystemClock
+from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import Cancelled, StoreUnavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState
@@ -51,7 +52,18 @@ from tests.front.fakes import (
 from tests.waiting import end
 
 PATIENCE_S = 30.0
-TIMING = Timing(heartbeat_s=0.02, router_lease_s=0.3)
+# Longer than this process ever stands still: a lease ends when a test says so (HeldRouter.lapse).
+TIMING = Timing(heartbeat_s=0.02, router_lease_s=600.0)
+
+
+@dataclass
+class AheadClock:
+    """SystemClock, so many seconds ahead."""
+
+    ahead_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 class CutStore:
@@ -60,6 +72,8 @@ class CutStore:
     def __init__(self, inner: RequestStore) -> None:
         self._inner = inner
         self.away = False
+        self._beating = asyncio.Lock()
+        self._claimed: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -80,12 +94,19 @@ class CutStore:
     async def stop(self) -> None:
         await self._inner.stop()
 
+    async def lapse(self) -> None:
+        """End the leases of this router's requests; no heartbeat is on its way any more."""
+        async with self._beating:
+            await self._inner.release(self._claimed)
+
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
+        self._claimed.add(request_id)
         return await self._reached().claim(request_id, fields)
 
     def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
+        self._claimed.add(request_id)
         if self.away:
             on_answer(StoreUnavailable("cut off"))
         else:
@@ -107,7 +128,8 @@ class CutStore:
         return await self._reached().append(entries)
 
     async def beat(self, held: Collection[str]) -> list[str]:
-        return await self._reached().beat(held)
+        async with self._beating:
+            return await self._reached().beat(held)
 
     async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
         return await self._reached().sweep(limit)
@@ -157,11 +179,14 @@ class RestartingStore(CutStore):
         return status
 
 
-def store_of(place: MemoryTables | str, owner: str, timing: Timing = TIMING) -> RequestStore:
+def store_of(
+    place: MemoryTables | str, owner: str, timing: Timing, clock: Clock | None = None
+) -> RequestStore:
     """The store of one router: in shared tables, or in the Redis of that URL."""
+    clock = clock or SystemClock()
     if isinstance(place, str):
-        return RedisStore(connect(place, PATIENCE_S), owner, timing, SystemClock(), PATIENCE_S)
-    return MemoryStore(owner, timing, SystemClock(), place)
+        return RedisStore(connect(place, PATIENCE_S), owner, timing, clock, PATIENCE_S)
+    return MemoryStore(owner, timing, clock, place)
 
 
 @dataclass
@@ -268,10 +293,18 @@ class HeldRouter:
     grpc_address: str
     beats: asyncio.Task[None]
 
+    async def lapse(self) -> None:
+        """Cut it off from the store for as long as its leases last: another may sweep them."""
+        self.store.away = True
+        await self.store.lapse()
+        self.guard.lease_until = 0.0
+
     async def die(self) -> None:
-        """As kill -9 looks from outside: no beat, no append, no end, no call any more."""
+        """As kill -9 looks from outside, and some time later: no beat, no append, no end, no call
+        any more, and no lease."""
         self.store.away = True
         await end(self.beats)
+        await self.lapse()
         await self.grpc.stop(0)
 
 
@@ -342,7 +375,8 @@ async def held_router(
     **config: Any,
 ) -> AsyncIterator[HeldRouter]:
     """A router called `name` over the store at `place`, on free ports of its own."""
-    clock, store = SystemClock(), kind(store_of(place, name, timing))
+    clock, store_clock = SystemClock(), AheadClock()
+    store = kind(store_of(place, name, timing, store_clock))
     guard = StoreGuard(store, timing)
     dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer=answer))
     metrics = RouterMetrics()
@@ -363,6 +397,7 @@ async def held_router(
     }
     services = RouterServices(**parts)
     await guard.start()
+    store_clock.ahead_s = 2 * timing.router_lease_s  # it has been connected long enough to sweep
     adopter = Adopter(runs, guard, lambda: services.ready)
     grpc = GrpcServer(services)
     address = f"127.0.0.1:{grpc.bind()}"

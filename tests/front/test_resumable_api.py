@@ -210,7 +210,7 @@ async def test_a_router_cut_off_shows_nothing_more_and_closes_without_an_end(
     first = post(one, "/v1/chat/completions")
     await first.at_least(6)
     shown = len(first.events)
-    one.store.away = True
+    await one.lapse()
     one.dispatcher.go.set()  # its nodes go on: it may not tell
     await first.done()
     assert first.cut, "closed without an end"
@@ -363,13 +363,18 @@ async def test_a_store_that_forgot_the_last_of_a_log_records_no_end_of_it(forget
     tables = MemoryTables()
     async with held_router("one", tables, RestartingStore) as one:
         assert isinstance(one.store, RestartingStore)
-        first = await post(one, "/v1/chat/completions").done()
+        reader = post(one, "/v1/chat/completions")
+        await eventually(lambda: _is_away(one))
+        one.guard.lease_until = 0.0  # its reader is cut: another router may have the request
+        first = await reader.done()
         [row] = tables.rows.values()
         for entry in row.log[-forgets:]:
             row.lengths[entry.sample] -= len(entry.token_ids)
             row.ended.discard(entry.sample)
         del row.log[-forgets:]
         one.store.away = False
+        await eventually(lambda: _ended_with(one, WriteStatus.GAP))
+        await one.store.lapse()  # it has left the request
         await eventually(lambda: _is(one, "finished"))
         assert one.store.ends == [WriteStatus.GAP, WriteStatus.OK]
         assert one.dispatcher.epochs == [1, 2]
@@ -377,6 +382,15 @@ async def test_a_store_that_forgot_the_last_of_a_log_records_no_end_of_it(forget
         assert [(id_, _normal(data, NAME)) for id_, _, data in told] == [
             (id_, _normal(data, NAME)) for id_, _, data in first
         ]
+
+
+async def _is_away(router: HeldRouter) -> bool:
+    return router.store.away
+
+
+async def _ended_with(router: HeldRouter, status: WriteStatus) -> bool:
+    assert isinstance(router.store, RestartingStore)
+    return status in router.store.ends
 
 
 async def test_a_failure_is_told_again(one: HeldRouter, two: HeldRouter) -> None:

@@ -106,7 +106,7 @@ async def test_a_router_that_lost_the_store_hands_its_reader_over(
     async with AsyncClient(addresses(routers)) as client:
         reading = asyncio.create_task(read(client, events))
         await eventually(lambda: _has(events, 5))
-        one.store.away = True  # it lives, and still has its nodes
+        await one.lapse()  # it lives, and still has its nodes
         one.dispatcher.go.set()
         async with asyncio.timeout(PATIENCE_S):
             await reading

@@ -280,7 +280,7 @@ async def test_prefill_nodes_die_in_turn(tmp_path: Path) -> None:
 async def test_no_node_left_is_unavailable_at_once(tmp_path: Path) -> None:
     """Long before any deadline: neither front door waits for a node to come."""
     path = make_tiny_model("llama", tmp_path / "model")
-    async with cluster(Plan(path)) as c:
+    async with cluster(Plan(path, router={"node_wait_s": 0.0})) as c:
         await c.decode[0].node.stop()
         await eventually(lambda: _now(len(c.router.registry.records()) == 1))
         with pytest.raises(Unavailable):

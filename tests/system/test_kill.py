@@ -196,6 +196,7 @@ def assert_whole(stream: Stream, last: GenerateEvent, model: Model, retries: int
     assert last.usage.completion_tokens == len(model.expected)
 
 
+@pytest.mark.long  # in one process: test_failover.py; real processes: tests/deploy/test_up.py
 async def test_decode_node_killed_in_mid_stream(
     model: Model, tmp_path: Path, redis_url: str
 ) -> None:

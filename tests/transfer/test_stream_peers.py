@@ -7,6 +7,7 @@ import resource
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import pytest
 from baton.protocol.errors import KVCorrupt, KVLost, KVTimeout
 from kv_transfer.lanes import stream_server
 from kv_transfer.lanes.framed_socket import FramedSocket
-from kv_transfer.lanes.stream import StreamWire
+from kv_transfer.lanes.stream import StreamLane, StreamWire
 from kv_transfer.protocol.base import Incoming
 from kv_transfer.protocol.bodies import decode_body
 from kv_transfer.protocol.frames import (
@@ -205,14 +206,26 @@ def test_at_the_cap_the_longest_silent_one_makes_room(
 ) -> None:
     monkeypatch.setattr(stream_server, "SILENT_S", 0.0)
     lane, address = bench.serve(options=replace(TCP_ONLY, max_connections=2))
-    with dial(address) as mute, dial(address) as other:
-        wire = bench.wire(address)
-        assert ask(wire) == frame()
-        assert mute.recv(1) == b""  # who came first and never spoke
-        other.sendall(frame())
-        assert other.recv(4096) == frame()
+    with dial(address) as mute:
+        _until_silent(lane, 1)
+        with dial(address) as other:
+            _until_silent(lane, 2)
+            wire = bench.wire(address)
+            assert ask(wire) == frame()
+            assert mute.recv(1) == b""  # who came first and never spoke
+            other.sendall(frame())
+            assert other.recv(4096) == frame()
     assert lane._server is not None
     assert lane._server.num_connections <= 2
+
+
+def _until_silent(lane: StreamLane, count: int) -> None:
+    """Wait until so many connections have a thread that waits for a frame."""
+    assert lane._server is not None
+    deadline = time.monotonic() + PATIENCE_S
+    while sum(each.silent_since is not None for each in list(lane._server._active)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_flood_is_survived(bench: Bench) -> None:

@@ -8,6 +8,8 @@ it is first needed. Not here: what the kernels do (*.h), how they are called (li
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import logging
@@ -17,7 +19,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -102,8 +104,29 @@ def compiled(instructions: InstructionSet, folder: Path) -> Path:
     """
     path = folder / library_name(instructions)
     if not path.exists():
-        _compile([*_compiler(), *_FLAGS, *instructions.compiler_flags], path)
+        command = [*_compiler(), *_FLAGS, *instructions.compiler_flags]
+        with _alone_in(folder):
+            if not path.exists():  # else another process has just made it
+                _compile(command, path)
     return path
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into `folder`: nodes that start together compile once.
+
+    Where a folder cannot be locked, nobody waits.
+    """
+    descriptor: int | None = None
+    try:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def library_name(instructions: InstructionSet) -> str:

@@ -18,6 +18,7 @@ from baton.engine.checkpoint.float8 import widen_float8
 from baton.engine.checkpoint.gguf_weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
+from baton.engine.checkpoint.stacked_experts import unstack
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader
 
@@ -31,8 +32,11 @@ _FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
 }
 
 
-def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TensorReader:
-    """Its tensors under plain names, except for those of integer layouts.
+def open_tensors(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, unstacked: bool = False
+) -> TensorReader:
+    """Its tensors under plain names, except for those of integer layouts. `unstacked`: each expert
+    of a stacked mixture has tensors of its own.
 
     Raises ModelRefused for a broken file and for tensors that their format does not understand.
     """
@@ -41,6 +45,8 @@ def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     if kind == "gguf":
         (file,) = checkpoint.weight_files
         return TensorReader((), dtype, device, lambda _: gguf_tensors(file))
+    if unstacked and kind in (None, "mxfp4"):
+        return TensorReader(checkpoint.weight_files, dtype, device, unstack)
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
     return TensorReader(checkpoint.weight_files, dtype, device, widen)
 

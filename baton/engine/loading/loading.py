@@ -192,7 +192,8 @@ def _build(
 ) -> _Built:
     """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
-        reader = open_tensors(checkpoint, dtype, device)
+        stacked = lean.experts is not None and lean.experts.stacked
+        reader = open_tensors(checkpoint, dtype, device, stacked)
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
         share = None if group is None else _share(lean, group)

@@ -15,6 +15,7 @@ class GateConfig:
     """How a token's experts are chosen; see gates.py. `groups` 1 = out of all experts.
 
     `in_float32`: so is the router multiplied. `scaling`: of the chosen experts' weights.
+    `biased`: the router has a bias, and the softmax is that of the chosen experts' logits alone.
     """
 
     sigmoid: bool = False
@@ -22,6 +23,16 @@ class GateConfig:
     groups: int = 1
     kept_groups: int = 1
     scaling: float = 1.0
+    biased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """How experts gate, where not by SwiGLU: with gate at most `limit` and up within it,
+    (up + 1) * gate * sigmoid(alpha * gate). Source: transformers' GptOssExperts."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,8 @@ class ExpertsConfig:
 
     `prefix` and `parts` (gate, up, down) name the tensors. `normalized`: the chosen experts'
     weights sum to 1. `shared_size` > 0: one more expert for every token, named `shared`, behind a
-    gate of its own if `shared_gated`.
+    gate of its own if `shared_gated`. `router` is its tensors' name. `biased`: so are the experts'
+    products. `stacked`: a layer's experts are stored in one tensor (checkpoint/stacked_experts.py).
     """
 
     count: int
@@ -44,6 +56,10 @@ class ExpertsConfig:
     shared: str = "shared_expert"
     shared_gated: bool = True
     gate: GateConfig = GateConfig()
+    router: str = "gate"
+    biased: bool = False
+    clamped: ClampedGate | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,8 @@ class DecoderConfig:
     """Everything `Decoder` needs to know. `windows[l]` 0 = full attention in layer l.
 
     With `latent`, `head_dim` is that of the rotated part. `extra_layers`: layers that a checkpoint
-    may hold behind the last one (they draft tokens), which are not read.
+    may hold behind the last one (they draft tokens), which are not read. `sinks`: each layer has a
+    logit per head that takes probability and gives nothing.
     """
 
     vocab_size: int
@@ -101,6 +118,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     extra_layers: int = 0
+    sinks: bool = False
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -113,7 +131,7 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """How each layer attends."""
+        """How each layer attends; sinks are the layers' own."""
         if self.latent is not None:
             scale = self.latent.query_dim**-0.5 * softmax_factor(self.rope)
             layer = AttentionLayer(self.num_heads, scale, latent=self.latent.rank)

@@ -1,5 +1,6 @@
 """The lean decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, and those
-with latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2); all that differs is read from the config.
+with latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2) or sinks (GPT-OSS); all that differs is
+read from the config.
 
 Against transformers' modelling code: Q, K and V in one product, gate and up in one product,
 rotation of query and key heads at once, experts grouped, no cache objects. In float32 it gives the
@@ -9,6 +10,7 @@ weights only, the base's and those of its LoRA adapters.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -118,7 +120,8 @@ class Decoder:
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """How each layer attends."""
-        return self._config.attention_layers
+        layers = zip(self._config.attention_layers, self._layers, strict=True)
+        return tuple(replace(attends, sinks=layer.sinks) for attends, layer in layers)
 
     @property
     def parameter_counts(self) -> ParameterCounts:

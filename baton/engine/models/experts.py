@@ -24,6 +24,7 @@ from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import PackedIntegers
 from baton.engine.kernels.cpu.step import StepLinear
 from baton.engine.models.compiled_step import step_linears
+from baton.engine.models.config import ClampedGate
 from baton.engine.models.layers.gates import ExpertGate
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
@@ -38,6 +39,7 @@ class Expert:
 
     gate_up: Linear  # [H] -> [2 * I]
     down: Linear  # [I] -> [H]
+    clamped: ClampedGate | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; of a rank its part of a sum, whatever the format."""
@@ -49,7 +51,11 @@ class Expert:
     def inner(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, I], what `down` takes."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        if self.clamped is None:
+            return functional.silu(gate) * up
+        limit, alpha = self.clamped.limit, self.clamped.alpha
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 @dataclass(frozen=True, slots=True)

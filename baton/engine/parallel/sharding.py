@@ -3,7 +3,8 @@
     column parallel   q, k, v, gate, up (also of each expert): a slice of the outputs, whole heads
     row parallel      o, down: the matching slice of the inputs; products are summed over the ranks
     vocabulary        embedding and head: a slice of the tokens; lookups summed, logits gathered
-    replicated        norms, routers, the gate of a shared expert
+    heads             sinks: those of the query heads that are here
+    replicated        norms, routers with their biases, the gate of a shared expert
 
 Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
 kv_transfer/protocol/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
@@ -34,6 +35,8 @@ FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _COLUMN: Final = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
+_ROUTER: Final = ".router"
+_EXPERT: Final = ".experts."
 
 
 def rank_config(config: DecoderConfig, size: int) -> DecoderConfig:
@@ -120,11 +123,11 @@ class Cuts:
             return self._kv_outputs(module, count)
         if part not in _COLUMN:
             raise ModelRefused(f"{module}: nobody knows how to split it over ranks", field=FIELD)
-        return self._even(count)
+        return self.even(count)
 
     def inputs(self, module: str, count: int) -> slice:
         """Of `count` inputs: all of a column-parallel product."""
-        return self._even(count) if module.rpartition(".")[2] in _ROW else slice(0, count)
+        return self.even(count) if module.rpartition(".")[2] in _ROW else slice(0, count)
 
     def adapter(self, adapter: Adapter) -> Adapter:
         """This rank's share of a LoRA adapter: of each delta the same outputs or inputs.
@@ -139,7 +142,7 @@ class Cuts:
         down = delta.down[:, self.inputs(module, delta.down.shape[1])].contiguous()
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
 
-    def _even(self, count: int) -> slice:
+    def even(self, count: int) -> slice:
         """Query heads are split whole, as rank_config has checked."""
         share = count // self.place.size
         return slice(self.place.rank * share, (self.place.rank + 1) * share)
@@ -166,7 +169,10 @@ class RankShare:
         if name in _BY_TOKEN:
             return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
         module, _, kind = name.rpartition(".")
-        outputs = self._cuts.outputs(module, len(whole)) if kind == "bias" else None
+        if kind == "sinks":
+            return whole[self._cuts.even(len(whole))].clone()
+        cut = kind == "bias" and not module.endswith(_ROUTER)
+        outputs = self._cuts.outputs(module, len(whole)) if cut else None
         return whole if outputs is None else whole[outputs].clone()
 
     def weight(self, module: str, whole: StoredWeight) -> StoredWeight:
@@ -187,8 +193,10 @@ class RankShare:
         return with_exchange(part, self._group) if part.int8_activations else part
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:
-        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum."""
+        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum.
+        What experts say is summed behind them, whatever their format."""
         is_whole = isinstance(part, IntWeight) and part.exchange is not None
+        is_whole = is_whole and _EXPERT not in module
         return self._group.place.leads or is_whole or module.rpartition(".")[2] not in _ROW
 
     def _outputs(self, module: str, count: int) -> slice | None:

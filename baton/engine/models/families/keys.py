@@ -22,8 +22,10 @@ ARCHITECTURES: Final = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")  # families with MLA
+_BIASED: Final = ("llama", "qwen3", "qwen3_moe", "gpt_oss", *LATENT)  # or not: attention_bias
 _QWEN_MOE: Final = {
     "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
 }  # fmt: skip
@@ -57,7 +59,11 @@ REQUIRED_BY_FAMILY: Final = {
     "deepseek_v3": _NOAUX_TC | {"first_k_dense_replace"},
     "glm4_moe_lite": _NOAUX_TC,
     "kimi_k2": _NOAUX_TC | {"first_k_dense_replace"},
-}
+    "gpt_oss": {
+        "num_key_value_heads", "head_dim", "num_experts_per_tok", "sliding_window", "swiglu_limit",
+        "rms_norm_eps", "attention_bias",
+    },
+}  # fmt: skip
 _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
@@ -73,6 +79,7 @@ UNDERSTOOD_BY_FAMILY: Final = {
         "rope_interleave", "mlp_layer_types", "partial_rotary_factor",
     },
     "kimi_k2": _LATENT_OPTIONAL,
+    "gpt_oss": {*COUNTS, "swiglu_alpha", "experts_per_token", "initial_context_length"},
 }  # fmt: skip
 # Keys that change nothing in a forward pass of inference.
 _IRRELEVANT: Final = {
@@ -109,7 +116,7 @@ def check_understood(family: str, config: dict[str, Any]) -> None:
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
     if config.get("pretraining_tp", 1) != 1:
         raise NotLean("pretraining_tp above 1")
-    if family not in ("llama", "qwen3", "qwen3_moe", *LATENT) and config.get("attention_bias"):
+    if family not in _BIASED and config.get("attention_bias"):
         raise NotLean(f"attention_bias in {family}")
     if family in UNDERSTOOD_BY_FAMILY and "rope_theta" not in {**config, **rope_of(config)}:
         raise NotLean("rope_theta is absent")

@@ -15,7 +15,13 @@ from baton.engine.models.config import DecoderConfig, ExpertsConfig, LatentConfi
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.experts import Expert, Experts, SharedExpert, compiled_experts
 from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
-from baton.engine.models.layers.gates import ExpertGate, ExpertGroups, SigmoidGate, SoftmaxGate
+from baton.engine.models.layers.gates import (
+    ChosenGate,
+    ExpertGate,
+    ExpertGroups,
+    SigmoidGate,
+    SoftmaxGate,
+)
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.mla import absorb
 from baton.engine.quantization.linear import Linears
@@ -32,6 +38,7 @@ class DecoderLayer:
     attention: HeadAttention | LatentAttention
     mlp_norm: Tensor  # [H]
     mlp: Mlp | Experts
+    sinks: Tensor | None = None  # [heads], see AttentionLayer
 
     @property
     def projections(self) -> list[Projection]:
@@ -77,6 +84,7 @@ class LayerBuilder:
             mlp=self._experts(experts, prefix + experts.prefix)
             if experts is not None and sparse
             else self._mlp(prefix + "mlp.", config.intermediate_size),
+            sinks=self.read(attention + "sinks") if config.sinks else None,
         )
 
     def _heads(self, index: int, prefix: str) -> HeadAttention:
@@ -149,7 +157,7 @@ class LayerBuilder:
 
     def _experts(self, config: ExpertsConfig, prefix: str) -> Experts:
         layer = Experts(
-            gate=self._gate(config, prefix + "gate."),
+            gate=self._gate(config, f"{prefix}{config.router}."),
             experts=tuple(
                 self._expert(config, f"{prefix}experts.{index}.") for index in range(config.count)
             ),
@@ -167,6 +175,8 @@ class LayerBuilder:
     def _gate(self, config: ExpertsConfig, prefix: str) -> ExpertGate:
         gate, router = config.gate, self.read(prefix + "weight")
         router = router.float() if gate.in_float32 else router
+        if gate.biased:
+            return ChosenGate(router, self.read(prefix + "bias"), config.per_token)
         groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
         per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
         if not gate.sigmoid:
@@ -182,4 +192,5 @@ class LayerBuilder:
 
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
         gate, up, down = (prefix + part for part in config.parts)
-        return Expert(self.linears.read((gate, up), False), self.linears.read((down,), False))
+        gate_up = self.linears.read((gate, up), config.biased)
+        return Expert(gate_up, self.linears.read((down,), config.biased), config.clamped)

@@ -141,12 +141,14 @@ def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
     hidden, inner = _inputs(gate_ups[0]), _inputs(downs[0])
     if hidden % VECTOR or inner % VECTOR:
         return layer
-    return replace(layer, together=ExpertKernels(kernels, gate_ups, downs, inner))
+    gating = layer.experts[0].clamped
+    clamped = None if gating is None else (gating.limit, gating.alpha)
+    return replace(layer, together=ExpertKernels(kernels, gate_ups, downs, inner, clamped))
 
 
 def _alike(linears: Sequence[StepLinear]) -> bool:
-    """Whether they have one format, and no biases."""
-    return len({_format(each) for each in linears}) == 1 and all(x.bias is None for x in linears)
+    """Whether they have one format."""
+    return len({_format(each) for each in linears}) == 1
 
 
 def _format(linear: StepLinear) -> tuple[object, ...]:

@@ -35,8 +35,8 @@ FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _COLUMN: Final = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
-_ROUTER: Final = ".router"
-_EXPERT: Final = ".experts."
+_WHOLE: Final = frozenset({"router"})
+_ROUTED: Final = ".experts."  # in the name of a product of one of them
 
 
 def rank_config(config: DecoderConfig, size: int) -> DecoderConfig:
@@ -123,11 +123,11 @@ class Cuts:
             return self._kv_outputs(module, count)
         if part not in _COLUMN:
             raise ModelRefused(f"{module}: nobody knows how to split it over ranks", field=FIELD)
-        return self.even(count)
+        return self._even(count)
 
     def inputs(self, module: str, count: int) -> slice:
         """Of `count` inputs: all of a column-parallel product."""
-        return self.even(count) if module.rpartition(".")[2] in _ROW else slice(0, count)
+        return self._even(count) if module.rpartition(".")[2] in _ROW else slice(0, count)
 
     def adapter(self, adapter: Adapter) -> Adapter:
         """This rank's share of a LoRA adapter: of each delta the same outputs or inputs.
@@ -142,7 +142,11 @@ class Cuts:
         down = delta.down[:, self.inputs(module, delta.down.shape[1])].contiguous()
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
 
-    def even(self, count: int) -> slice:
+    def heads(self, count: int) -> slice:
+        """Of `count` query heads."""
+        return self._even(count)
+
+    def _even(self, count: int) -> slice:
         """Query heads are split whole, as rank_config has checked."""
         share = count // self.place.size
         return slice(self.place.rank * share, (self.place.rank + 1) * share)
@@ -170,8 +174,8 @@ class RankShare:
             return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
         module, _, kind = name.rpartition(".")
         if kind == "sinks":
-            return whole[self._cuts.even(len(whole))].clone()
-        cut = kind == "bias" and not module.endswith(_ROUTER)
+            return whole[self._cuts.heads(len(whole))].clone()
+        cut = kind == "bias" and module.rpartition(".")[2] not in _WHOLE
         outputs = self._cuts.outputs(module, len(whole)) if cut else None
         return whole if outputs is None else whole[outputs].clone()
 
@@ -196,7 +200,7 @@ class RankShare:
         """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum.
         What experts say is summed behind them, whatever their format."""
         is_whole = isinstance(part, IntWeight) and part.exchange is not None
-        is_whole = is_whole and _EXPERT not in module
+        is_whole = is_whole and _ROUTED not in module
         return self._group.place.leads or is_whole or module.rpartition(".")[2] not in _ROW
 
     def _outputs(self, module: str, count: int) -> slice | None:

@@ -34,6 +34,7 @@ inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fm
 inline Floats subtract_product(Floats c, Floats a, Floats b) { return _mm512_fnmadd_ps(a, b, c); }
 inline Floats absolute(Floats values) { return _mm512_abs_ps(values); }
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline float sum_of(Floats values) { return _mm512_reduce_add_ps(values); }
 inline float most_of(Floats values) { return _mm512_reduce_max_ps(values); }
 

@@ -1,8 +1,9 @@
-"""The lean route against the universal one: `python -m bench.routes [--threads 1]`.
+"""The lean route against the universal one: `python -m bench.routes [--threads 1] [--models NAME]`.
 
-A random mixture with latent attention (DeepSeek-V3's structure, 25 million numbers, bfloat16), both
-routes in one process, in turns: decode steps of 1, 4 and 16 sequences of 256 tokens, and a prefill
-of 512. CPU time of a step, and how many times as fast the lean route is, by the median over rounds.
+Random mixtures of 25 million numbers in bfloat16: with latent attention (DeepSeek-V3's structure),
+and with sinks, windows and biased experts (GPT-OSS's). Both routes in one process, in turns: decode
+steps of 1, 4 and 16 sequences of 256 tokens, and a prefill of 512. CPU time of a step, and how many
+times as fast the lean route is, by the median over rounds.
 """
 
 from __future__ import annotations
@@ -30,14 +31,21 @@ MIXTURE: Final[dict[str, Any]] = {
     "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_group": 4,
     "topk_group": 2, "first_k_dense_replace": 1, "max_position_embeddings": 4096,
 }  # fmt: skip
+GPT_OSS: Final[dict[str, Any]] = {
+    "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 24,
+    "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}  # fmt: skip
+MODELS: Final = {"deepseek_v3": MIXTURE, "gpt_oss": GPT_OSS}
 CONTEXT, PROMPT = 256, 512
 STEPS: Final = {"decode 1": 1, "decode 4": 4, "decode 16": 16, f"prefill {PROMPT}": 0}
 
 
-def write_mixture(path: Path) -> Path:
-    """A checkpoint of MIXTURE's sizes, with the demo model's tokenizer."""
+def write_mixture(path: Path, family: str) -> Path:
+    """A checkpoint of MODELS' sizes, with the demo model's tokenizer."""
     torch.manual_seed(0)
-    config: Any = AutoConfig.for_model("deepseek_v3", **MIXTURE)
+    config: Any = AutoConfig.for_model(family, **MODELS[family])
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_bytes((ROOT / "demo_model" / "tokenizer.json").read_bytes())
@@ -68,7 +76,7 @@ def cpu_seconds(model: Measured, chunks: Sequence[SequenceChunk], repetitions: i
     return (time.process_time() - start) / repetitions
 
 
-def measure(path: Path, rounds: int, repetitions: int) -> TimedPart:
+def measure(path: Path, family: str, rounds: int, repetitions: int) -> TimedPart:
     """One row per kind of step; the routes take turns."""
     lean, universal = (
         load(path, dtype="bfloat16", model_impl=impl) for impl in ("lean", "transformers")
@@ -94,17 +102,21 @@ def measure(path: Path, rounds: int, repetitions: int) -> TimedPart:
                 "most": round(max(ratios), 2),
             }
         )
-    return TimedPart("mixture with latent attention, bfloat16, CPU time", rows)
+    return TimedPart(f"mixture of {family}'s structure, bfloat16, CPU time", rows)
 
 
 def main() -> None:
     """The command line."""
     parser = arguments_parser("routes", __doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     given = parser.parse_args()
     prepare(given)
-    with tempfile.TemporaryDirectory() as folder:
-        part = measure(write_mixture(Path(folder)), 15 if given.full else 7, 40)
-    tell([part], given.json)
+    parts: list[TimedPart] = []
+    for family in given.models:
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_mixture(Path(folder), family)
+            parts.append(measure(path, family, 15 if given.full else 7, 40))
+    tell(parts, given.json)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ from baton.engine.attention.kv_store import layer_store
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.attention.triton_backend import TritonAttention
 from baton.engine.kernels.cpu.library import HeadNorms
-from baton.engine.kernels.gpu import experts, int_linear, kv_write, norm, rope, sampling, swiglu
+from baton.engine.kernels.gpu import int_linear, kv_write, norm, rope, sampling, swiglu
 from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
 from baton.engine.kernels.gpu.prefill_attention import TileSizes
 from baton.engine.kernels.rope import Rotation
 from baton.engine.memory.kv_cache import KVArena
+from baton.engine.models.config import ClampedGate
 from baton.engine.models.elementwise import TorchElementwise
 from baton.engine.models.experts import Expert, Experts
+from baton.engine.models.experts_gpu import stacked
 from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
@@ -391,21 +393,25 @@ def product_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
     gate_up = (scale * noise(shape, 18, count, 2 * size, shape.hidden)).to(dtype)
     down = (scale * noise(shape, 19, count, shape.hidden, size)).to(dtype)
     hidden = noise(shape, 20, shape.rows, shape.hidden).to(dtype)
-    each = tuple(
-        Expert(PlainLinear(gate_up[e], None), PlainLinear(down[e], None)) for e in range(count)
-    )
     router = noise(shape, 22, count, shape.hidden).to(dtype)
-    layer = Experts(SoftmaxGate(router, 2, True), each, None)
-    together = replace(
-        layer, together=lambda x, chosen: experts.grouped_experts(x, chosen, gate_up, down)
-    )
-    yield KernelCase(
-        f"grouped experts, {name}",
-        lambda: [together(hidden, ())],
-        lambda: [layer(hidden, ())],
-        TOLERANCE[dtype], gate_up.nbytes + down.nbytes,
-        4 * shape.rows * (gate_up[0].numel() + down[0].numel()),
-    )  # fmt: skip
+    biases = [
+        noise(shape, 24 + i, *part.shape[:2]).to(dtype) for i, part in enumerate((gate_up, down))
+    ]
+    for label, clamped in (("", None), ("biased, clamped ", ClampedGate(1.0, 1.702))):
+        up_bias, down_bias = [[None] * count] * 2 if clamped is None else biases
+        each = tuple(
+            Expert(PlainLinear(gate_up[e], up_bias[e]), PlainLinear(down[e], down_bias[e]), clamped)
+            for e in range(count)
+        )
+        layer = Experts(SoftmaxGate(router, 2, True), each, None)
+        together = stacked(layer)
+        yield KernelCase(
+            f"grouped {label}experts, {name}",
+            lambda together=together: [together(hidden, ())],
+            lambda layer=layer: [layer(hidden, ())],
+            TOLERANCE[dtype], gate_up.nbytes + down.nbytes,
+            4 * shape.rows * (gate_up[0].numel() + down[0].numel()),
+        )  # fmt: skip
 
 
 # ---- sampling ----

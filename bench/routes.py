@@ -31,6 +31,12 @@ MIXTURE: Final[dict[str, Any]] = {
     "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_group": 4,
     "topk_group": 2, "first_k_dense_replace": 1, "max_position_embeddings": 4096,
 }  # fmt: skip
+GPT_OSS: Final[dict[str, Any]] = {
+    "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 24,
+    "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}  # fmt: skip
 _DENSE: Final[dict[str, Any]] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "pad_token_id": 0,
@@ -39,6 +45,7 @@ _DENSE: Final[dict[str, Any]] = {
 _WINDOWS: Final = {"sliding_window": 128, "query_pre_attn_scalar": 64}
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": MIXTURE,
+    "gpt_oss": GPT_OSS,
     "gemma2": {**_DENSE, **_WINDOWS},
     "gemma3_text": {**_DENSE, **_WINDOWS},
     "phi3": {**_DENSE, "partial_rotary_factor": 0.5, "eos_token_id": 2},

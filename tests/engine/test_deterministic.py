@@ -66,7 +66,11 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
         },
         {"quantization": "int8"}, 16,
     ),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}, 1),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}, 16),
+    "universal-gpt-oss": (
+        "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_impl": "transformers"}, 1,
+    ),
     "deepseek-v3": (
         "deepseek_v3",
         {

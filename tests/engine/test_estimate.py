@@ -28,6 +28,7 @@ from tests.tiny_models import make_tiny_model
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA, QWEN, MIXTRAL, DEEPSEEK = "llama-3-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3"
+GPT_OSS = "gpt-oss-20b"
 QWEN2_MOE: dict[str, Any] = {
     "model_type": "qwen2_moe", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_hidden_layers": 4,
@@ -74,6 +75,7 @@ def run(name: str, **options: Any) -> Estimate:
         (QWEN, 596_049_920, 596_049_920),
         (MIXTRAL, 46_702_792_704, 12_879_925_248),
         (DEEPSEEK, 671_026_404_352, 37_552_282_624),  # "671B, 37B activated"
+        (GPT_OSS, 20_914_757_184, 4_187_440_704),  # its card: 3.61B without the embedding
     ],
 )
 def test_known_parameter_counts(name: str, parameters: int, active: int) -> None:
@@ -94,6 +96,7 @@ def test_known_parameter_counts(name: str, parameters: int, active: int) -> None
         {**config(DEEPSEEK), "num_hidden_layers": 5},
         {**config(DEEPSEEK), "num_hidden_layers": 4, "q_lora_rank": None, "attention_bias": True},
         GLM4_LITE,
+        {**config(GPT_OSS), "num_hidden_layers": 2, "layer_types": None},
     ],
     ids=lambda given: given["model_type"],
 )

@@ -18,6 +18,7 @@ from baton.engine.kernels.cpu import library
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts, compiled_experts
 from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
@@ -34,12 +35,14 @@ def noise(*shape: int, seed: int) -> Tensor:
     return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).bfloat16()
 
 
-def held(kernels: CpuKernels, weight: Tensor, scheme: Scheme | None) -> Linear:
+def held(
+    kernels: CpuKernels, weight: Tensor, scheme: Scheme | None, bias: Tensor | None = None
+) -> Linear:
     if scheme is None:
-        return PanelLinear(kernels, weight, None)
+        return PanelLinear(kernels, weight, bias)
     if integer_kernels_for(torch.bfloat16, CPU) is None:
         pytest.skip("no integer kernels here")
-    return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, scheme), None)
+    return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, scheme), bias)
 
 
 @cache
@@ -91,6 +94,48 @@ def test_every_choice_gets_its_experts_answer(
     assert torch.equal(answers, one_by_one(cpu_kernels, layer, hidden, chosen))
 
 
+@cache
+def clamped(kernels: CpuKernels, scheme: Scheme | None) -> Experts:
+    """As `mixture`, with biases, and gates of which some reach their limit."""
+    experts = tuple(
+        Expert(
+            held(kernels, noise(2 * INNER, HIDDEN, seed=index), scheme, noise(2 * INNER, seed=50)),
+            held(kernels, noise(HIDDEN, INNER, seed=100 + index), scheme, noise(HIDDEN, seed=51)),
+            ClampedGate(0.3, 1.702),
+        )
+        for index in range(COUNT)
+    )
+    return Experts(SoftmaxGate(noise(COUNT, HIDDEN, seed=200), 2, True), experts, None)
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_biases_and_clamped_gates(
+    cpu_kernels: CpuKernels, scheme: Scheme | None, rows: int
+) -> None:
+    """One by one, the gate is torch's: it rounds after each operation, ours once."""
+    layer = clamped(cpu_kernels, scheme)
+    together = compiled_experts(layer, cpu_kernels).together
+    assert isinstance(together, ExpertKernels)
+    hidden = noise(rows, HIDDEN, seed=rows) * 4
+    chosen = torch.randint(0, COUNT, (rows, 2), generator=torch.Generator().manual_seed(rows))
+    answers = together(hidden, chosen)
+    for row in range(rows):
+        for choice, index in enumerate(chosen[row].tolist()):
+            expert, alone = layer.experts[index], hidden[row : row + 1]
+            wide = expert.gate_up(alone)
+            gate, up = wide.float().chunk(2, dim=-1)
+            assert bool((gate > 0.3).any())
+            gate, up = gate.clamp(max=0.3), up.clamp(-0.3, 0.3)
+            exact = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            assert relative_error(expert.inner(alone), exact) < 0.01
+            assert relative_error(answers[row, choice], expert.down(exact.bfloat16())[0]) < 0.005
+            mates = together(alone, chosen[row : row + 1])
+            assert torch.equal(mates[0, choice], answers[row, choice])
+    hidden[0, 3] = float("nan")
+    assert bool(together(hidden, chosen)[0].isnan().all())
+
+
 def test_a_layer_says_what_torch_says(cpu_kernels: CpuKernels) -> None:
     layer = mixture(cpu_kernels, None)
     hidden = noise(40, HIDDEN, seed=7)
@@ -113,14 +158,12 @@ def test_other_formats_stay_as_they_are(cpu_kernels: CpuKernels) -> None:
     layer = mixture(cpu_kernels, None)
     first, *rest = layer.experts
     plain = PlainLinear(noise(HIDDEN, INNER, seed=1), None)
-    biased = PanelLinear(cpu_kernels, noise(HIDDEN, INNER, seed=1), torch.ones(HIDDEN).bfloat16())
     narrow = Expert(
         PanelLinear(cpu_kernels, noise(2 * 24, HIDDEN, seed=1), None),
         PanelLinear(cpu_kernels, noise(HIDDEN, 24, seed=1), None),
     )
     for experts in (
         (Expert(first.gate_up, plain), *rest),
-        (Expert(first.gate_up, biased), *rest),
         (narrow,) * COUNT,
     ):
         other = replace(layer, experts=experts)

@@ -27,6 +27,7 @@ from baton.engine.kernels.gpu.decode_attention import key_tile, splits_for
 from baton.engine.kernels.gpu.prefill_attention import TileSizes, lay_tiles, tile_sizes
 from baton.engine.kernels.gpu.support import state, triton_serves
 from baton.engine.memory.kv_cache import KVArena
+from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
 from baton.engine.models.layers.gates import SoftmaxGate
@@ -93,7 +94,7 @@ def test_what_stands_between_products_is_torchs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_products_are_torchs(dtype: torch.dtype) -> None:
-    assert check(gpu_cases.product_cases(SHAPE, dtype)) == 4
+    assert check(gpu_cases.product_cases(SHAPE, dtype)) == 5
 
 
 def test_tokens_are_the_samplers() -> None:
@@ -175,13 +176,22 @@ def test_stacked_experts_say_what_they_said() -> None:
     def plain(*size: int) -> PlainLinear:
         return PlainLinear(torch.randn(*size, generator=generator).to(DEVICE) / 4, None)
 
+    def biased_too(*size: int) -> PlainLinear:
+        return PlainLinear(plain(*size).weight, plain(size[0]).weight)
+
     each = tuple(Expert(plain(16, 24), plain(24, 8)) for _ in range(3))
+    clamped = tuple(
+        Expert(biased_too(16, 24), biased_too(24, 8), ClampedGate(0.4, 1.702)) for _ in range(3)
+    )
     gate = SoftmaxGate(plain(3, 24).weight, 2, True)
-    layer = Experts(gate, each, None)
-    together = stacked(layer)
-    assert together.together is not None
     hidden = torch.randn(5, 24, generator=generator).to(DEVICE)
-    torch.testing.assert_close(together(hidden, ()), layer(hidden, ()), atol=1e-5, rtol=1e-4)
+    for experts_ in (each, clamped):
+        layer = Experts(gate, experts_, None)
+        together = stacked(layer)
+        assert together.together is not None
+        torch.testing.assert_close(together(hidden, ()), layer(hidden, ()), atol=1e-5, rtol=1e-4)
+        for one, view in zip(layer.experts, together.experts, strict=True):
+            assert torch.equal(one(hidden), view(hidden))
     biased = (*each[:2], Expert(each[2].gate_up, PlainLinear(plain(24, 8).weight, hidden[0])))
     assert stacked(Experts(gate, biased, None)).together is None
     first = stacked(Experts(gate, each[:1], None, elsewhere=True))

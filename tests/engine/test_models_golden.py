@@ -95,10 +95,9 @@ def test_gpt2_gives_transformers_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
     [
-        # softcaps, scaled embeddings; logits scaled after the head; sinks; a nested decoder
+        # softcaps, scaled embeddings; logits scaled after the head; a nested decoder
         ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 16}),
         ("cohere", {"logit_scale": 0.25}),
-        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
         ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     ],
 )

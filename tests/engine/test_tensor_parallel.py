@@ -33,6 +33,7 @@ from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import relative_error
 from tests.engine.tensor_parallel_ranks import BLOCK, by_threads, config_of, logits_of
 from tests.engine.widened_models import make_widened
+from tests.golden.gpt_oss_models import save_gpt_oss
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 
@@ -49,6 +50,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "mixtral": lambda path: save_random(
         path, "mixtral", num_experts_per_tok=2, num_local_experts=4
     ),
+    "gpt_oss: sinks, biased experts": lambda path: save_gpt_oss(path, num_key_value_heads=2),
     "qwen2_moe: a shared expert": lambda path: save_random(
         path, "qwen2_moe", shared_expert_intermediate_size=40, **MOE
     ),

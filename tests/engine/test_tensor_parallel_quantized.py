@@ -44,6 +44,8 @@ from tests.engine.running import relative_error
 from tests.engine.tensor_parallel_ranks import by_threads, config_of, engine_of_ranks, logits_of
 from tests.engine.test_models_lora import make_adapter
 from tests.engine.test_tensor_parallel_engine import GREEDY, PROMPTS, answers
+from tests.golden.gpt_oss_models import WIDE as WIDE_OSS
+from tests.golden.gpt_oss_models import save_gpt_oss
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 
@@ -260,7 +262,8 @@ def test_modules_that_stay_plain_stand_beside_integers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["w8a8", "int4"])
 @torch.inference_mode()
 def test_biases_and_shared_experts(scheme: str, tmp_path: Path) -> None:
-    """A bias is added once, whoever has the sum; a shared expert's part is summed with the others'.
+    """A bias is added once, whoever has the sum, also that of an expert; a shared expert's part is
+    summed with the others'.
     (A mixture's w8a8 is not exact, see above.)"""
     biased = make_tiny_model(
         "llama", tmp_path / "llama", **SHAPE, attention_bias=True, mlp_bias=True
@@ -268,7 +271,9 @@ def test_biases_and_shared_experts(scheme: str, tmp_path: Path) -> None:
     shared = save_random(
         tmp_path / "moe", "qwen2_moe", **SHAPE, **MIXTURE, shared_expert_intermediate_size=64
     )
-    for path, bound in ((biased, 1e-5), (shared, 0.03 if scheme == "w8a8" else 1e-5)):
+    mixed = 0.03 if scheme == "w8a8" else 1e-5
+    experts = save_gpt_oss(tmp_path / "gpt-oss", **WIDE_OSS)
+    for path, bound in ((biased, 1e-5), (shared, mixed), (experts, mixed)):
         case = Case(path, {"quantization": scheme})
         expected = logits_of(load_model(config_of(path, **case.options)), 1)
         (_, found, _), *_ = of_ranks(case, 4)

@@ -164,10 +164,11 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
                     stored[f"{key}_blocks"], stored[f"{key}_scales"], dtype=dtype
                 )
                 assert torch.equal(found[key], theirs)
-    loaded, plain = load(path), load(twin)
-    assert loaded.info.model_impl == "transformers"
-    assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
-    assert loaded.info.digest != plain.info.digest
+    for impl in ("lean", "transformers"):
+        loaded, plain = load(path, model_impl=impl), load(twin, model_impl=impl)
+        assert loaded.info.model_impl == impl
+        assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
+        assert loaded.info.digest != plain.info.digest
 
 
 def broken(value: float) -> Any:

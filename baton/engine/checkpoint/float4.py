@@ -112,6 +112,21 @@ def _experts(name: str, parts: _Groups) -> WidenedTensor:
     return WidenedTensor(name, shape, parts.parts, open_slabs, torch.bfloat16)
 
 
+def expert_matrix(
+    name: str, packed: StoredTensor, scale: StoredTensor, rows: slice
+) -> WidenedTensor:
+    """Some outputs of one expert of gpt-oss: `packed` uint8 [out, G, 16], `scale` uint8 [out, G] ->
+    [outputs, in]."""
+    outputs, groups, size = packed.shape
+    shape = (len(range(outputs)[rows]), groups * size * 2)
+    parts = _Groups(packed, scale)
+
+    def open_slabs() -> Slab:
+        return functools.partial(_slab, packed.read()[rows], _factors(name, parts)[rows], False)
+
+    return WidenedTensor(name, shape, parts.parts, open_slabs, torch.bfloat16)
+
+
 def _factors(name: str, parts: _Groups) -> Tensor:
     """Scale of each group, float32."""
     factors = read_scale(name, parts.scale)

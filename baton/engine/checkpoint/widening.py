@@ -18,6 +18,7 @@ from baton.engine.checkpoint.float8 import widen_float8
 from baton.engine.checkpoint.gguf_weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
+from baton.engine.checkpoint.stacked_experts import unstack
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader, Widen
 
@@ -38,11 +39,13 @@ def open_tensors(
     *,
     prefix: str = "",
     integers: bool = False,
+    unstacked: bool = False,
 ) -> TensorReader:
     """Its tensors under plain names, except for those of integer layouts; with `prefix` those
     alone whose names begin so, named by the rest.
 
-    `integers`: those that a GGUF file holds can be read, too (TensorReader.integers).
+    `integers`: those that a GGUF file holds can be read, too (TensorReader.integers). `unstacked`:
+    each expert of a stacked mixture has tensors of its own.
 
     Raises ModelRefused for a broken file and for tensors that their format does not understand.
     """
@@ -51,6 +54,8 @@ def open_tensors(
     if kind == "gguf":
         (file,) = checkpoint.weight_files
         return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=integers))
+    if unstacked and kind in (None, "mxfp4"):
+        return TensorReader(checkpoint.weight_files, dtype, device, unstack)
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
     if prefix:
         widen = functools.partial(_within, prefix, widen)

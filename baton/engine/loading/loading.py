@@ -202,7 +202,10 @@ def _build(
     if lean is not None:
         quantized = checkpoint.config.get("quantization_config")
         integers = keeps_integers(widened_kind(quantized), config)
-        reader = open_tensors(checkpoint, dtype, device, prefix=lean.prefix, integers=integers)
+        stacked = lean.experts is not None and lean.experts.stacked
+        reader = open_tensors(
+            checkpoint, dtype, device, prefix=lean.prefix, integers=integers, unstacked=stacked
+        )
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
         share = None if group is None else _share(config, lean, group)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)

@@ -218,6 +218,8 @@ def layer_windows(c: dict[str, Any]) -> tuple[int, ...]:
     """Window of each layer, 0 = unlimited, as transformers derives it."""
     num_layers, window = c["num_hidden_layers"], c.get("sliding_window") or 0
     kinds = c.get("layer_types")
+    if kinds is None and c["model_type"] == "gpt_oss":
+        return tuple(window * (layer % 2 == 0) for layer in range(num_layers))
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     if c["model_type"].startswith("qwen"):
@@ -346,6 +348,18 @@ def _deepseek(c: dict[str, Any]) -> ModelShape:
     return _sum(c, _latent_attention(c), mlps, (latent,) * num_layers)
 
 
+def _gpt_oss(c: dict[str, Any]) -> ModelShape:
+    bias = bool(c["attention_bias"])
+    attention = _attention(c, qkv_bias=bias, output_bias=bias, qk_norm=False)
+    hidden, inner, routed = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
+    sparse = _experts(hidden, inner, routed)
+    biases = routed * (2 * inner + hidden)  # stacked: counted with the experts' matrices
+    sparse = _Layer(
+        sparse.matrices + biases, c["num_attention_heads"] + routed, sparse.experts + biases
+    )
+    return _sum(c, attention, [sparse] * c["num_hidden_layers"], _paged(c))
+
+
 FAMILIES: Final[dict[str, Callable[[dict[str, Any]], ModelShape]]] = {
     "llama": _llama,
     "mistral": _llama,
@@ -358,4 +372,5 @@ FAMILIES: Final[dict[str, Callable[[dict[str, Any]], ModelShape]]] = {
     "deepseek_v3": _deepseek,
     "glm4_moe_lite": _deepseek,
     "kimi_k2": _deepseek,
+    "gpt_oss": _gpt_oss,
 }

@@ -18,6 +18,7 @@ class GateConfig:
     """How a token's experts are chosen; see gates.py. `groups` 1 = out of all experts.
 
     `in_float32`: so is the router multiplied. `scaling`: of the chosen experts' weights.
+    `biased`: the router has a bias, and the softmax is that of the chosen experts' logits alone.
     """
 
     sigmoid: bool = False
@@ -25,6 +26,16 @@ class GateConfig:
     groups: int = 1
     kept_groups: int = 1
     scaling: float = 1.0
+    biased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """How experts gate, where not by SwiGLU: with gate at most `limit` and up within it,
+    (up + 1) * gate * sigmoid(alpha * gate). Source: transformers' GptOssExperts."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,9 @@ class ExpertsConfig:
 
     `prefix` and `parts` (gate, up, down) name the tensors. `normalized`: the chosen experts'
     weights sum to 1. `shared_size` > 0: one more expert for every token, named `shared`, behind a
-    gate of its own if `shared_gated`. `held`: the experts that are here, None = all `count`.
+    gate of its own if `shared_gated`. `router` is its tensors' name. `biased`: so are the experts'
+    products. `stacked`: a layer's experts are stored in one tensor (checkpoint/stacked_experts.py).
+    `held`: the experts that are here, None = all `count`.
     """
 
     count: int
@@ -47,6 +60,10 @@ class ExpertsConfig:
     shared: str = "shared_expert"
     shared_gated: bool = True
     gate: GateConfig = GateConfig()
+    router: str = "gate"
+    biased: bool = False
+    clamped: ClampedGate | None = None
+    stacked: bool = False
     held: range | None = None
 
     @property
@@ -110,6 +127,7 @@ class DecoderConfig:
     scores and logits. `rotated_dim`: the first dims of a head, which rotate; 0 = all. `pairs`: see
     PairRotation. `local_rope`: the rule of layers with a window, None = `rope`. `prefix`: what
     stands before the names of tensors in a checkpoint that holds more than a language model.
+    `sinks`: each layer has a logit per head that takes probability and gives nothing.
     """
 
     vocab_size: int
@@ -142,6 +160,7 @@ class DecoderConfig:
     pairs: PairRotation = PairRotation.HALVES
     local_rope: RopeRule | None = None
     prefix: str = ""
+    sinks: bool = False
 
     @property
     def turned(self) -> int:
@@ -168,7 +187,7 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """How each layer attends."""
+        """How each layer attends; sinks are the layers' own."""
         if self.latent is not None:
             scale = self.latent.query_dim**-0.5 * softmax_factor(self.rope)
             layer = AttentionLayer(self.num_heads, scale, latent=self.latent.rank)

@@ -1,5 +1,6 @@
 """The lean decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, those with
-latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2), Gemma, Phi-3 and GLM-4; all that differs is
+latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2) or sinks (GPT-OSS), Gemma, Phi-3 and GLM-4; all
+that differs is
 read from the config.
 
 Against transformers' modelling code: Q, K and V in one product, gate and up in one product,
@@ -134,7 +135,8 @@ class Decoder:
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """How each layer attends."""
-        return self._config.attention_layers
+        layers = zip(self._config.attention_layers, self._layers, strict=True)
+        return tuple(replace(attends, sinks=layer.sinks) for attends, layer in layers)
 
     @property
     def parameter_counts(self) -> ParameterCounts:

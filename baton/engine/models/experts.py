@@ -34,6 +34,7 @@ from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.step import StepLinear
 from baton.engine.models.compiled_step import step_linears
+from baton.engine.models.config import ClampedGate
 from baton.engine.models.layers.gates import ExpertGate
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
@@ -62,6 +63,7 @@ class Expert:
 
     gate_up: Linear  # [H] -> [2 * I]
     down: Linear  # [I] -> [H]
+    clamped: ClampedGate | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; of a rank its part of a sum, whatever the format."""
@@ -73,7 +75,11 @@ class Expert:
     def inner(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, I], what `down` takes."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        if self.clamped is None:
+            return functional.silu(gate) * up
+        limit, alpha = self.clamped.limit, self.clamped.alpha
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +195,16 @@ def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
     hidden, inner = _inputs(gate_ups[0]), _inputs(downs[0])
     if hidden % VECTOR or inner % VECTOR:
         return layer
-    kernel = ExpertKernels(kernels, gate_ups, downs, inner)
+    gating = layer.experts[0].clamped
+    clamped = None if gating is None else (gating.limit, gating.alpha)
+    kernel = ExpertKernels(kernels, gate_ups, downs, inner, clamped)
     return replace(layer, together=kernel.some if layer.elsewhere else kernel)
 
 
 def _alike(linears: Sequence[StepLinear]) -> bool:
-    """Whether they have one format, also within, and no biases."""
+    """Whether they have one format, also within."""
     formats = {_format(each) for each in linears}
-    alike = len(formats) == 1 and all(len(each) == 1 for each in formats)
-    return alike and all(x.bias is None for x in linears)
+    return len(formats) == 1 and all(len(each) == 1 for each in formats)
 
 
 def _format(linear: StepLinear) -> tuple[object, ...]:

@@ -5,46 +5,60 @@ Importing this imports triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.gpu.experts import grouped_experts
+from baton.engine.kernels.gpu.experts import ExpertWeights, grouped_experts
+from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.quantization.linear import Linear, PlainLinear
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """gate_up [E, 2 * I, H], down [E, H, I]; `some`: see grouped_experts."""
+    """gate_up [E, 2 * I, H], down [E, H, I], with their biases if they have any; `some`: see
+    grouped_experts."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    clamped: ClampedGate | None
     some: bool = False
 
     def __call__(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """chosen [T, per_token] -> what each choice of each token says, [T, per_token, H]."""
-        return grouped_experts(hidden, chosen, self.gate_up, self.down, self.some)
+        clamped = None if self.clamped is None else (self.clamped.limit, self.clamped.alpha)
+        return grouped_experts(hidden, chosen, self.gate_up, self.down, clamped, self.some)
 
 
 def stacked(layer: Experts) -> Experts:
     """`layer` with its experts' weights stacked, each expert a view of them; `layer` itself if one
-    of them is biased or quantized, or if its shapes are to be fixed."""
-    if layer.fixed_shapes:
+    of them is quantized, if only some are biased, or if its shapes are to be fixed."""
+    gate_up = _stacked([expert.gate_up for expert in layer.experts])
+    down = _stacked([expert.down for expert in layer.experts])
+    if layer.fixed_shapes or gate_up is None or down is None:
         return layer
-    weights = [(_plain(expert.gate_up), _plain(expert.down)) for expert in layer.experts]
-    gate_ups = [gate_up for gate_up, _ in weights if gate_up is not None]
-    downs = [down for _, down in weights if down is not None]
-    if len(gate_ups) < len(weights) or len(downs) < len(weights):
-        return layer
-    gate_up, down = torch.stack(gate_ups), torch.stack(downs)
+    clamped = layer.experts[0].clamped
     views = tuple(
-        Expert(PlainLinear(first, None), PlainLinear(second, None))
-        for first, second in zip(gate_up, down, strict=True)
+        Expert(first, second, clamped)
+        for first, second in zip(_views(gate_up), _views(down), strict=True)
     )
-    return replace(layer, experts=views, together=Together(gate_up, down, layer.elsewhere))
+    together = Together(gate_up, down, clamped, layer.elsewhere)
+    return replace(layer, experts=views, together=together)
 
 
-def _plain(linear: Linear) -> Tensor | None:
-    return linear.weight if isinstance(linear, PlainLinear) and linear.bias is None else None
+def _stacked(linears: Sequence[Linear]) -> ExpertWeights | None:
+    """The experts' weights in one tensor, and their biases; None if they have other formats."""
+    plain = [linear for linear in linears if isinstance(linear, PlainLinear)]
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    if len(plain) < len(linears) or len(biases) not in (0, len(plain)):
+        return None
+    weight = torch.stack([linear.weight for linear in plain])
+    return ExpertWeights(weight, torch.stack(biases) if biases else None)
+
+
+def _views(of: ExpertWeights) -> list[PlainLinear]:
+    biases = [None] * len(of.weight) if of.bias is None else list(of.bias)
+    return [PlainLinear(weight, bias) for weight, bias in zip(of.weight, biases, strict=True)]

@@ -24,6 +24,8 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
         biased = attention if sparse else attention | dense
         yield from (f"{prefix}{name}.weight" for name in (*norms, *biased))
         yield from (f"{prefix}{name}.bias" for name, has_bias in biased.items() if has_bias)
+        if config.sinks:
+            yield prefix + "self_attn.sinks"
         if config.experts is not None and sparse:
             yield from (prefix + name for name in _expert_names(config.experts))
 
@@ -64,11 +66,15 @@ def _attention_products(config: DecoderConfig) -> dict[str, bool]:
 
 def _expert_names(config: ExpertsConfig) -> Iterator[str]:
     """The tensors of a sparse layer."""
-    yield config.prefix + "gate.weight"
+    router, kinds = config.prefix + config.router, ("weight", "bias")
+    yield router + ".weight"
+    if config.gate.biased:
+        yield router + ".bias"
     if config.gate.sigmoid:
-        yield config.prefix + "gate.e_score_correction_bias"
+        yield router + ".e_score_correction_bias"
     for expert in range(config.count):
-        yield from (f"{config.prefix}experts.{expert}.{part}.weight" for part in config.parts)
+        parts = [f"{config.prefix}experts.{expert}.{part}" for part in config.parts]
+        yield from (f"{part}.{kind}" for part in parts for kind in kinds[: 1 + config.biased])
     if config.shared_size:
         shared = config.prefix + config.shared
         yield from (f"{shared}.{part}.weight" for part in config.parts)

@@ -3,8 +3,10 @@
     column parallel   q, k, v, gate, up (also of each expert): a slice of the outputs, whole heads
     row parallel      o, down: the matching slice of the inputs; products are summed over the ranks
     vocabulary        embedding and head: a slice of the tokens; lookups summed, logits gathered
-    replicated        norms, routers, the gate of a shared expert; of latent attention what makes
-                      latents, of which every rank's pool has all, and the first half of queries
+    heads             sinks: those of the query heads that are here
+    replicated        norms, routers with their biases, the gate of a shared expert; of latent
+                      attention what makes latents, of which every rank's pool has all, and the
+                      first half of queries
     experts           as gate, up and down are; with `whole_experts` each rank has some whole ones
 
 Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
@@ -38,7 +40,7 @@ _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _COLUMN: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"})
 _FUSED: Final = frozenset({"qkv_proj", "gate_up_proj"})  # column parallel, several in one tensor
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
-_WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+_WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "router"})
 _ROUTED: Final = ".experts."  # in the name of a product of one of them
 
 
@@ -184,6 +186,10 @@ class Cuts:
         down = delta.down[:, self.inputs(module, delta.down.shape[1])].contiguous()
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
 
+    def heads(self, count: int) -> slice:
+        """Of `count` query heads."""
+        return self._even(count)
+
     def _fused_outputs(self, module: str, part: str, count: int) -> Tensor:
         """Of each product in the tensor this rank's outputs, in the tensor's order."""
         config = self.config
@@ -231,7 +237,10 @@ class RankShare:
         if name in _BY_TOKEN:
             return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
         module, _, kind = name.rpartition(".")
+        if kind == "sinks":
+            return whole[self._cuts.heads(len(whole))].clone()
         is_cut = kind == "bias" or module.endswith(".kv_b_proj")
+        is_cut = is_cut and not self._cuts.is_whole(module)
         outputs = self._cuts.outputs(module, len(whole)) if is_cut else None
         return whole if outputs is None else whole[outputs].clone()
 

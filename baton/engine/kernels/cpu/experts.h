@@ -19,14 +19,27 @@
 namespace baton {
 
 struct ExpertsArgs {
-  const StepLinear* gate_ups;  // [experts], of one format, as are `downs`; no biases
+  const StepLinear* gate_ups;  // [experts], of one format, as are `downs`
   const StepLinear* downs;
   const bf16* x;          // [rows, hidden]
   const int64_t* chosen;  // [rows, per_token]
   bf16* y;                // [rows, per_token, hidden]
   bf16* scratch;          // [rows * per_token, 2 * hidden + 3 * inner]
   int64_t rows, hidden, inner, per_token;
+  float limit, alpha;  // clamped_part's; alpha 0: SwiGLU
 };
+
+// Numbers [from, until) of (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up within
+// it, all [size]. A NaN stays one.
+inline void clamped_part(const ExpertsArgs& a, const bf16* gate, const bf16* up, bf16* y,
+                         int64_t from, int64_t until) {
+  const Floats one = broadcast(1.0f), most = broadcast(a.limit), least = broadcast(-a.limit);
+  for (int64_t i = from; i < until; i += 16) {
+    const Floats g = min(most, load_wide(gate + i));
+    const Floats u = max(least, min(most, load_wide(up + i)));
+    store_rounded(y + i, g / (one + exponential(broadcast(-a.alpha) * g)) * (u + one));
+  }
+}
 
 class Mixture {
  public:
@@ -54,7 +67,10 @@ class Mixture {
     });
     multiply(me, a_.gate_ups, {gathered_, nullptr, nullptr, wide_, choices_, a_.hidden,
                                2 * a_.inner});
-    share_gated(me, wide_, narrow_, choices_, a_.inner);
+    if (a_.alpha == 0.0f)
+      share_gated(me, wide_, narrow_, choices_, a_.inner);
+    else
+      share_clamped(me);
     multiply(me, a_.downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
     me.share(choices_, [&](int64_t at, int64_t) {
       std::copy_n(sorted_ + at * a_.hidden, a_.hidden, a_.y + order_[at] * a_.hidden);
@@ -73,7 +89,18 @@ class Mixture {
     int64_t from, until, index;
   };
 
-  // y = x W^T, each row by its expert's weights.
+  void share_clamped(Team::Member& me) {
+    constexpr int64_t part = 512;  // numbers
+    const int64_t parts = (a_.inner + part - 1) / part;
+    me.share(choices_ * parts, [&](int64_t unit, int64_t) {
+      const int64_t row = unit / parts, from = unit % parts * part;
+      const bf16* gate = wide_ + row * 2 * a_.inner;
+      clamped_part(a_, gate, gate + a_.inner, narrow_ + row * a_.inner, from,
+                   std::min(a_.inner, from + part));
+    });
+  }
+
+  // y = x W^T + b, each row by its expert's weights.
   void multiply(Team::Member& me, const StepLinear* by, const LinearArgs& like) {
     if (by->integers != nullptr) {
       integers_.prepare(me, *by->integers, like);
@@ -81,7 +108,9 @@ class Mixture {
       const int64_t height = slab_of(IntegerProducts::row_bytes(*by->integers, like), kBlockRows);
       return share(me, by, twos_of(like.outputs), height, [&](const Unit& unit, const Unit*) {
         // What follows is the same expert's, where there is more of it.
-        integers_.multiply_unit(*unit.by->integers, like, rows,
+        LinearArgs args = like;
+        args.bias = unit.by->bias;
+        integers_.multiply_unit(*unit.by->integers, args, rows,
                                 {unit.from, unit.until, unit.index, unit.index + 1});
       });
     }
@@ -90,6 +119,7 @@ class Mixture {
           [&](const Unit& unit, const Unit* next) {
             LinearArgs args = like;
             args.w = unit.by->panels;
+            args.bias = unit.by->bias;
             multiply_panel(args, rows, unit.from, unit.until, unit.index,
                            next ? next->by->panels + next->index * like.inputs * kPanel : nullptr);
           });

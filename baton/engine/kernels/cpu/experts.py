@@ -25,6 +25,7 @@ class _ExpertsArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gate_ups", "downs", "x", "chosen", "y", "scratch")),
         *((name, _SIZE) for name in ("rows", "hidden", "inner", "per_token")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
 
 
@@ -37,14 +38,16 @@ class ExpertKernels:
         gate_ups: Sequence[StepLinear],
         downs: Sequence[StepLinear],
         inner: int,
+        clamped: tuple[float, float] | None = None,
     ) -> None:
         """Take one of each kind per expert: gate_up [H] -> [2 * inner], down [inner] -> [H].
 
-        None has a bias. All gate_ups have one format, and so have all downs. H and inner are
-        multiples of 16.
+        All gate_ups have one format, and so have all downs. H and inner are multiples of 16.
+        `clamped`: limit and alpha of the gating where it is not SwiGLU.
         """
         self._gate_ups, self._downs = StepLinears(gate_ups), StepLinears(downs)
         self._inner, self._count = inner, len(gate_ups)
+        self._clamped = clamped or (0.0, 0.0)
         self._call = kernels.library.baton_experts
         self._call.restype = None
 
@@ -59,7 +62,7 @@ class ExpertKernels:
         room = torch.empty(rows * per_token * (2 * size + 3 * self._inner), dtype=torch.bfloat16)
         args = _ExpertsArgs(
             self._gate_ups.address, self._downs.address, hidden.data_ptr(), chosen.data_ptr(),
-            y.data_ptr(), room.data_ptr(), rows, size, self._inner, per_token,
+            y.data_ptr(), room.data_ptr(), rows, size, self._inner, per_token, *self._clamped,
         )  # fmt: skip
         self._call(ctypes.byref(args))
         return y

@@ -120,6 +120,10 @@ inline Floats max(Floats a, Floats b) {
   return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
 }
 
+inline Floats min(Floats a, Floats b) {
+  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+}
+
 inline float sum_of(Floats values) {
   const __m256 eight = values.low + values.high;
   const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);

@@ -37,6 +37,7 @@ inline Floats swap_neighbours(Floats values) { return _mm512_permute_ps(values, 
 
 inline Floats absolute(Floats values) { return _mm512_abs_ps(values); }
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline float sum_of(Floats values) { return _mm512_reduce_add_ps(values); }
 inline float most_of(Floats values) { return _mm512_reduce_max_ps(values); }
 

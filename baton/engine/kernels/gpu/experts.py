@@ -48,23 +48,35 @@ class _ExpertTiles(NamedTuple):
     per_token: Any
 
 
+class ExpertWeights(NamedTuple):
+    """One product of all experts: weight [E, outputs, inputs], bias [E, outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 def grouped_experts(
-    hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, some: bool = False
+    hidden: Tensor,
+    chosen: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    clamped: tuple[float, float] | None = None,
+    some: bool = False,
 ) -> Tensor:
     """Return the result of each choice of each token, [T, per_token, H].
 
-    hidden is [T, H], chosen [T, per_token] int64, gate_up [E, 2 * I, H], down [E, H, I]. With
-    `some`, a choice may be E, which stands for an expert elsewhere: its result is zeros and is not
-    computed.
+    hidden is [T, H], chosen [T, per_token] int64, gate_up [E, 2 * I, H], down [E, H, I]. `clamped`
+    has limit and alpha of the gating where it is not SwiGLU. With `some`, a choice may be E, which
+    stands for an expert elsewhere: its result is zeros and is not computed.
     """
-    num_experts, width, size = down.shape
+    num_experts, width, size = down.weight.shape
     layout = lay_out(chosen, num_experts)
     middle = hidden.new_empty(chosen.numel(), size)
     make = hidden.new_zeros if some else hidden.new_empty
     out = make(chosen.numel(), width)
     hidden = hidden.contiguous()
-    _launch(hidden, gate_up, middle, layout, chosen.shape[1])
-    _launch(middle, down, out, layout, 0)
+    _launch(hidden, gate_up, middle, layout, (chosen.shape[1], clamped))
+    _launch(middle, down, out, layout, (0, None))
     return out.view(*chosen.shape, width)
 
 
@@ -89,29 +101,40 @@ def lay_out(chosen: Tensor, num_experts: int) -> ExpertLayout:
     return ExpertLayout(order, expert, first, ends[known], rows)
 
 
-def _launch(x: Tensor, weight: Tensor, y: Tensor, layout: ExpertLayout, per_token: int) -> None:
-    """Compute y = x weight^T by expert.
+def _launch(
+    x: Tensor,
+    by: ExpertWeights,
+    y: Tensor,
+    layout: ExpertLayout,
+    gating: tuple[int, tuple[float, float] | None],
+) -> None:
+    """Compute y = x weight^T + bias by expert.
 
-    With `per_token` > 0 x is gathered by token and the product is gated. With 0 y is scattered by
-    choice.
+    `gating` has the number of choices of a token, and limit and alpha of a clamped gate. With a
+    number above 0 x is gathered by token and the product is gated. With 0 y is scattered by choice.
     """
+    (per_token, clamped), (weight, bias) = gating, by
     outputs, inputs = y.shape[1], x.shape[1]
     assert weight.is_contiguous()
+    assert bias is None or bias.is_contiguous()
+    limit, alpha = clamped or (0.0, 0.0)
     grid = (layout.expert.shape[0], triton.cdiv(outputs, OUTPUT_TILE))
     tiles = _ExpertTiles(
         layout.order, layout.expert, layout.first, layout.end, weight.shape[0], max(1, per_token)
     )
     _grouped_kernel[grid](
-        x, weight, y, tiles, inputs, outputs,
+        x, weight, weight if bias is None else bias, y, tiles, inputs, outputs, limit, alpha,
         ROWS=layout.rows, INPUTS=INPUT_TILE, OUTPUTS=OUTPUT_TILE, GATED=per_token > 0,
+        BIASED=bias is not None, CLAMPED=clamped is not None,
         num_warps=8 if layout.rows == 128 else 4, num_stages=3,
     )  # fmt: skip
 
 
 @triton.jit
 def _grouped_kernel(
-    x, weight, y, tiles, inputs, outputs,
+    x, weight, bias, y, tiles, inputs, outputs, limit, alpha,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
+    BIASED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     expert = tl.load(tiles.expert + index)
@@ -140,7 +163,16 @@ def _grouped_kernel(
             if GATED:
                 w = tl.load(base + outputs * inputs + column[None, :], mask=mask, other=0.0)
                 other += product(part, tl.trans(w))
-        if GATED:
+        if BIASED:
+            of = bias + expert * height + output
+            acc += tl.load(of, mask=within, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                other += tl.load(of + outputs, mask=within, other=0.0).to(tl.float32)[None, :]
+        if CLAMPED:
+            acc = tl.minimum(acc, limit)
+            acc *= tl.sigmoid(acc * alpha)
+            acc *= tl.minimum(tl.maximum(other, -limit), limit) + 1.0
+        elif GATED:
             acc = acc * tl.sigmoid(acc) * other
         at = target[:, None] * outputs + output[None, :]
         tl.store(y + at, acc.to(y.dtype.element_ty), mask=mine[:, None] & within[None, :])

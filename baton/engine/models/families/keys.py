@@ -28,8 +28,10 @@ ARCHITECTURES: Final = {
     "phi3": "Phi3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")  # families with MLA
+_BIASED: Final = ("llama", "qwen3", "qwen3_moe", "gpt_oss", *LATENT)  # or not: attention_bias
 _QWEN_MOE: Final = {
     "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
 }  # fmt: skip
@@ -96,6 +98,10 @@ REQUIRED_BY_FAMILY: Final = {
     "phi3": {"num_key_value_heads", "rms_norm_eps"},
     "glm": _HEADS | {"attention_bias"},
     "glm4": _HEADS | {"attention_bias"},
+    "gpt_oss": {
+        "num_key_value_heads", "head_dim", "num_experts_per_tok", "sliding_window", "swiglu_limit",
+        "rms_norm_eps", "attention_bias",
+    },
 }  # fmt: skip
 _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
@@ -112,6 +118,7 @@ UNDERSTOOD_BY_FAMILY: Final = {
         "rope_interleave", "mlp_layer_types", "partial_rotary_factor",
     },
     "kimi_k2": _LATENT_OPTIONAL,
+    "gpt_oss": {*COUNTS, "swiglu_alpha", "experts_per_token", "initial_context_length"},
 }  # fmt: skip
 # Keys that change nothing in a forward pass of inference.
 _IRRELEVANT: Final = {
@@ -155,7 +162,7 @@ def _check_values(family: str, config: dict[str, Any]) -> None:
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
     if config.get("pretraining_tp", 1) != 1:
         raise NotLean("pretraining_tp above 1")
-    if family not in ("llama", "qwen3", "qwen3_moe", *LATENT) and config.get("attention_bias"):
+    if family not in _BIASED and config.get("attention_bias"):
         raise NotLean(f"attention_bias in {family}")
     if family in UNDERSTOOD_BY_FAMILY and "rope_theta" not in {**config, **rope_of(config)}:
         raise NotLean("rope_theta is absent")

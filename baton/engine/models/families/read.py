@@ -13,6 +13,7 @@ from baton.engine.kernels.rope import RopeRule, rope_rule
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
 from baton.engine.models.families.fused import glm_config, phi_config
 from baton.engine.models.families.gemma import PREFIX, gemma_config, text_of_images
+from baton.engine.models.families.gpt_oss import gpt_oss_experts, gpt_oss_windows
 from baton.engine.models.families.keys import (
     COUNTS,
     LATENT,
@@ -62,6 +63,7 @@ def decoder_config(config: dict[str, Any]) -> DecoderConfig:
         experts=_experts(family, config, num_layers),
         latent=latent,
         extra_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
+        sinks=family == "gpt_oss",
     )
     return _READERS[family](config, base) if family in _READERS else base
 
@@ -69,6 +71,8 @@ def decoder_config(config: dict[str, Any]) -> DecoderConfig:
 def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Window of each layer, as transformers derives it: 0 = full attention; a family of OWN sets
     its own later."""
+    if family == "gpt_oss":
+        return gpt_oss_windows(config, num_layers)
     window = config.get("sliding_window") or 0
     if family in ("mistral", "mixtral"):
         if config.get("layer_types") is not None:
@@ -109,6 +113,8 @@ def _experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsCon
     if len(counts) != 1:
         raise NotLean(f"{' and '.join(COUNTS)} are absent or differ")
     count: int = counts.pop()
+    if family == "gpt_oss":
+        return gpt_oss_experts(config, count, num_layers)
     if family == "mixtral":
         return ExpertsConfig(
             count=count,

@@ -1,12 +1,14 @@
 """Gates of a mixture: which experts a token meets, and with which weights.
 
     softmax   weights are the softmax over all experts (Mixtral, Qwen, DeepSeek-V2)
+    chosen    weights are the softmax over the chosen experts' logits (GPT-OSS)
     sigmoid   weights are each expert's own sigmoid; a bias, learned to balance the load, takes part
               in the choice alone (DeepSeek-V3, GLM-4 MoE Lite, Kimi K2: `noaux_tc`)
 
 With groups a token chooses its experts out of its best groups only. Sources: transformers'
-MixtralTopKRouter, Qwen2MoeTopKRouter, DeepseekV2TopkRouter, DeepseekV3TopkRouter; DeepSeek-V2
-(arXiv 2405.04434, section 2.2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+MixtralTopKRouter, Qwen2MoeTopKRouter, DeepseekV2TopkRouter, DeepseekV3TopkRouter,
+GptOssTopKRouter; DeepSeek-V2 (arXiv 2405.04434, section 2.2.2), DeepSeek-V3 (arXiv 2412.19437,
+section 2.1.2).
 """
 
 from __future__ import annotations
@@ -69,6 +71,21 @@ class SoftmaxGate:
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return (weights if self.scaling == 1.0 else weights * self.scaling), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenGate:
+    """`bias` [E] is the router's."""
+
+    router: Tensor
+    bias: Tensor
+    per_token: int
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See ExpertGate."""
+        logits = functional.linear(hidden, self.router, self.bias)
+        best, chosen = logits.topk(self.per_token, dim=-1)
+        return best.float().softmax(dim=-1), chosen
 
 
 @dataclass(frozen=True, slots=True)

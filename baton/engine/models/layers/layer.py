@@ -21,7 +21,13 @@ from baton.engine.models.experts import (
     compiled_experts,
 )
 from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
-from baton.engine.models.layers.gates import ExpertGate, ExpertGroups, SigmoidGate, SoftmaxGate
+from baton.engine.models.layers.gates import (
+    ChosenGate,
+    ExpertGate,
+    ExpertGroups,
+    SigmoidGate,
+    SoftmaxGate,
+)
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.mla import absorb
 from baton.engine.quantization.linear import Linears
@@ -42,6 +48,7 @@ class DecoderLayer:
     attention_output_norm: Tensor | None = None
     mlp_output_norm: Tensor | None = None
     rotation: int = 0  # which of the config's ropes its heads take
+    sinks: Tensor | None = None  # [heads], see AttentionLayer
 
     @property
     def projections(self) -> list[Projection]:
@@ -93,6 +100,7 @@ class LayerBuilder:
             attention_output_norm=self._optional_norm(prefix, names.attention_output_norm),
             mlp_output_norm=self._optional_norm(prefix, names.mlp_output_norm),
             rotation=config.rope_of(index),
+            sinks=self.read(attention + "sinks") if config.sinks else None,
         )
 
     def _norm(self, name: str) -> Tensor:
@@ -176,7 +184,7 @@ class LayerBuilder:
 
     def _experts(self, config: ExpertsConfig, prefix: str) -> Experts:
         layer = Experts(
-            gate=self._gate(config, prefix + "gate."),
+            gate=self._gate(config, f"{prefix}{config.router}."),
             experts=tuple(
                 self._expert(config, f"{prefix}experts.{index}.") for index in config.here
             ),
@@ -197,6 +205,8 @@ class LayerBuilder:
     def _gate(self, config: ExpertsConfig, prefix: str) -> ExpertGate:
         gate, router = config.gate, self.read(prefix + "weight")
         router = router.float() if gate.in_float32 else router
+        if gate.biased:
+            return ChosenGate(router, self.read(prefix + "bias"), config.per_token)
         groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
         per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
         if not gate.sigmoid:
@@ -212,4 +222,5 @@ class LayerBuilder:
 
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
         gate, up, down = (prefix + part for part in config.parts)
-        return Expert(self.linears.read((gate, up), False), self.linears.read((down,), False))
+        gate_up = self.linears.read((gate, up), config.biased)
+        return Expert(gate_up, self.linears.read((down,), config.biased), config.clamped)

@@ -1,0 +1,86 @@
+"""Experts that a checkpoint stacks, under names of their own: as if each were stored by itself.
+
+    PREFIX.experts.gate_up_proj       [E, in, 2 * I]    gate and up in turns, along the outputs
+    PREFIX.experts.gate_up_proj_bias  [E, 2 * I]
+    PREFIX.experts.down_proj          [E, I, out]       its bias likewise
+    ..._blocks, ..._scales            in place of a weight: MXFP4, [E, out, G, 16] and [E, out, G]
+
+    -> PREFIX.experts.7.gate_proj.weight [I, in], .bias [I]; up_proj, down_proj likewise
+
+So ranks, rounding and sharing see plain modules. Reading one reads the bytes of its expert alone.
+Source: transformers' GptOssExperts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from torch import Tensor
+
+from baton.engine.checkpoint.float4 import expert_matrix
+from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, WidenedTensor, refused
+
+_STACKED: Final = re.compile(
+    r"(?P<experts>.+\.experts\.)(?P<name>gate_up_proj|down_proj)(?P<kind>|_bias|_blocks|_scales)"
+)
+_PARTS: Final = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
+
+
+def unstack(stored: Mapping[str, StoredTensor]) -> dict[str, Readable]:
+    """Every tensor, those of stacked experts by expert. Raises ModelRefused for shapes that are
+    none of theirs."""
+    found: dict[str, Readable] = {}
+    for name, tensor in stored.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        elif match["kind"] != "_scales":
+            scales = stored.get(name.removesuffix("_blocks") + "_scales")
+            found.update(_experts(match, tensor, scales))
+    return found
+
+
+def _experts(
+    match: re.Match[str], stacked: StoredTensor, scales: StoredTensor | None
+) -> Iterator[tuple[str, Readable]]:
+    """Names and tensors of all experts out of one tensor; `scales`: of its blocks."""
+    kind = match["kind"]
+    if len(stacked.shape) != {"": 3, "_bias": 2, "_blocks": 4}[kind]:
+        raise refused(match[0], f"shape {stacked.shape}")
+    if kind == "_blocks" and (scales is None or scales.shape != stacked.shape[:-1]):
+        raise refused(match[0], f"scales {scales and scales.shape} for blocks {stacked.shape}")
+    for expert in range(stacked.shape[0]):
+        one = _one(stacked, expert)
+        for part, rows in _PARTS[match["name"]].items():
+            module = f"{match['experts']}{expert}.{part}"
+            if kind == "_bias":
+                yield f"{module}.bias", _rows(f"{module}.bias", one, rows)
+            elif kind == "_blocks" and scales is not None:
+                name = f"{module}.weight"
+                yield name, expert_matrix(name, one, _one(scales, expert), rows)
+            else:
+                yield f"{module}.weight", _rows(f"{module}.weight", one, rows)
+
+
+def _one(stacked: StoredTensor, expert: int) -> StoredTensor:
+    """The part of a stacked tensor that is one expert's: its bytes lie side by side."""
+    shape = stacked.shape[1:]
+    start = stacked.start + expert * math.prod(shape) * stacked.dtype.itemsize
+    return StoredTensor(stacked.path, stacked.dtype, shape, start)
+
+
+def _rows(name: str, stored: StoredTensor, rows: slice) -> WidenedTensor:
+    """Some outputs of one expert, its weight turned: [in, out] -> [outputs, in]."""
+    count = len(range(stored.shape[-1])[rows])
+
+    def open_slabs() -> Slab:
+        outputs: Tensor = stored.read().t()[rows]
+        return lambda start, stop: outputs[start:stop]
+
+    return WidenedTensor(name, (count, *stored.shape[:-1]), (stored,), open_slabs, stored.dtype)

@@ -139,7 +139,8 @@ def test_what_other_families_have_between_products_is_torchs(cpu_kernels: CpuKer
             narrow = Rotation(at.cos, at.sin, pairs)
             wide = Rotation(at.cos.float(), at.sin.float(), pairs)
             norms = HeadNorms(noise(13, 64), noise(14, 64), 1e-6, 1.0)
-            folded = HeadNorms(*map(plain.norm_weight, (norms.query, norms.key)), 1e-6)
+            query, key = plain.norm_weight(norms.query), plain.norm_weight(norms.key)
+            folded = HeadNorms(query, key, 1e-6)
             heads = ours.rotate(qkv.clone(), narrow, 4, norms)
             for got, want in zip(heads, plain.rotate(qkv.float(), wide, 4, folded), strict=True):
                 assert close(got, want)

@@ -151,8 +151,8 @@ def test_weights_rounded_on_load(name: str, scheme: Scheme, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["phi 3", "glm 4"])
 def test_checkpoints_of_integers(kind: str, name: str, tmp_path: Path) -> None:
     """Products that are one tensor are so as integers, too."""
-    copies = (save_wide(tmp_path / each, kind) for each in ("quantized", "twin"))
-    quantized, twin = quantized_pair(name, *copies)
+    first, second = (save_wide(tmp_path / each, kind) for each in ("quantized", "twin"))
+    quantized, twin = quantized_pair(name, first, second)
     loaded = load(quantized)
     assert loaded.info.model_impl == "lean"
     error = relative_error(logits_of(loaded, PROMPT), logits_of(load(twin), PROMPT))
@@ -231,7 +231,8 @@ def save_with_images(path: Path) -> Path:
     text = Gemma3TextConfig(
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-        sliding_window=9, query_pre_attn_scalar=20, sliding_window_pattern=2,
+        sliding_window=9, query_pre_attn_scalar=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     vision = SiglipVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,

@@ -51,8 +51,9 @@ class Layout(Protocol):
         """Names of a quantized module's own tensors, the one that proves it first."""
         ...
 
-    def weight(self, module: str, stored: StoredTensors) -> IntWeight:
-        """The integers of `module`. Raises ModelRefused for a layout that is not understood."""
+    def weight(self, module: str, stored: StoredTensors) -> IntWeight | Tensor:
+        """The integers of `module`, or its plain weight. Raises ModelRefused for a layout that is
+        not understood."""
         ...
 
 

@@ -21,6 +21,7 @@ from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
 from baton.engine.checkpoint.stacked_experts import unstack
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
 _FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
@@ -33,10 +34,14 @@ _FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
 
 
 def open_tensors(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, unstacked: bool = False
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    unstacked: bool = False,
+    packed: bool = False,
 ) -> TensorReader:
     """Its tensors under plain names, except for those of integer layouts. `unstacked`: each expert
-    of a stacked mixture has tensors of its own.
+    of a stacked mixture has tensors of its own, `packed`: in MXFP4, where kernels take it.
 
     Raises ModelRefused for a broken file and for tensors that their format does not understand.
     """
@@ -46,7 +51,10 @@ def open_tensors(
         (file,) = checkpoint.weight_files
         return TensorReader((), dtype, device, lambda _: gguf_tensors(file))
     if unstacked and kind in (None, "mxfp4"):
-        return TensorReader(checkpoint.weight_files, dtype, device, unstack)
+        packed = packed and integer_kernels_for(dtype, device) is not None
+        return TensorReader(
+            checkpoint.weight_files, dtype, device, functools.partial(unstack, packed)
+        )
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
     return TensorReader(checkpoint.weight_files, dtype, device, widen)
 

@@ -193,9 +193,9 @@ def _build(
     """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
         stacked = lean.experts is not None and lean.experts.stacked
-        reader = open_tensors(checkpoint, dtype, device, stacked)
-        quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
+        reader = open_tensors(checkpoint, dtype, device, stacked, packed=scheme is None)
+        quantized = checkpoint.config.get("quantization_config")
         share = None if group is None else _share(lean, group)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)
         try:

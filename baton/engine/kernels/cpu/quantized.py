@@ -23,6 +23,7 @@ NARROW: Final = 32  # outputs of a panel; panels come in twos
 QUAD: Final = 4  # inputs that are packed together: a group holds a multiple of them
 LINE: Final = 64  # bytes
 MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
+FLOATS4: Final = -4  # quantized.h's: in place of a number of bits
 PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
@@ -61,13 +62,13 @@ class _W8A8Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """Weights [outputs, inputs] of 4 or 8 bits in quantized.h's panels."""
+    """Weights [outputs, inputs] of 4 or 8 bits, or FLOATS4, in quantized.h's panels."""
 
     panels: Tensor  # uint8
     peaks: Tensor  # [outputs] float32
     inputs: int
     groups: int
-    bits: Literal[4, 8]
+    bits: Literal[-4, 4, 8]
     has_zeros: bool
 
 
@@ -95,16 +96,16 @@ class IntegerKernels:
             function.restype = None
 
     def pack(
-        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[4, 8]
+        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[-4, 4, 8]
     ) -> PackedIntegers:
-        """values [outputs, inputs] int8 (4 bits: -8..7), scales and zeros [outputs, groups], the
-        zeros small integers; groups of a multiple of QUAD inputs."""
+        """values [outputs, inputs] int8 (4 bits: -8..7; FLOATS4: see IntWeight.floats), scales and
+        zeros [outputs, groups], the zeros small integers; groups of a multiple of QUAD inputs."""
         (outputs, inputs), groups = values.shape, scales.shape[1]
         scales = scales.float()
         peaks = scales.abs().amax(1).clamp_(min=PEAK_FLOOR)
         shares = (scales / peaks[:, None]).half().contiguous()
         shifts = None if zeros is None else zeros.half().contiguous()
-        lines = inputs // QUAD * (1 if bits == 4 else 2)
+        lines = inputs // QUAD * (2 if bits == 8 else 1)
         lines += groups * (1 if zeros is None else 2)
         panels = torch.zeros(_panels(outputs), lines, LINE, dtype=torch.uint8)
         values = values.contiguous()

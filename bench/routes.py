@@ -3,11 +3,13 @@
 Random models of about 25 million numbers, bfloat16 (default: a mixture with latent attention, of
 DeepSeek-V3's structure), both routes in one process, in turns: decode steps of 1, 4 and 16
 sequences of 256 tokens, and a prefill of 512. CPU time of a step, and how many times as fast the
-lean route is, by the median over rounds.
+lean route is, by the median over rounds. `mxfp4`: GPT-OSS's structure with 300 million numbers,
+experts in 4 bits against bfloat16, both lean.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.engine.state.batch import flatten
@@ -37,6 +40,9 @@ GPT_OSS: Final[dict[str, Any]] = {
     "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 4096,
     "pad_token_id": 0,
 }  # fmt: skip
+WIDE: Final[dict[str, Any]] = {
+    **GPT_OSS, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4,
+}  # fmt: skip
 _DENSE: Final[dict[str, Any]] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "pad_token_id": 0,
@@ -46,6 +52,7 @@ _WINDOWS: Final = {"sliding_window": 128, "query_pre_attn_scalar": 64}
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": MIXTURE,
     "gpt_oss": GPT_OSS,
+    "mxfp4": WIDE,
     "gemma2": {**_DENSE, **_WINDOWS},
     "gemma3_text": {**_DENSE, **_WINDOWS},
     "phi3": {**_DENSE, "partial_rotary_factor": 0.5, "eos_token_id": 2},
@@ -58,10 +65,29 @@ STEPS: Final = {"decode 1": 1, "decode 4": 4, "decode 16": 16, f"prefill {PROMPT
 def write_family(path: Path, family: str) -> Path:
     """A checkpoint of FAMILIES' sizes, with the demo model's tokenizer."""
     torch.manual_seed(0)
-    config: Any = AutoConfig.for_model(family, **FAMILIES[family])
+    name = "gpt_oss" if family == "mxfp4" else family
+    config: Any = AutoConfig.for_model(name, **FAMILIES[family])
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_bytes((ROOT / "demo_model" / "tokenizer.json").read_bytes())
+    return path
+
+
+def write_packed(plain: Path, path: Path) -> Path:
+    """Such a GPT-OSS with random experts in MXFP4."""
+    path.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (path / file).write_bytes((plain / file).read_bytes())
+    tensors = load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 123, shape, dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -90,10 +116,12 @@ def cpu_seconds(model: Measured, chunks: Sequence[SequenceChunk], repetitions: i
 
 
 def measure(path: Path, family: str, rounds: int, repetitions: int) -> TimedPart:
-    """One row per kind of step; the routes take turns."""
-    lean, universal = (
-        load(path, dtype="bfloat16", model_impl=impl) for impl in ("lean", "transformers")
-    )
+    """One row per kind of step; the two models take turns."""
+    first, second = ("mxfp4", "bfloat16") if family == "mxfp4" else ("lean", "universal")
+    ours = write_packed(path, path / "packed") if family == "mxfp4" else path
+    lean = load(ours, dtype="bfloat16", model_impl="lean")
+    other = "lean" if family == "mxfp4" else "transformers"
+    universal = load(path, dtype="bfloat16", model_impl=other)
     rows: list[dict[str, Any]] = []
     for name, sequences in STEPS.items():
         chunks = chunks_of(sequences, lean.loaded.info.vocab_size)
@@ -108,8 +136,8 @@ def measure(path: Path, family: str, rounds: int, repetitions: int) -> TimedPart
         rows.append(
             {
                 "step": name,
-                "lean ms": statistics.median(ours for ours, _ in pairs) * 1e3,
-                "universal ms": statistics.median(theirs for _, theirs in pairs) * 1e3,
+                f"{first} ms": statistics.median(ours for ours, _ in pairs) * 1e3,
+                f"{second} ms": statistics.median(theirs for _, theirs in pairs) * 1e3,
                 "times as fast": round(statistics.median(ratios), 2),
                 "least": round(min(ratios), 2),
                 "most": round(max(ratios), 2),

@@ -20,6 +20,9 @@ from baton.engine.config import AUTO_HEADS
 from baton.engine.kernels.cpu import library
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.loading.loading import load_model
+from baton.engine.models.experts import Experts
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
 from baton.engine.quantization.integer import SCHEMES, Scheme, quantize
@@ -29,8 +32,10 @@ from baton.protocol.errors import ModelRefused
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error
-from tests.engine.tensor_parallel_ranks import engine_of_ranks
+from tests.engine.tensor_parallel_ranks import by_threads, config_of, engine_of_ranks
+from tests.engine.tensor_parallel_ranks import logits_of as rank_logits
 from tests.engine.test_models_lora import linear_layers, make_adapter, merged_tokens
+from tests.engine.widened_models import edit_config, low_first, mxfp4
 from tests.golden.gpt_oss_models import GPT_OSS_MODELS, WIDE, random_sizes, save_gpt_oss
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.tiny_models import VOCAB_SIZE
@@ -257,3 +262,59 @@ def test_engines_of_ranks_give_transformers_tokens(tmp_path: Path) -> None:
     with engine_of_ranks(str(path), 2, **options) as engine:
         outputs = LLM("unread", engine=engine).generate(prompts, params)
         assert [list(output.token_ids) for output in outputs] == expected
+
+
+def packed_pair(path: Path) -> tuple[Path, Path]:
+    """Experts in MXFP4 as published, and the plain model in bfloat16 of the same numbers."""
+    twin = save_gpt_oss(path / "twin", **WIDE, num_attention_heads=8, num_key_value_heads=4)
+    packed = path / "packed"
+    shutil.copytree(twin, packed)
+    plain = load_file(twin / "model.safetensors")
+    tensors = dict(plain)
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        indices, exponents, numbers = mxfp4(plain[name].float().transpose(1, 2).contiguous())
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = low_first(indices), exponents
+        plain[name] = numbers.transpose(1, 2).contiguous()
+        del tensors[name]
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    save_file(plain, twin / "model.safetensors", {"format": "pt"})
+    edit_config(packed, quantization_config={"quant_method": "mxfp4"})
+    return packed, twin
+
+
+def test_mxfp4_stays_in_four_bits(cpu_kernels: CpuKernels, tmp_path: Path) -> None:
+    """Of ranks, too; the numbers are those of the widened weights."""
+    if integer_kernels_for(torch.bfloat16, torch.device("cpu")) is None:
+        pytest.skip("no integer kernels here")
+    path, twin = packed_pair(tmp_path)
+    packed, plain = load(path, dtype="bfloat16"), load(twin, dtype="bfloat16")
+    assert packed.info.model_impl == "lean"
+    experts = packed.model._layers[0].mlp  # type: ignore[attr-defined]
+    assert isinstance(experts, Experts)
+    assert isinstance(experts.together, ExpertKernels)
+    assert packed.weight_bytes < 0.6 * plain.weight_bytes
+    exact, found = logits_of(plain, PROMPT), logits_of(packed, PROMPT)
+    near = relative_error(exact, logits_of(load(twin), PROMPT))
+    assert relative_error(found, exact) < 1.5 * near + 0.01
+    config = config_of(path, tensor_parallel_size=2)
+    config = replace(config, dtype="bfloat16")
+    [shared, _] = by_threads(2, lambda group: rank_logits(load_model(config, group), 2))
+    alone = rank_logits(packed, 1)
+    assert relative_error(shared, alone) < 1.5 * near + 0.01
+
+
+def test_scales_too_far_apart_for_the_kernels_are_widened(
+    cpu_kernels: CpuKernels, tmp_path: Path
+) -> None:
+    path, _ = packed_pair(tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name][1, 3, 0] -= 20
+    save_file(tensors, file, {"format": "pt"})
+    assert load(path, dtype="bfloat16").info.model_impl == "lean"
+    tensors[name][1, 3, 0] = 255
+    save_file(tensors, file, {"format": "pt"})
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(ModelRefused, match="not finite"):
+            load(path, dtype=dtype)

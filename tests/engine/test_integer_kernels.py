@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.quantized import IntegerKernels
+from baton.engine.kernels.cpu.quantized import FLOATS4, IntegerKernels
 from baton.engine.quantization import integer as quantization
 from baton.engine.quantization.integer import (
     IntegerPanels,
@@ -44,8 +44,22 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros: bool) -> IntWeight:
+def floats(shape: tuple[int, int], groups: int) -> IntWeight:
+    """Every E2M1 number, scales of powers of two from 2^-8 to 1."""
+    generator = torch.Generator().manual_seed(groups)
+    magnitudes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
+    numbers = torch.cat((magnitudes, -magnitudes))
+    values = numbers[torch.randint(16, shape, generator=generator)]
+    scales = torch.exp2(-torch.randint(9, (shape[0], groups), generator=generator).float())
+    return IntWeight(4, values, scales, floats=True)
+
+
+def integers(
+    bits: Literal[-4, 4, 8], shape: tuple[int, int], groups: int, *, zeros: bool
+) -> IntWeight:
     """Every number that the bits hold, scales between 0.01 and 1 and so apart within an output."""
+    if bits == FLOATS4:
+        return floats(shape, groups)
     generator = torch.Generator().manual_seed(bits + groups)
     high = 1 << bits - 1
     values = torch.randint(-high, high, shape, generator=generator).to(torch.int8)
@@ -58,7 +72,7 @@ def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros:
 
 @settings(max_examples=60)
 @given(
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([FLOATS4, 4, 8]),
     rows=st.integers(1, 33),
     outputs=st.integers(1, 200),
     grouping=st.tuples(st.integers(1, 5), st.sampled_from([4, 12, 32, 64, 128])),
@@ -66,7 +80,7 @@ def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros:
 )
 def test_integer_panels_are_the_dequantized_twin(
     compiled: IntegerKernels,
-    bits: Literal[4, 8],
+    bits: Literal[-4, 4, 8],
     rows: int,
     outputs: int,
     grouping: tuple[int, int],
@@ -86,6 +100,21 @@ def test_integer_panels_are_the_dequantized_twin(
     assert ((y.float() - twin).abs() <= 0.006 * twin.abs() + 0.0006 * parts).all()
     if outputs * rows > 200:
         assert relative_error(y, twin) < 2 * BOUND
+
+
+def test_floats_of_four_bits_are_exact(compiled: IntegerKernels) -> None:
+    """Each weight by itself: row i of the inputs is 1 at input i."""
+    weight = floats((70, 64), 2)
+    y = IntegerPanels(compiled, weight, None)(torch.eye(64).bfloat16())
+    assert torch.equal(y.t().float(), weight.dequantized(torch.float32))
+    layer = QuantizedFormat(torch.float32, CPU)(weight, None)
+    assert isinstance(layer, WidenedLinear)
+    assert torch.equal(layer(torch.eye(64)).t(), weight.dequantized(torch.float32))
+    other = integers(4, (70, 64), 2, zeros=False)
+    assert quantization.stack_weights([weight, other]) is None
+    both = quantization.stack_weights([weight, weight])
+    assert both is not None
+    assert both.floats
 
 
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)

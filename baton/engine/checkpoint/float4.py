@@ -24,11 +24,15 @@ import torch
 from torch import Tensor
 
 from baton.engine.checkpoint.float8 import UNREAD, read_scale
+from baton.engine.checkpoint.quantized_checkpoint import StoredTensors
 from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, WidenedTensor, refused
+from baton.engine.quantization.integer import IntWeight
 
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its 3 lowest bits
 _GROUP_SIZES: Final = (16, 32)  # NVFP4, MXFP4
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+_NO_EXPONENT, _EXPONENT_BIAS = 255, 127  # of E8M0
+_SHARES: Final = 14  # powers of two below 1 that are plain numbers of float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,33 @@ def expert_matrix(
         return functools.partial(_slab, packed.read()[rows], _factors(name, parts)[rows], False)
 
     return WidenedTensor(name, shape, parts.parts, open_slabs, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Float4Layout:
+    """MXFP4 of one product that stays as it is, in 4 bits: weight_blocks uint8 [out, G, 16],
+    weight_scales uint8 [out, G]. See quantized_checkpoint.Layout."""
+
+    tensors: tuple[str, ...] = ("weight_blocks", "weight_scales")
+
+    def weight(self, module: str, stored: StoredTensors) -> IntWeight | Tensor:
+        """See Layout.weight; plain where the kernels' scales would not be exact."""
+        codes = stored.read_as_stored(f"{module}.weight_blocks")
+        exponents = stored.read_as_stored(f"{module}.weight_scales")
+        if bool((exponents == _NO_EXPONENT).any()):
+            raise refused(f"{module}.weight", "a scale of it is not finite")
+        values = (_pairs() * 2).to(torch.int8)[codes.int()].flatten(1)
+        scales = torch.exp2(exponents.float() - _EXPONENT_BIAS - 1)
+        weight = IntWeight(4, values, scales, floats=True)
+        # Shares of the greatest scale of an output are kept in float16.
+        spread = exponents.amax(1).int() - exponents.amin(1).int()
+        return weight if int(spread.max()) <= _SHARES else weight.dequantized(torch.bfloat16)
+
+
+def float4_layout(names: frozenset[str]) -> Float4Layout | None:
+    """Of tensors of which some are MXFP4 as it was stored; None if none are."""
+    layout = Float4Layout()
+    return layout if any(name.endswith("." + layout.tensors[0]) for name in names) else None
 
 
 def _factors(name: str, parts: _Groups) -> Tensor:

@@ -52,8 +52,9 @@ class Layout(Protocol):
         """Names of a quantized module's own tensors, the one that proves it first."""
         ...
 
-    def weight(self, module: str, stored: StoredTensors) -> IntWeight:
-        """The integers of `module`. Raises ModelRefused for a layout that is not understood."""
+    def weight(self, module: str, stored: StoredTensors) -> IntWeight | Tensor:
+        """The integers of `module`, or its plain weight. Raises ModelRefused for a layout that is
+        not understood."""
         ...
 
 
@@ -331,8 +332,9 @@ class LazyIntegers:
     ) -> Tensor:
         """Return the weight [out, in] widened to `dtype`, float32 by default. Raises ModelRefused
         as Layout.weight does."""
-        weight = self.layout.weight(self.module, self.stored)
-        return weight.dequantized(dtype or torch.float32).to(device)
+        weight, dtype = self.layout.weight(self.module, self.stored), dtype or torch.float32
+        plain = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantized(dtype)
+        return plain.to(device)
 
 
 def module_names(names: Sequence[str] | frozenset[str], layout: Layout) -> frozenset[str]:

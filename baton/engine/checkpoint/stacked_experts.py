@@ -32,9 +32,10 @@ _PARTS: Final = {
 }
 
 
-def unstack(stored: Mapping[str, StoredTensor]) -> dict[str, Readable]:
-    """Every tensor, those of stacked experts by expert. Raises ModelRefused for shapes that are
-    none of theirs."""
+def unstack(packed: bool, stored: Mapping[str, StoredTensor]) -> dict[str, Readable]:
+    """Every tensor, those of stacked experts by expert. `packed`: MXFP4 stays as it is stored, as
+    `weight_blocks` and `weight_scales` (float4.Float4Layout). Raises ModelRefused for shapes that
+    are none of theirs."""
     found: dict[str, Readable] = {}
     for name, tensor in stored.items():
         match = _STACKED.fullmatch(name)
@@ -42,12 +43,12 @@ def unstack(stored: Mapping[str, StoredTensor]) -> dict[str, Readable]:
             found[name] = tensor
         elif match["kind"] != "_scales":
             scales = stored.get(name.removesuffix("_blocks") + "_scales")
-            found.update(_experts(match, tensor, scales))
+            found.update(_experts(match, tensor, scales, packed))
     return found
 
 
 def _experts(
-    match: re.Match[str], stacked: StoredTensor, scales: StoredTensor | None
+    match: re.Match[str], stacked: StoredTensor, scales: StoredTensor | None, packed: bool
 ) -> Iterator[tuple[str, Readable]]:
     """Names and tensors of all experts out of one tensor; `scales`: of its blocks."""
     kind = match["kind"]
@@ -62,8 +63,12 @@ def _experts(
             if kind == "_bias":
                 yield f"{module}.bias", _rows(f"{module}.bias", one, rows)
             elif kind == "_blocks" and scales is not None:
-                name = f"{module}.weight"
-                yield name, expert_matrix(name, one, _one(scales, expert), rows)
+                name, its = f"{module}.weight", _one(scales, expert)
+                if packed:
+                    yield f"{name}_blocks", _lines(f"{name}_blocks", one, rows)
+                    yield f"{name}_scales", _lines(f"{name}_scales", its, rows)
+                else:
+                    yield name, expert_matrix(name, one, its, rows)
             else:
                 yield f"{module}.weight", _rows(f"{module}.weight", one, rows)
 
@@ -73,6 +78,17 @@ def _one(stacked: StoredTensor, expert: int) -> StoredTensor:
     shape = stacked.shape[1:]
     start = stacked.start + expert * math.prod(shape) * stacked.dtype.itemsize
     return StoredTensor(stacked.path, stacked.dtype, shape, start)
+
+
+def _lines(name: str, stored: StoredTensor, rows: slice) -> WidenedTensor:
+    """Some outputs of one expert, as they are: [out, ...] -> [outputs, ...]."""
+    count = len(range(stored.shape[0])[rows])
+
+    def open_slabs() -> Slab:
+        outputs = stored.read()[rows]
+        return lambda start, stop: outputs[start:stop]
+
+    return WidenedTensor(name, (count, *stored.shape[1:]), (stored,), open_slabs, stored.dtype)
 
 
 def _rows(name: str, stored: StoredTensor, rows: slice) -> WidenedTensor:

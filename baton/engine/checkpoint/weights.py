@@ -3,7 +3,8 @@
     plain checkpoint                      -> plain layers
     plain checkpoint, --quantization      -> each linear layer quantized as it is read
     quantized checkpoint                  -> its integers in its own scheme; the rest plain
-    one of small floats                   -> widened by the reader (widening.py): as a plain one
+    one of small floats                   -> widened by the reader (widening.py): as a plain one;
+                                             experts of gpt-oss stay in 4 bits where kernels can
     GGUF                                  -> its integers, if they were asked for; else widened
     --lm-head-quantization                -> a head that is stored plain quantized as it is read
 
@@ -20,6 +21,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.checkpoint.float4 import Float4Layout, float4_layout
 from baton.engine.checkpoint.quantized_checkpoint import Layout, module_names
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.widening import integer_layout
@@ -88,7 +90,8 @@ class Weights:
         own = layout.tensors if layout else ()
         hidden = {f"{module}.{tensor}" for module in self._modules for tensor in own}
         # GPTQ's tools write a bias of zeros where the model has none.
-        biases = (f"{module}.bias" for module in self._modules)
+        rounded = () if isinstance(layout, Float4Layout) else self._modules
+        biases = (f"{module}.bias" for module in rounded)
         hidden |= {b for b in biases if b in reader.names and not reader.read(b).any()}
         self.names = (reader.names - hidden) | {f"{module}.weight" for module in self._modules}
 
@@ -244,7 +247,7 @@ def open_weights(
 
     Raises ModelRefused for a quantized checkpoint whose layout is not understood.
     """
-    layout = integer_layout(quantization_config)
+    layout = integer_layout(quantization_config) or float4_layout(reader.names)
     integers = QuantizedFormat(reader.dtype, device)
     plain = choose_linear(reader.dtype, device)
     return Weights(reader, WeightFormats(plain, integers, scheme, head), layout, share)

@@ -21,6 +21,7 @@ from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
 from baton.engine.checkpoint.stacked_experts import unstack
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader, Widen
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
 _FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
@@ -40,12 +41,14 @@ def open_tensors(
     prefix: str = "",
     integers: bool = False,
     unstacked: bool = False,
+    packed: bool = False,
 ) -> TensorReader:
     """Its tensors under plain names, except for those of integer layouts; with `prefix` those
     alone whose names begin so, named by the rest.
 
     `integers`: those that a GGUF file holds can be read, too (TensorReader.integers). `unstacked`:
-    each expert of a stacked mixture has tensors of its own.
+    each expert of a stacked mixture has tensors of its own, `packed`: in MXFP4, where kernels take
+    it.
 
     Raises ModelRefused for a broken file and for tensors that their format does not understand.
     """
@@ -55,7 +58,10 @@ def open_tensors(
         (file,) = checkpoint.weight_files
         return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=integers))
     if unstacked and kind in (None, "mxfp4"):
-        return TensorReader(checkpoint.weight_files, dtype, device, unstack)
+        packed = packed and integer_kernels_for(dtype, device) is not None
+        return TensorReader(
+            checkpoint.weight_files, dtype, device, functools.partial(unstack, packed)
+        )
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
     if prefix:
         widen = functools.partial(_within, prefix, widen)

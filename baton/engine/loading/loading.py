@@ -201,12 +201,16 @@ def _build(
     """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
         quantized = checkpoint.config.get("quantization_config")
-        integers = keeps_integers(widened_kind(quantized), config)
-        stacked = lean.experts is not None and lean.experts.stacked
-        reader = open_tensors(
-            checkpoint, dtype, device, prefix=lean.prefix, integers=integers, unstacked=stacked
-        )
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
+        reader = open_tensors(
+            checkpoint,
+            dtype,
+            device,
+            prefix=lean.prefix,
+            integers=keeps_integers(widened_kind(quantized), config),
+            unstacked=lean.experts is not None and lean.experts.stacked,
+            packed=scheme is None,
+        )
         share = None if group is None else _share(config, lean, group)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)
         try:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import (
+    FLOATS4,
     MAX_INPUTS,
     QUAD,
     IntegerKernels,
@@ -53,6 +54,7 @@ class IntWeight:
     0. Groups are runs of in / groups inputs, taken after `order` [in] (if set): column j of values
     belongs to input order[j]. `int8_activations`: made for inputs rounded to int8 per token;
     `exchange`: ranks have the other inputs, and the last PEAK_INPUTS columns are 0 (W8A8Share).
+    `floats`: the 4 bits are of floats (E2M1); values are twice their numbers, which are integers.
     """
 
     bits: Literal[4, 8]
@@ -62,6 +64,7 @@ class IntWeight:
     order: Tensor | None = None
     int8_activations: bool = False
     exchange: RankSums | None = None
+    floats: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -133,8 +136,8 @@ def stack_weights(parts: list[IntWeight]) -> IntWeight | None:
     if len(parts) == 1:
         return first
     for part in parts[1:]:
-        same = (part.bits, part.group_size, part.int8_activations) == (
-            first.bits, first.group_size, first.int8_activations,
+        same = (part.bits, part.group_size, part.int8_activations, part.floats) == (
+            first.bits, first.group_size, first.int8_activations, first.floats,
         )  # fmt: skip
         if not same or not _equal(part.order, first.order):
             return None
@@ -150,6 +153,7 @@ def stack_weights(parts: list[IntWeight]) -> IntWeight | None:
         zeros,
         first.order,
         first.int8_activations,
+        floats=first.floats,
     )
 
 
@@ -188,6 +192,8 @@ class QuantizedFormat:
                 return W8A8Panels(self._compiled, weight, bias)
             if IntegerPanels.takes(weight):
                 return IntegerPanels(self._compiled, weight, bias)
+        if weight.floats:
+            return WidenedLinear(weight, bias, few_rows_kernel=False)
         if weight.int8_activations and weight.num_groups == 1 and weight.zeros is None:
             fits = outputs % 8 == 0 and inputs % 8 == 0
             return W8A8Linear(weight, bias, int_product=self._int_product and fits)
@@ -222,7 +228,8 @@ class IntegerPanels:
 
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels
-        self.packed = kernels.pack(weight.values, weight.scales, weight.zeros, weight.bits)
+        bits = FLOATS4 if weight.floats else weight.bits
+        self.packed = kernels.pack(weight.values, weight.scales, weight.zeros, bits)
         self.bias = bias
 
     @staticmethod

@@ -3,7 +3,8 @@
 // A panel holds 32 outputs, one stream that is read once: group after group [scales: 32 float16]
 // [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs, where
 // Bytes::place says; 4 bits, four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of
-// outputs 16 * (n % 2) + 0..15.
+// outputs 16 * (n % 2) + 0..15. A nibble is an integer, 8 less (Integers4), or twice an E2M1 number:
+// its magnitude's place in a table, and a sign (Floats4).
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,20 @@ namespace baton {
 inline int64_t place_in_turns(int64_t output, int64_t input) {
   const int64_t byte = 2 * (output % 16);
   return byte / 8 * 16 + output / 16 * 8 + byte % 8 + input % 2;
+}
+
+constexpr int64_t kFloats4 = -4;  // in place of a number of bits
+
+// What a nibble of Floats4 stands for, and back.
+inline int number_of_float4(int code) {
+  constexpr int magnitudes[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+  return code < 8 ? magnitudes[code] : -magnitudes[code - 8];
+}
+
+inline int code_of_float4(int number) {
+  const int magnitude = number < 0 ? -number : number;
+  const int code = magnitude <= 4 ? magnitude : 4 + (magnitude - 4) / 2 - magnitude / 12;
+  return number < 0 ? code + 8 : code;
 }
 
 }  // namespace baton
@@ -41,7 +56,7 @@ struct IntegerArgs {
   const float* peaks;     // [outputs]
   const bf16* bias;       // [outputs], or null
   bf16* y;                // [rows, outputs]
-  int64_t rows, inputs, outputs, groups, bits, has_zeros;
+  int64_t rows, inputs, outputs, groups, bits, has_zeros;  // bits: 8, 4 or kFloats4
   int64_t stride;         // numbers from a row of y to the next
   float* wide = nullptr;  // [rows, outputs], instead of y
 };
@@ -76,7 +91,7 @@ struct IntegerLayout {
   int64_t quads, header, group, panel;  // quads of a group; bytes
   explicit IntegerLayout(const IntegerArgs& a)
       : quads(a.inputs / a.groups / kQuad), header(a.has_zeros ? 128 : 64),
-        group(header + quads * (a.bits == 4 ? Nibbles::bytes : Bytes::bytes)),
+        group(header + quads * (a.bits == 8 ? Bytes::bytes : Integers4::bytes)),
         panel(a.groups * group) {}
 };
 

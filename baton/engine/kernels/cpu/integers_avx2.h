@@ -50,7 +50,28 @@ inline Ints dot(Ints sum, Quad x, Line w) {
   return {dot(sum.low, x, w.low), dot(sum.high, x, w.high)};
 }
 
+// Nibble `n` of each word by a table of magnitudes, and its highest bit as the sign.
+struct TableOfNibbles {
+  static __m256 number(__m256i words, int nibble) {
+    const __m256 magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+    const __m256i code = _mm256_srli_epi32(words, 4 * nibble);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
+    return _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, code), _mm256_castsi256_ps(sign));
+  }
+};
+
 // A nibble becomes the lowest bits of a float32 whose last bit is worth what the nibble's place is.
+struct PlacesOfNibbles {
+  static __m256 number(__m256i words, int nibble) {
+    // 2^(23 - 4 * nibble): its last bit is 2^(-4 * nibble).
+    const int power = (127 + 23 - 4 * nibble) << 23;
+    const __m256i part = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * nibble)));
+    const __m256 raised = _mm256_castsi256_ps(_mm256_or_si256(part, _mm256_set1_epi32(power)));
+    return raised - _mm256_set1_ps(static_cast<float>(1 << (23 - 4 * nibble)) + 8.0f);
+  }
+};
+
+template <class Numbers>
 struct Nibbles {
   static constexpr int64_t bytes = 64;  // of a quad
   static Nibbles make() { return {}; }
@@ -62,20 +83,14 @@ struct Nibbles {
     const Line odd = {_mm256_srli_epi32(even.low, 16), _mm256_srli_epi32(even.high, 16)};
     BATON_UNROLL for (int h = 0; h < H; ++h) {
       const int nibble = 2 * pair + half + h;
-      w[h] = {{number(even.low, nibble), number(even.high, nibble)},
-              {number(odd.low, nibble), number(odd.high, nibble)}};
+      w[h] = {{Numbers::number(even.low, nibble), Numbers::number(even.high, nibble)},
+              {Numbers::number(odd.low, nibble), Numbers::number(odd.high, nibble)}};
     }
   }
-
- private:
-  static __m256 number(__m256i words, int nibble) {
-    // 2^(23 - 4 * nibble): its last bit is 2^(-4 * nibble).
-    const int power = (127 + 23 - 4 * nibble) << 23;
-    const __m256i part = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * nibble)));
-    const __m256 raised = _mm256_castsi256_ps(_mm256_or_si256(part, _mm256_set1_epi32(power)));
-    return raised - _mm256_set1_ps(static_cast<float>(1 << (23 - 4 * nibble)) + 8.0f);
-  }
 };
+
+using Integers4 = Nibbles<PlacesOfNibbles>;
+using Floats4 = Nibbles<TableOfNibbles>;
 
 // A byte is moved to the upper end of a lane of its own, and down again by its sign.
 struct Bytes {

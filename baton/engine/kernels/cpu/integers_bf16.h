@@ -3,13 +3,14 @@
 
 namespace baton {
 
+template <int (*number_of)(int)>
 struct Nibbles {
   static constexpr int64_t bytes = 64;  // of a quad
   const __m512i table;
   static Nibbles make() {
     alignas(64) bf16 numbers[32];  // twice: the fifth bit of an index is the next nibble's
     for (int n = 0; n < 32; ++n) {
-      const float number = static_cast<float>(n % 16 - 8);
+      const float number = static_cast<float>(number_of(n % 16));
       uint32_t word;
       std::memcpy(&word, &number, sizeof word);
       numbers[n] = static_cast<bf16>(word >> 16);
@@ -26,6 +27,10 @@ struct Nibbles {
     w[1] = (Pairs)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4), table);
   }
 };
+
+inline int integer4(int code) { return code - 8; }
+using Integers4 = Nibbles<integer4>;
+using Floats4 = Nibbles<number_of_float4>;
 
 // Bytes become bfloat16 by tables of the magnitudes 0..127, low and high bytes apart. The code of a
 // number is its sign and magnitude; the free one, -0, is -128 and shares its place with 0.

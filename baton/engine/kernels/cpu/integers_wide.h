@@ -37,10 +37,33 @@ inline Pairs pairs_of_words(Line words) {
           _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16))};
 }
 
-struct Nibbles {
+// Of 4 bits, by a table.
+struct Floats4 {
+  static constexpr int64_t bytes = 64;     // of a quad
+  static constexpr float higher = 0.0f;
+  static Floats4 make() { return {}; }
+
+  template <int H>
+  static void words(const uint8_t* at, int half, int pair, Line w[H]) {
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const Line line = load_line(at);
+    BATON_UNROLL for (int h = 0; h < H; ++h)
+      w[h] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * (2 * pair + half + h)), table);
+  }
+
+  template <int H>
+  void load(const uint8_t* at, int half, int pair, Pairs w[H]) const {
+    Line each[H];
+    words<H>(at, half, pair, each);
+    BATON_UNROLL for (int h = 0; h < H; ++h) w[h] = pairs_of_words(each[h]);
+  }
+};
+
+struct Integers4 {
   static constexpr int64_t bytes = 64;     // of a quad
   static constexpr float higher = 8.0f;  // than the numbers: words
-  static Nibbles make() { return {}; }
+  static Integers4 make() { return {}; }
 
   // A pair of a quad's inputs, of 16 * H outputs from 16 * half on.
   template <int H>

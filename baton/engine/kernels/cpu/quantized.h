@@ -120,14 +120,29 @@ inline int64_t integer_row_bytes(int64_t inputs) {
 // Whether IntegerWork::sums are met.
 inline bool needs_sums(const IntegerArgs& a) { return a.has_zeros && (!kWords || tiles_take(a)); }
 
+template <class Source>
+struct OfSource {
+  using Type = Source;
+};
+
+// Calls work(OfSource of so many bits).
+template <class Work>
+void by_source(int64_t bits, const Work& work) {
+  if (bits == 8)
+    work(OfSource<Bytes>());
+  else if (bits == 4)
+    work(OfSource<Integers4>());
+  else
+    work(OfSource<Floats4>());
+}
+
 inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const IntegerUnit& unit) {
 #ifdef BATON_TILES
   if (tiles_take(work.a)) {
     const uint8_t* tiled = rows.tiled.of(unit.from, unit.until);
-    if (work.a.bits == 4)
-      multiply_integers_tiled<Nibbles>(work, tiled, unit);
-    else
-      multiply_integers_tiled<Bytes>(work, tiled, unit);
+    by_source(work.a.bits, [&](auto source) {
+      multiply_integers_tiled<typename decltype(source)::Type>(work, tiled, unit);
+    });
     return;
   }
 #endif
@@ -137,10 +152,9 @@ inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const Inte
   const Slab slab{rows.factors.of(unit.from, unit.until), unit.from, unit.until};
 #endif
   each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
-    if (work.a.bits == 4)
-      multiply_block<Nibbles>(work, slab, unit, row, count);
-    else
-      multiply_block<Bytes>(work, slab, unit, row, count);
+    by_source(work.a.bits, [&](auto source) {
+      multiply_block<typename decltype(source)::Type>(work, slab, unit, row, count);
+    });
   });
 }
 
@@ -157,7 +171,7 @@ inline void integer_linear(const IntegerArgs& a) {
 }
 
 struct IntegerPack {
-  const int8_t* values;    // [outputs, inputs]; of 4 bits: -8..7
+  const int8_t* values;    // [outputs, inputs]; of 4 bits: -8..7, or numbers of Floats4
   const uint16_t* scales;  // [outputs, groups] float16, of an output's peak
   const uint16_t* zeros;   // likewise, or null
   uint8_t* panels;         // zeros
@@ -189,7 +203,9 @@ inline void pack_integers(const IntegerPack& a) {
         const int64_t nibble = i % 4 + o / 16;
         for (int64_t odd = 0; odd < 2; ++odd) {
           const int64_t byte = i / 4 * 64 + 2 * (2 * (o % 16) + odd) + nibble / 2;
-          to[byte] |= static_cast<uint8_t>((from[i + odd] + 8) & 15) << 4 * (nibble % 2);
+          const int number = from[i + odd];
+          const int code = a.bits == 4 ? (number + 8) & 15 : code_of_float4(number);
+          to[byte] |= static_cast<uint8_t>(code << 4 * (nibble % 2));
         }
       }
     }

@@ -24,6 +24,7 @@ QUAD: Final = 4  # inputs that are packed together; the size of a group is a mul
 LINE: Final = 64  # bytes
 MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
 HALF_BITS: Final = 15  # the greatest of an output's scales is held as at most 2 ** 15
+FLOATS4: Final = -4  # quantized.h's: in place of a number of bits
 PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
@@ -63,13 +64,13 @@ class _W8A8Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """Weights [outputs, inputs] of 4 or 8 bits in the panels of quantized.h."""
+    """Weights [outputs, inputs] of 4 or 8 bits, or FLOATS4, in the panels of quantized.h."""
 
     panels: Tensor  # uint8
     peaks: Tensor  # [outputs] float32
     inputs: int
     groups: int
-    bits: Literal[4, 8]
+    bits: Literal[-4, 4, 8]
     has_zeros: bool
 
 
@@ -97,9 +98,9 @@ class IntegerKernels:
             function.restype = None
 
     def pack(
-        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[4, 8]
+        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[-4, 4, 8]
     ) -> PackedIntegers:
-        """Pack values [outputs, inputs] int8 (4 bits: -8..7) for `linear`.
+        """Pack values [outputs, inputs] int8 (4 bits: -8..7; FLOATS4: see IntWeight.floats).
 
         scales and zeros are [outputs, groups]; the zeros are numbers of float16. The inputs of a
         group are a multiple of QUAD.
@@ -107,7 +108,7 @@ class IntegerKernels:
         (outputs, inputs), groups = values.shape, scales.shape[1]
         peaks, shares = _peaks_and_shares(scales.float())
         shifts = None if zeros is None else zeros.half().contiguous()
-        lines = inputs // QUAD * (1 if bits == 4 else 2)
+        lines = inputs // QUAD * (2 if bits == 8 else 1)
         lines += groups * (1 if zeros is None else 2)
         panels = torch.zeros(_panels(outputs), lines, LINE, dtype=torch.uint8)
         values = values.contiguous()

@@ -64,12 +64,15 @@ def pinned(cores: Collection[int]) -> Iterator[None]:
 
 @asynccontextmanager
 async def program(
-    module: str, flags: Sequence[str], cores: Collection[int]
+    module: str, flags: Sequence[str], cores: Collection[int], tree: Path | None = None
 ) -> AsyncGenerator[Program, None]:
-    """`python -m module flags`, ready. Raises ConfigError when it does not get there."""
+    """`python -m module flags`, ready; of the checkout `tree` with its own `.venv`, if one is
+    given. Raises ConfigError when it does not get there."""
+    python = sys.executable if tree is None else str(tree / ".venv" / "bin" / "python")
     with pinned(cores):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *flags,
+            python, "-m", module, *flags,
+            cwd=tree,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -144,7 +147,7 @@ async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | No
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
     """`step_ms` None: decode nodes answer at once. `core`: the router's own; `others`: the rest of
-    the machine."""
+    the machine. `tree`: the checkout whose nodes and router run; None: this one."""
 
     model: Path
     core: int
@@ -154,6 +157,7 @@ class ProcessPlan:
     router_flags: tuple[str, ...] = ()
     times: Path | None = None
     decode_nodes: int = 1
+    tree: Path | None = None
 
 
 @asynccontextmanager
@@ -165,7 +169,9 @@ async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
             flags += ["--step-ms", str(plan.step_ms)]
         if plan.times is not None:
             flags += ["--times", str(plan.times)]
-        nodes = await stack.enter_async_context(program("bench.router_nodes", flags, plan.others))
+        nodes = await stack.enter_async_context(
+            program("bench.router_nodes", flags, plan.others, plan.tree)
+        )
         given = ["--model", str(plan.model), "--port", "0", "--grpc-port", "0", "--drain-s", "0"]
         given += ["--prefill-node", nodes.ready["prefill"]]
         for address in nodes.ready["decode"]:
@@ -173,7 +179,7 @@ async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
         given += ["--max-live-requests", "4096", "--log-level", "warning", *plan.router_flags]
         if plan.redis_url is not None:
             given += ["--redis-url", plan.redis_url]
-        router = await stack.enter_async_context(program("router", given, {plan.core}))
+        router = await stack.enter_async_context(program("router", given, {plan.core}, plan.tree))
         await _ready(router.port, 1 + plan.decode_nodes)
         yield router
 

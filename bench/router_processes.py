@@ -64,12 +64,17 @@ def pinned(cores: Collection[int]) -> Iterator[None]:
 
 @asynccontextmanager
 async def program(
-    module: str, flags: Sequence[str], cores: Collection[int]
+    module: str, flags: Sequence[str], cores: Collection[int], tree: Path | None = None
 ) -> AsyncGenerator[Program, None]:
-    """Run `python -m module flags`, and yield it when ready. Raises ConfigError if it is not."""
+    """Run `python -m module flags`, and yield it when ready. Raises ConfigError if it is not.
+
+    `tree`: the checkout whose program runs, with its own `.venv`; None: this one.
+    """
+    python = sys.executable if tree is None else str(tree / ".venv" / "bin" / "python")
     with pinned(cores):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *flags,
+            python, "-m", module, *flags,
+            cwd=tree,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -146,7 +151,7 @@ class ProcessPlan:
     """What to start.
 
     `step_ms` None: decode nodes answer at once. `core` is the router's own, `others` are the rest
-    of the machine.
+    of the machine. `tree` is the checkout whose nodes and router run; None: this one.
     """
 
     model: Path
@@ -157,6 +162,7 @@ class ProcessPlan:
     router_flags: tuple[str, ...] = ()
     times: Path | None = None
     decode_nodes: int = 1
+    tree: Path | None = None
 
 
 @asynccontextmanager
@@ -168,7 +174,9 @@ async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
             flags += ["--step-ms", str(plan.step_ms)]
         if plan.times is not None:
             flags += ["--times", str(plan.times)]
-        nodes = await stack.enter_async_context(program("bench.router_nodes", flags, plan.others))
+        nodes = await stack.enter_async_context(
+            program("bench.router_nodes", flags, plan.others, plan.tree)
+        )
         given = ["--model", str(plan.model), "--port", "0", "--grpc-port", "0", "--drain-s", "0"]
         given += ["--prefill-node", nodes.ready["prefill"]]
         for address in nodes.ready["decode"]:
@@ -176,7 +184,7 @@ async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
         given += ["--max-live-requests", "4096", "--log-level", "warning", *plan.router_flags]
         if plan.redis_url is not None:
             given += ["--redis-url", plan.redis_url]
-        router = await stack.enter_async_context(program("router", given, {plan.core}))
+        router = await stack.enter_async_context(program("router", given, {plan.core}, plan.tree))
         await _ready(router.port, 1 + plan.decode_nodes)
         yield router
 

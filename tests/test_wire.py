@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.protocol import messages, wire, wire_sampling
 from baton.protocol.errors import InvalidRequest
-from baton.protocol.events import NodeStep, Pooled
+from baton.protocol.events import NodeStep, Pooled, TokenEvent, TokenLogprob
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeRecord, Role
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import Request
@@ -31,7 +33,49 @@ from tests.wire_strategies import (
 
 @pytest.mark.parametrize("kind", DRAWN, ids=lambda kind: kind.__name__)
 def test_every_field_travels_in_these_tests(kind: Any) -> None:
-    assert DRAWN[kind] | NOT_DRAWN.get(kind, set()) == {each.name for each in fields(kind)}
+    assert DRAWN[kind] | NOT_DRAWN.get(kind, set()) == set(signature(kind).parameters)
+
+
+@given(st.lists(router_messages, min_size=1, max_size=4))
+def test_a_batch_is_put_together_from_bytes(values: list[messages.RouterMessage]) -> None:
+    single = [wire.router_message_to_wire(value, CLOCK) for value in values]
+    sizes = [each.ByteSize() for each in single]
+    data = wire.router_messages_to_bytes(iter(values), CLOCK, most_bytes=sum(sizes) + 1)
+    heard = node_pb2.RouterMessage.FromString(data)
+    if len(single) == 1:
+        assert heard == single[0]
+        return
+    assert list(heard.batch.messages) == single
+    left = iter(values)
+    data = wire.router_messages_to_bytes(left, CLOCK, most_bytes=sizes[0])
+    assert node_pb2.RouterMessage.FromString(data) == single[0]
+    assert len(list(left)) == len(values) - 1, "the others wait"
+
+
+def test_a_step_without_log_probabilities_says_so() -> None:
+    event, row = TokenEvent("r", 1, 0, (5,)), ((TokenLogprob(5, -0.5, 1),),)
+    message = wire.step_to_wire(NodeStep(tokens=(event,)))
+    assert message.no_logprobs
+    message.no_logprobs = False  # as from a node of an older version
+    assert wire.step_from_wire(message).tokens == (event,)
+    for told in ({"logprobs": row}, {"prompt_logprobs": row}):
+        other = TokenEvent("s", 1, 0, (5,), **told)  # type: ignore[arg-type]
+        message = wire.step_to_wire(NodeStep(tokens=(event, other)))
+        assert not message.no_logprobs
+        assert wire.step_from_wire(message).tokens == (event, other)
+
+
+def test_a_request_is_serialized_once_but_for_its_deadline() -> None:
+    clock = StoppedClock()
+    asked = replace(a_request(), deadline=clock.monotonic() + 9)
+    first = wire.request_to_wire(asked, clock)
+    assert asked.encoded
+    assert wire.request_to_wire(asked, clock) == first
+    later = replace(asked, deadline=clock.monotonic() + 8, epoch=asked.epoch + 1)
+    assert not later.encoded, "what was changed is serialized anew"
+    second = wire.request_to_wire(later, clock)
+    assert (first.deadline_ms, second.deadline_ms) == (9000, 8000)
+    assert (first.epoch, second.epoch) == (asked.epoch, asked.epoch + 1)
 
 
 @given(router_messages)
@@ -80,7 +124,7 @@ def test_a_past_deadline_still_travels_as_a_deadline() -> None:
 
 def test_a_seed_must_be_drawn_before_the_wire() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        wire_sampling.sampling_to_wire(SamplingParams())
+        wire_sampling.write_sampling(node_pb2.SamplingParams(), SamplingParams())
     assert caught.value.field == "seed"
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from baton.protocol import wire
 from baton.protocol.errors import UnsupportedFeature, error_from_code
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams
 from baton.protocol.wire_sampling import sampling_message
+from baton.protocol.wire_values import logprobs_from_wire
 from protos import node_pb2, serve_pb2
 
 
@@ -186,8 +186,8 @@ def event_of(message: Any) -> GenerateEvent:
         finish_reason=message.finish_reason or None,
         retries=message.retries,
         usage=_usage(message.usage) if message.HasField("usage") else None,
-        logprobs=wire.logprobs_from_wire(message.logprobs),
-        prompt_logprobs=wire.logprobs_from_wire(message.prompt_logprobs),
+        logprobs=logprobs_from_wire(message.logprobs),
+        prompt_logprobs=logprobs_from_wire(message.prompt_logprobs),
     )
 
 

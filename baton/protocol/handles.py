@@ -47,6 +47,8 @@ class KVHandle:
     endpoint: Endpoint
     lease_ms: int
     sample: int = 0
+    # Empty, or its message: a router needs it for the record and for the decode node (wire.py).
+    encoded: list[bytes] = field(default_factory=list[bytes], init=False, repr=False, compare=False)
 
 
 class Role(enum.Enum):

@@ -92,6 +92,8 @@ class Request:
     resume: Resume = "fast"
     arrival: float = field(default=0.0, compare=False)
     ended: tuple[int, ...] = ()
+    # Empty, or its message without the deadline: it is serialized once for both nodes (wire.py).
+    encoded: list[bytes] = field(default_factory=list[bytes], init=False, repr=False, compare=False)
 
     @property
     def live_samples(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ Not here: stop strings, which are matched on text (baton/text/stops.py), and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Final, Literal
 
@@ -41,6 +41,7 @@ MAX_ALLOWED_TOKEN_IDS: Final = 4096
 MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's limit
 MAX_BIAS: Final = 100
 _NUMBERS: Final = (int, float)
+_LIMITS: Final = tuple((name, low, high) for name, (low, high) in BOUNDS.items())
 _bounded: Final = attrgetter(*BOUNDS)  # reads all these fields in one call
 
 
@@ -110,8 +111,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         values: tuple[Any, ...] = _bounded(self)
-        for value, (name, (low, high)) in zip(values, BOUNDS.items(), strict=True):
-            if value is None:
+        for value, default, (name, low, high) in zip(values, _DEFAULTS, _LIMITS, strict=True):
+            if value is default or value is None:
                 continue
             if type(value) not in _NUMBERS and (
                 isinstance(value, bool) or not isinstance(value, _NUMBERS)
@@ -196,3 +197,8 @@ class SamplingParams:
     def width(self) -> int:
         """The most sequences that the request runs at once."""
         return self.beam_width or max(self.n, self.best_of or 1)
+
+
+_DEFAULTS: Final[tuple[Any, ...]] = tuple(
+    next(spec.default for spec in fields(SamplingParams) if spec.name == name) for name in BOUNDS
+)

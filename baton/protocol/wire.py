@@ -8,6 +8,7 @@ never becomes a default. Messages carry deadlines as remaining milliseconds. Not
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any, Final, cast
 
@@ -22,13 +23,11 @@ from baton.protocol.events import (
     HandleReady,
     NodeStep,
     Subscribed,
-    TokenEvent,
 )
 from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.protocol.request import Request, Resume
 from baton.protocol.wire_checks import (
     epoch_of,
-    finish_reason,
     identifier,
     nothing_unknown,
     one_of,
@@ -43,23 +42,26 @@ from baton.protocol.wire_control import (
     controlled_from_wire,
     controlled_to_wire,
 )
-from baton.protocol.wire_sampling import sampling_from_wire, sampling_to_wire
+from baton.protocol.wire_sampling import sampling_from_wire, write_sampling
 from baton.protocol.wire_values import (
     endpoint_from_wire,
+    endpoint_to_bytes,
     endpoint_to_wire,
     failed_from_wire,
     failed_to_wire,
-    kept_endpoint_to_wire,
-    logprobs_from_wire,
-    logprobs_to_wire,
     pool_task_from_wire,
     pool_task_to_wire,
     pooled_from_wire,
     pooled_to_wire,
+    token_event_from_wire,
+    token_event_to_wire,
 )
 from protos import kv_pb2, node_pb2
 
 RESUME: Final = ("fast", "exact")
+# What begins a field of messages on the wire (its number, and that its length follows).
+_BATCH: Final = bytes([node_pb2.RouterMessage.BATCH_FIELD_NUMBER << 3 | 2])
+_ONE: Final = bytes([node_pb2.RouterBatch.MESSAGES_FIELD_NUMBER << 3 | 2])
 
 _ROLES: Final = {Role.PREFILL: node_pb2.ROLE_PREFILL, Role.DECODE: node_pb2.ROLE_DECODE}
 _ROLE_OF: Final = {number: role for role, number in _ROLES.items()}
@@ -78,20 +80,39 @@ _PLAIN_RECORD: Final = (
 
 
 def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:
-    return node_pb2.Request(
-        id=request.id,
-        prompt_ids=request.prompt_ids,
-        output_ids=[node_pb2.TokenIds(ids=ids) for ids in request.output_ids],
-        params=sampling_to_wire(request.params),
-        adapter=request.adapter,
-        priority=request.priority,
-        tenant_salt=request.tenant_salt,
-        deadline_ms=remaining_ms(request.deadline, clock),
-        epoch=request.epoch,
-        traceparent=request.traceparent,
-        resume=request.resume,
-        ended=request.ended,
-    )
+    message = node_pb2.Request()
+    _write_request(message, request, clock)
+    return message
+
+
+def _write_request(message: node_pb2.Request, request: Request, clock: Clock) -> None:
+    """Write a request into an empty message. Mutates `request.encoded`.
+
+    The messages of a request are written in place: protobuf copies a message that is given to
+    another message's constructor by serializing and parsing it, at every level.
+    """
+    if request.encoded:
+        message.MergeFromString(request.encoded[0])
+    else:
+        _write_fields(message, request)
+        request.encoded.append(message.SerializeToString())
+    message.deadline_ms = remaining_ms(request.deadline, clock)
+
+
+def _write_fields(message: node_pb2.Request, request: Request) -> None:
+    """Write all of a request but its deadline."""
+    message.id = request.id
+    message.prompt_ids.extend(request.prompt_ids)
+    for ids in request.output_ids:
+        message.output_ids.add().ids.extend(ids)
+    write_sampling(message.params, request.params)
+    message.adapter = request.adapter
+    message.priority = request.priority
+    message.tenant_salt = request.tenant_salt
+    message.epoch = request.epoch
+    message.traceparent = request.traceparent
+    message.resume = request.resume
+    message.ended.extend(request.ended)
 
 
 def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
@@ -123,17 +144,22 @@ def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
 
 
 def handle_to_wire(value: KVHandle) -> kv_pb2.KVHandle:
-    return kv_pb2.KVHandle(
-        boot_id=value.boot_id,
-        export_seq=value.export_seq,
-        request_id=value.request_id,
-        sample=value.sample,
-        epoch=value.epoch,
-        num_tokens=value.num_tokens,
-        secret=value.secret,
-        lease_ms=value.lease_ms,
-        endpoint=kept_endpoint_to_wire(value.endpoint),
-    )
+    message = kv_pb2.KVHandle()
+    message.MergeFromString(handle_to_bytes(value))
+    return message
+
+
+def _write_handle(message: kv_pb2.KVHandle, value: KVHandle) -> None:
+    """Write a handle into an empty message."""
+    message.boot_id = value.boot_id
+    message.export_seq = value.export_seq
+    message.request_id = value.request_id
+    message.sample = value.sample
+    message.epoch = value.epoch
+    message.num_tokens = value.num_tokens
+    message.secret = value.secret
+    message.lease_ms = value.lease_ms
+    message.endpoint.MergeFromString(endpoint_to_bytes(value.endpoint))
 
 
 def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
@@ -157,8 +183,13 @@ def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
 
 
 def handle_to_bytes(value: KVHandle) -> bytes:
-    """Serialize a handle for the request's record in the store."""
-    return handle_to_wire(value).SerializeToString()
+    """Serialize a handle, for messages and for the request's record in the store. Mutates
+    `value.encoded`."""
+    if not value.encoded:
+        message = kv_pb2.KVHandle()
+        _write_handle(message, value)
+        value.encoded.append(message.SerializeToString())
+    return value.encoded[0]
 
 
 def handle_from_bytes(data: bytes) -> KVHandle:
@@ -230,7 +261,9 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
         case messages.SessionHello():
             return node_pb2.RouterMessage(hello=node_pb2.SessionHello(**asdict(value)))
         case messages.SubmitPrefill() | messages.SubmitDecode() | messages.SubmitPool():
-            return node_pb2.RouterMessage(submit=_submit_to_wire(value, clock))
+            message = node_pb2.RouterMessage()
+            _write_submit(message.submit, value, clock)
+            return message
         case messages.Prefilled():
             prefilled = node_pb2.Prefilled(request_id=value.request_id, epoch=value.epoch)
             return node_pb2.RouterMessage(prefilled=prefilled)
@@ -250,6 +283,37 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
             return node_pb2.RouterMessage(stop_sample=node_pb2.StopSample(**asdict(value)))
         case messages.ControlNode():
             return node_pb2.RouterMessage(control=control_to_wire(value))
+
+
+def router_messages_to_bytes(
+    values: Iterable[messages.RouterMessage], clock: Clock, most_bytes: int
+) -> bytes:
+    """Take messages from `values` and serialize them as one RouterMessage, several as a batch.
+
+    At least one is taken; none is taken after the batch has `most_bytes`. The batch is put together
+    from the serialized messages, which need no copy of each other then.
+    """
+    found: list[bytes] = []
+    size = 0
+    for value in values:
+        found.append(router_message_to_wire(value, clock).SerializeToString())
+        size += len(found[-1])
+        if size >= most_bytes:
+            break
+    if len(found) == 1:
+        return found[0]
+    batch = b"".join([part for each in found for part in (_ONE, _varint(len(each)), each)])
+    return _BATCH + _varint(len(batch)) + batch
+
+
+def _varint(value: int) -> bytes:
+    """Return protobuf's form of a number: seven bits per byte, the lowest ones first."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
 
 
 def router_message_from_wire(
@@ -292,19 +356,23 @@ def _named(message: Any) -> tuple[str, int]:
     return identifier(message.request_id, "request_id"), epoch_of(message.epoch)
 
 
-def _submit_to_wire(
-    value: messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool, clock: Clock
-) -> node_pb2.Submit:
-    request = request_to_wire(value.request, clock)
+def _write_submit(
+    message: node_pb2.Submit,
+    value: messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool,
+    clock: Clock,
+) -> None:
+    """Write a submission into an empty message."""
+    _write_request(message.request, value.request, clock)
     match value:
         case messages.SubmitPrefill():
-            return node_pb2.Submit(request=request, prefill=node_pb2.PrefillTask())
+            message.prefill.SetInParent()
         case messages.SubmitDecode():
-            handle = None if value.handle is None else handle_to_wire(value.handle)
-            decode = node_pb2.DecodeTask(handle=handle, prefilling=value.prefilling)
-            return node_pb2.Submit(request=request, decode=decode)
+            message.decode.prefilling = value.prefilling
+            message.decode.SetInParent()
+            if value.handle is not None:
+                message.decode.handle.MergeFromString(handle_to_bytes(value.handle))
         case messages.SubmitPool():
-            return node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
+            message.pool.CopyFrom(pool_task_to_wire(value))
 
 
 def _submit_from_wire(
@@ -327,41 +395,6 @@ def _submit_from_wire(
 
 
 # ---- node -> router ----
-
-
-def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
-    return node_pb2.TokenEvent(
-        request_id=value.request_id,
-        epoch=value.epoch,
-        sample=value.sample,
-        position=value.position,
-        token_ids=value.token_ids,
-        logprobs=logprobs_to_wire(value.logprobs),
-        finish_reason=value.finish_reason or "",
-        num_cached_tokens=value.num_cached_tokens,
-        stop_token_id=value.stop_token_id or 0,
-        has_stop_token=value.stop_token_id is not None,
-        prompt_logprobs=logprobs_to_wire(value.prompt_logprobs),
-        preemptions=value.preemptions,
-    )
-
-
-def token_event_from_wire(message: node_pb2.TokenEvent) -> TokenEvent:
-    return TokenEvent(
-        request_id=required(message.request_id, "request_id"),
-        epoch=epoch_of(message.epoch),
-        position=message.position,
-        token_ids=tuple(message.token_ids),
-        sample=message.sample,
-        finish_reason=finish_reason(message.finish_reason),
-        stop_token_id=message.stop_token_id if message.has_stop_token else None,
-        num_cached_tokens=message.num_cached_tokens,
-        logprobs=logprobs_from_wire(message.logprobs) if message.logprobs else (),
-        prompt_logprobs=logprobs_from_wire(message.prompt_logprobs)
-        if message.prompt_logprobs
-        else (),
-        preemptions=message.preemptions,
-    )
 
 
 def _handle_ready_from_wire(message: node_pb2.HandleReady) -> HandleReady:
@@ -401,12 +434,14 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
         pooled=[pooled_to_wire(pooled) for pooled in value.pooled],
         controlled=map(controlled_to_wire, value.controlled),
         adapters=adapters_to_wire(value.adapters),
+        no_logprobs=not any(event.logprobs or event.prompt_logprobs for event in value.tokens),
     )
 
 
 def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
+    has_logprobs = not message.no_logprobs
     return NodeStep(
-        tokens=tuple(map(token_event_from_wire, message.tokens)),
+        tokens=tuple([token_event_from_wire(event, has_logprobs) for event in message.tokens]),
         handles=tuple(map(_handle_ready_from_wire, message.handles)),
         subscribed=tuple([Subscribed(*_named(item)) for item in message.subscribed]),
         failed=tuple(map(failed_from_wire, message.failed)),

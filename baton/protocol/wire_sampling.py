@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -77,14 +77,19 @@ def sampling_message(params: SamplingParams, kind: type[M]) -> M:
         for name, value in zip(names.all, names.values(params), strict=True)
         if value or (value is not None and name in names.optional)
     }
-    message: Any = kind(**values)
+    message = kind(**values)
+    _write_by_hand(message, params)
+    return message
+
+
+def _write_by_hand(message: Any, params: SamplingParams) -> None:
+    """Write the fields BY_HAND into a message."""
     if params.logit_bias:
         message.logit_bias.update(params.logit_bias)
     if params.bad_words:
         message.bad_words.extend(node_pb2.TokenIds(ids=word) for word in params.bad_words)
     if params.guided is not None:
         message.guided.CopyFrom(guided_to_wire(params.guided))
-    return message
 
 
 def sampling_fields(message: Any) -> dict[str, Any]:
@@ -109,11 +114,37 @@ def sampling_fields(message: Any) -> dict[str, Any]:
     return given
 
 
-def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
-    """Build the message for a node. Raises InvalidRequest for a seed that nobody has drawn."""
+def write_sampling(message: node_pb2.SamplingParams, params: SamplingParams) -> None:
+    """Write the parameters into an empty message for a node.
+
+    Raises InvalidRequest for a seed that nobody has drawn.
+    """
     if params.seed is None:
         raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
-    return sampling_message(params, node_pb2.SamplingParams)
+    message.MergeFromString(_plain_bytes(_plain(params)))
+    message.seed = params.seed
+    for name, ids in zip(_LISTS, _lists(params), strict=True):
+        if ids:
+            getattr(message, name).extend(ids)
+    _write_by_hand(message, params)
+
+
+@lru_cache(maxsize=256)  # most requests of an application have the same, but for the seed
+def _plain_bytes(values: tuple[Any, ...]) -> bytes:
+    """Serialize the values of the fields _PLAIN."""
+    given = {
+        name: value
+        for name, value in zip(_PLAIN, values, strict=True)
+        if value or (value is not None and name in _NODES.optional)
+    }
+    return node_pb2.SamplingParams(**given).SerializeToString()
+
+
+_NODES: Final = _names(node_pb2.SamplingParams.DESCRIPTOR)
+_PLAIN: Final = tuple(name for name in _NODES.always + _NODES.optional if name != "seed")
+_LISTS: Final = _NODES.repeated
+_plain: Final = attrgetter(*_PLAIN)
+_lists: Final = attrgetter(*_LISTS)
 
 
 def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:

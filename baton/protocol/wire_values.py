@@ -1,6 +1,7 @@
 """Values inside node messages, to protobuf and back.
 
-They are log-probabilities, prompts to pool and their vectors, failures, and endpoints. Every handle
+
+They are tokens, log-probabilities, prompts to pool and their vectors, failures, and endpoints. Every handle
 holds an endpoint, so converted endpoints are cached in both directions. baton/protocol/wire.py uses
 this module and converts the messages around these values.
 """
@@ -12,12 +13,19 @@ from functools import lru_cache
 from typing import Final, cast
 
 from baton.protocol.errors import InvalidRequest
-from baton.protocol.events import Pooled, RequestFailed, TokenLogprob
+from baton.protocol.events import Pooled, RequestFailed, TokenEvent, TokenLogprob
 from baton.protocol.handles import Endpoint, LaneAddress
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.messages import PoolKind, SubmitPool
 from baton.protocol.request import Request
-from baton.protocol.wire_checks import epoch_of, identifier, one_of, present, required
+from baton.protocol.wire_checks import (
+    epoch_of,
+    finish_reason,
+    identifier,
+    one_of,
+    present,
+    required,
+)
 from protos import kv_pb2, node_pb2
 
 KEPT: Final = 256  # endpoints in each cache; one per start of a node
@@ -41,6 +49,45 @@ def logprobs_from_wire(
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
     return tuple(
         tuple(TokenLogprob(t.token_id, t.logprob, t.rank) for t in row.top) for row in rows
+    )
+
+
+def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
+    return node_pb2.TokenEvent(
+        request_id=value.request_id,
+        epoch=value.epoch,
+        sample=value.sample,
+        position=value.position,
+        token_ids=value.token_ids,
+        logprobs=logprobs_to_wire(value.logprobs),
+        finish_reason=value.finish_reason or "",
+        num_cached_tokens=value.num_cached_tokens,
+        stop_token_id=value.stop_token_id or 0,
+        has_stop_token=value.stop_token_id is not None,
+        prompt_logprobs=logprobs_to_wire(value.prompt_logprobs),
+        preemptions=value.preemptions,
+    )
+
+
+def token_event_from_wire(message: node_pb2.TokenEvent, has_logprobs: bool = True) -> TokenEvent:
+    """Read one event. To look for log-probabilities that are not there is half of the work, so
+    `has_logprobs` False leaves it out."""
+    logprobs = prompt_logprobs = ()
+    if has_logprobs:
+        logprobs = logprobs_from_wire(message.logprobs)
+        prompt_logprobs = logprobs_from_wire(message.prompt_logprobs)
+    return TokenEvent(
+        request_id=required(message.request_id, "request_id"),
+        epoch=epoch_of(message.epoch),
+        position=message.position,
+        token_ids=tuple(message.token_ids),
+        sample=message.sample,
+        finish_reason=finish_reason(message.finish_reason),
+        stop_token_id=message.stop_token_id if message.has_stop_token else None,
+        num_cached_tokens=message.num_cached_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        preemptions=message.preemptions,
     )
 
 
@@ -114,9 +161,9 @@ def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
 
 
 @lru_cache(KEPT)
-def kept_endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
-    """Return the cached message of an endpoint. Copy it into other messages; never change it."""
-    return endpoint_to_wire(value)
+def endpoint_to_bytes(value: Endpoint) -> bytes:
+    """Serialize an endpoint; the bytes are cached."""
+    return endpoint_to_wire(value).SerializeToString()
 
 
 def endpoint_from_wire(message: kv_pb2.Endpoint) -> Endpoint:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
@@ -59,8 +59,7 @@ OWN_NAMES: Final = frozenset(
 _CONTINUES: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(msgspec.Struct, frozen=True):
     """What a template renders: JSON values.
 
     `continue_final_message`: the prompt ends within the last message, after its content. `kwargs`:
@@ -72,7 +71,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: Sequence[Mapping[str, str]] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kwargs: Mapping[str, Any] = {}
 
 
 class ChatTemplate:
@@ -159,7 +158,7 @@ class ChatTemplate:
         parts: list[str] = []
         length = 0
         try:
-            for part in template.generate(values):
+            for part in template.root_render_func(template.new_context(values)):
                 parts.append(part)
                 length += len(part)
                 if length > MAX_CHARS:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
 import orjson
 
 from baton.protocol.errors import InvalidRequest, Unavailable
@@ -58,8 +59,9 @@ class TemplateRenderer:
         For a source that is no template it raises InvalidRequest (field `chat_template`).
         """
         try:
+            values = msgspec.structs.asdict(chat)
             question = orjson.dumps(
-                {"source": source, "special_tokens": special_tokens, "chat": chat}
+                {"source": source, "special_tokens": special_tokens, "chat": values}
             )
         except (orjson.JSONEncodeError, RecursionError) as error:
             raise InvalidRequest("the messages are nested too deeply", field="messages") from error

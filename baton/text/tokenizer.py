@@ -10,10 +10,10 @@ a byte-fallback run with an invalid byte), which no stream can do.
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -32,7 +32,6 @@ _MAX_PENDING_TOKENS: Final = 6
 SHORT_TOKENS: Final = 4096  # the most tokens that are decoded under the GIL
 _MOST_COMPOSED: Final = 4  # characters of a text that a normalizer may join into one
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
-_UTF8: Final = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -213,17 +212,22 @@ class _ByteStream:
     def __init__(self, bytes_of: Mapping[int, bytes], skipped: frozenset[int]) -> None:
         self._bytes_of = bytes_of
         self._skipped = skipped
-        self._utf8 = _UTF8("replace")
+        self._utf8 = Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._bytes_of.get(token_id, b""))
+        return self._decoded(self._bytes_of.get(token_id, b""))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         skipped, bytes_of = self._skipped, self._bytes_of
         shown = [bytes_of.get(token_id, b"") for token_id in token_ids if token_id not in skipped]
-        return self._utf8.decode(b"".join(shown))
+        return self._decoded(b"".join(shown))
+
+    def _decoded(self, data: bytes) -> str:
+        if data.isascii() and not self._utf8.buffer:  # the decoder is Python code: not for these
+            return data.decode("ascii")
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

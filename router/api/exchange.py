@@ -15,7 +15,7 @@ aborted on all nodes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Final, Protocol
 
@@ -96,25 +96,33 @@ async def respond(
 async def _stream(exchange: Exchange, runner: CallRunner, writer: FrameWriter) -> None:
     """Write the frames of all prompts as they come, then the tail."""
     if len(exchange.completions) == 1:
-        await _choices(exchange, 0, runner, writer)
+        await _choices(exchange, 0, runner, writer.write)
     else:
+        turn = asyncio.Lock()
+
+        async def write(data: bytes) -> None:
+            async with turn:
+                await writer.write(data)
+
         prompts = range(len(exchange.completions))
-        await together([_choices(exchange, prompt, runner, writer) for prompt in prompts])
+        await together([_choices(exchange, prompt, runner, write) for prompt in prompts])
     await writer.write(await exchange.tail(), more=False)
 
 
 async def _choices(
-    exchange: Exchange, prompt: int, runner: CallRunner, writer: FrameWriter
+    exchange: Exchange, prompt: int, runner: CallRunner, write: Callable[[bytes], Awaitable[None]]
 ) -> None:
     """Write the frames of one prompt's choices. A choice's opening is sent with its first delta."""
     frames = exchange.frames(prompt)
     openings = [each.opening() for each in frames]
     async with aclosing(exchange.completions[prompt].deltas(runner)) as deltas:
         async for delta in deltas:
-            data = openings[delta.sample] + frames[delta.sample].delta(delta)
-            openings[delta.sample] = b""
+            sample = delta.sample
+            data = frames[sample].delta(delta)
+            if openings[sample]:
+                data, openings[sample] = openings[sample] + data, b""
             if data:
-                await writer.write(data)
+                await write(data)
 
 
 async def respond_whole(
@@ -149,7 +157,7 @@ def on_one_line(frames: bytes) -> bytes:
 
 
 class FrameWriter:
-    """Writes one streaming response. Several tasks may write; their frames are not mixed.
+    """Writes one streaming response. A call of `write` must end before the next one begins.
 
     One timer per stream checks that the client reads. A timeout around every write would cost as
     much as the rest of the write.
@@ -157,7 +165,6 @@ class FrameWriter:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # loop time at which the present write began; None: none
         self._task: asyncio.Task[object] | None = None  # the task that writes now; None: none
@@ -168,25 +175,24 @@ class FrameWriter:
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send frames; `more` is false for the last ones. Raises Cancelled if the client has not
         read for WRITE_TIMEOUT_S."""
-        async with self._turn:
-            self._task = asyncio.current_task()
-            self._since = self._loop.time()
-            if self._timer is None:
-                self._timer = self._loop.call_later(WRITE_TIMEOUT_S, self._look)
-            try:
-                if not self.started:
-                    self.started = True
-                    await self._send(
-                        {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
-                    )
-                body = data if data.isascii() else on_one_line(data)
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-            except asyncio.CancelledError as error:
-                if not self._unread or self._task is None or self._task.uncancel():
-                    raise
-                raise Cancelled("the client does not read") from error
-            finally:
-                self._since = self._task = None
+        self._task = asyncio.current_task(self._loop)
+        self._since = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(WRITE_TIMEOUT_S, self._look)
+        try:
+            if not self.started:
+                self.started = True
+                await self._send(
+                    {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                )
+            body = data if data.isascii() else on_one_line(data)
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except asyncio.CancelledError as error:
+            if not self._unread or self._task is None or self._task.uncancel():
+                raise
+            raise Cancelled("the client does not read") from error
+        finally:
+            self._since = self._task = None
 
     def close(self) -> None:
         """Stop the timer; call it after the last write."""

@@ -8,7 +8,7 @@ request this file reads only the headers. It keeps no state of requests.
 
 from __future__ import annotations
 
-import secrets
+import os
 from dataclasses import replace
 from operator import attrgetter
 from typing import Final
@@ -189,7 +189,7 @@ class Intake:
 
         Raises InvalidRequest, naming the body's field."""
         services = self._services
-        defaults = {"max_tokens": default_max_tokens, "seed": secrets.randbits(64)}
+        defaults = {"max_tokens": default_max_tokens, "seed": int.from_bytes(os.urandom(8), "big")}
         params = sampling_params(body, {**defaults, **services.sampling_defaults})
         if params.logprobs is not None or params.prompt_logprobs is not None:
             field, most = name_in(body, "logprobs"), services.config.max_logprobs

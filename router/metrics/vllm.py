@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from baton.protocol.adapters import adapter_name
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from router.services import RouterServices
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """One request that ended well. Times: seconds of the router's clock."""
 
     params: SamplingParams | None

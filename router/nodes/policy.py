@@ -12,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from baton.protocol.block_hashes import chain, root_hash
 from baton.protocol.errors import BatonError, ContextLengthExceeded, Unavailable
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
@@ -30,9 +32,10 @@ FEW_WAITING: Final = 2
 SHARE_WAITING: Final = 0.125  # of the running requests: more waiting ones make a node full
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeSnapshot:
-    """A node as this router sees it now. `prefix`: hashes of the blocks that it holds (read only).
+    """A node as this router sees it now. `prefix`: hashes of the blocks that it holds. All fields
+    are read only; it is not declared frozen because it is made for each request (2 us).
 
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
     given the node; they are known at once, while `load` is one step old. `unreported_tokens`: those
@@ -149,8 +152,7 @@ class PolicySettings:
     two_choices: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """The nodes chosen for a request. `prefill` None: the decode node computes the prompt.
 
     `prefill_cached`, `decode_cached`: prompt tokens whose KV the node holds.

@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, Protocol
 
 import grpc
@@ -29,7 +30,7 @@ from baton.protocol.events import NodeStep, TokenEvent
 from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing, channel_options
-from protos import node_pb2, node_pb2_grpc
+from protos import node_pb2
 from router.nodes.attachments import (
     Attachments,
     Attempt,
@@ -49,6 +50,7 @@ LAST_BACKOFF_S: Final = 2.0
 UNTAKEN_STEPS: Final = 16  # steps that are read and not routed; beyond that the node must wait
 PART_EVENTS: Final = 256  # events routed in one turn of the loop: some 5 ms with their clients
 PING: Final = "ping timeout"  # gRPC's words for a peer that does not answer
+SESSION_METHOD: Final = "/baton.node.v1.Node/Session"
 BATCH_BYTES: Final = 1 << 20  # no message is added to a batch of this size
 
 
@@ -250,7 +252,11 @@ class NodeSession:
         async with self._channel(options) as channel:
             async with asyncio.timeout(timing.connect_s):
                 await channel.channel_ready()
-            call = node_pb2_grpc.NodeStub(channel).Session(metadata=proof)
+            # NodeStub's call, but for the serializer: messages are given as bytes.
+            session = channel.stream_stream(
+                SESSION_METHOD, response_deserializer=node_pb2.NodeMessage.FromString
+            )
+            call = session(metadata=proof)
             try:
                 yield call
             finally:  # `call.cancel()` does nothing once a write has failed in gRPC's core
@@ -269,7 +275,9 @@ class NodeSession:
         """
         hello = messages.SessionHello(self._context.router_id)
         async with asyncio.timeout(self._context.timing.connect_s):
-            await call.write(wire.router_message_to_wire(hello, self._context.clock))
+            await call.write(
+                wire.router_messages_to_bytes([hello], self._context.clock, BATCH_BYTES)
+            )
             first = await call.read()
         if first is grpc.aio.EOF:
             raise NodeLost("the node sent no hello")
@@ -386,13 +394,13 @@ class NodeSession:
             while True:
                 first = await self._outbox.get()
                 await asyncio.sleep(0)  # messages of the same turn of the loop go along
-                batch = [wire.router_message_to_wire(first, clock)]
-                size = batch[0].ByteSize()
-                while size < BATCH_BYTES and not self._outbox.empty():
-                    batch.append(wire.router_message_to_wire(self._outbox.get_nowait(), clock))
-                    size += batch[-1].ByteSize()
-                many = node_pb2.RouterBatch(messages=batch) if len(batch) > 1 else None
-                await call.write(node_pb2.RouterMessage(batch=many) if many else batch[0])
+                batch = chain((first,), self._waiting())
+                await call.write(wire.router_messages_to_bytes(batch, clock, BATCH_BYTES))
+
+    def _waiting(self) -> Iterator[messages.RouterMessage]:
+        """Take the messages that wait in the outbox, one after another."""
+        while not self._outbox.empty():
+            yield self._outbox.get_nowait()
 
     def _note(self, step: NodeStep) -> None:
         """Take what a step reports of the node itself: load, adapters, orders, block events."""

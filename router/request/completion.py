@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from baton.guided.spec import FIELD
 from baton.parsers.message import MessageParser, MessageRules
@@ -70,8 +72,7 @@ class OutputRules:
 PLAIN_OUTPUT: Final = OutputRules()  # for requests that set none of these rules
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one token event adds to one sample.
 
     `text` may be empty: half a character, or text held back because it may begin a stop string.
@@ -225,7 +226,7 @@ class Completion:
         told = [[row[0].logprob for delta in each for row in delta.logprobs] for each in held]
         for choice, sample in enumerate(best_samples(told, self.num_choices)):
             for delta in held[sample]:
-                yield replace(delta, sample=choice)
+                yield msgspec.structs.replace(delta, sample=choice)
 
 
 class SampleText:
@@ -344,12 +345,12 @@ class SampleText:
         """Return the delta completed with its sample number and, with a parser, its parts."""
         self.ended = delta.finish_reason is not None
         if self._parser is None:
-            return replace(delta, sample=self._index) if self._index else delta
+            return msgspec.structs.replace(delta, sample=self._index) if self._index else delta
         if self.ended and not self._discard:
             self._parts += self._parser.finish()
         parts, self._parts = tuple(self._parts), []
         calls = self._parser.num_calls
-        return replace(delta, parts=parts, num_calls=calls, sample=self._index)
+        return msgspec.structs.replace(delta, parts=parts, num_calls=calls, sample=self._index)
 
     def _stop_token(self, event: TokenEvent) -> int | None:
         """Return the client's stop token id that ended the sample; None for end-of-sequence."""

@@ -78,7 +78,7 @@ class Journey:
         self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._why: BatonError = Cancelled("the request was cancelled")  # the failure if cancelled
+        self._why: BatonError | None = None  # the failure if cancelled; None: Cancelled
         self._aborted = False
         self._closing = False
 
@@ -89,8 +89,8 @@ class Journey:
         deadline = self._request.deadline
         assert deadline is not None, "Dispatcher.run sets one"
         left_s = max(0.0, deadline - self._clock.monotonic())
-        expired = DeadlineExceeded("the request's deadline has passed")
-        self._timer = asyncio.get_running_loop().call_later(left_s, self.cancel, expired)
+        late, loop = "the request's deadline has passed", asyncio.get_running_loop()
+        self._timer = loop.call_later(left_s, lambda: self.cancel(DeadlineExceeded(late)))
 
     def _over(self, ended: Callable[[], object], task: asyncio.Task[None]) -> None:
         ended()
@@ -172,8 +172,8 @@ class Journey:
             if self._trace.text_stop:
                 outcome = RequestState.FINISHED
             else:
-                self.failure = self._why
-                if isinstance(self._why, Cancelled):
+                self.failure = self._why or Cancelled("the request was cancelled")
+                if isinstance(self.failure, Cancelled):
                     outcome = RequestState.CANCELLED
         except BatonError as error:
             self.failure = error
@@ -452,8 +452,7 @@ class Journey:
             raise error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
-        """Move the request back to QUEUED with the next epoch. Its former nodes are fenced; its
-        next nodes get all tokens emitted so far."""
+        """Move back to QUEUED: former nodes are fenced, the next ones get all tokens so far."""
         self._planned = None
         await ledger.move(RequestState.QUEUED)
         # The ledger counts epochs; a request's own epoch is its copy.
@@ -483,7 +482,8 @@ class Journey:
             )
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
-        logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
 
     def _is_an_end(self, outcome: RequestState) -> bool:
         """Whether the store keeps this end, for clients that ask for the request again. Else its id

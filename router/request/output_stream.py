@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import replace
+
+import msgspec
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import InternalError
@@ -42,6 +43,7 @@ class OutputStream:
         # Log-probabilities of the prompt that came without a token, as a beam search reports them.
         self._of_prompt: tuple[tuple[TokenLogprob, ...], ...] = ()
         self._unread: deque[TokenEvent | None] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept: a look-up is a system call
         self._reader: asyncio.Future[None] | None = None
 
     @property
@@ -72,7 +74,9 @@ class OutputStream:
         and a client that does not read costs only memory for its token ids.
         """
         while not self._unread:
-            self._reader = asyncio.get_running_loop().create_future()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._reader = self._loop.create_future()
             await self._reader
         return self._unread.popleft()
 
@@ -101,7 +105,10 @@ class OutputStream:
                 self._trace.first_token_at = self._clock.monotonic()
             self._trace.output_tokens = self.num_tokens
             if self._of_prompt and not fresh.prompt_logprobs:
-                fresh, self._of_prompt = replace(fresh, prompt_logprobs=self._of_prompt), ()
+                fresh, self._of_prompt = (
+                    msgspec.structs.replace(fresh, prompt_logprobs=self._of_prompt),
+                    (),
+                )
             self._put(fresh)
 
     def show_next(self, event: TokenEvent) -> bool:

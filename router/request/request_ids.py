@@ -9,8 +9,8 @@ engine id      <reply id>-<number of the prompt>.<random>: a client may send an 
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from typing import Any, Final
 
 from starlette.requests import Request as HttpRequest
@@ -30,9 +30,13 @@ _DRAWN_KEY: Final = "baton.request_id_drawn"
 def note_request_id(scope: Scope) -> str:
     """Determine the id of this exchange from its headers, store it in `scope`, and return it."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    given = b""
+    for name, value in headers:
+        if name == b"x-request-id":
+            given = value
+            break
     drawn = _PLAIN_BYTES.fullmatch(given) is None
-    known = secrets.token_hex(12) if drawn else given.decode()
+    known = os.urandom(12).hex() if drawn else given.decode()
     scope[_SCOPE_KEY], scope[_DRAWN_KEY] = known, drawn
     return known
 
@@ -61,7 +65,7 @@ def pin_request_id(scope: Scope, name: str) -> None:
 def known_id(scope: Scope) -> str:
     """Return the id of this exchange as it is now; a random one if none was stored."""
     known: Any = scope.get(_SCOPE_KEY)
-    return known or secrets.token_hex(12)
+    return known or os.urandom(12).hex()
 
 
 def given_id(scope: Scope) -> str | None:
@@ -73,12 +77,12 @@ def reply_id(prefix: str, request: HttpRequest, given: object = None) -> str:
     """Return the id of the reply to `request`, with `prefix`. `given`: see note_body_id."""
     if given is not None:
         note_body_id(request, given)
-    return prefix + (request.scope.get(_SCOPE_KEY) or secrets.token_hex(12))
+    return prefix + (request.scope.get(_SCOPE_KEY) or os.urandom(12).hex())
 
 
 def engine_id(reply: str, index: int = 0) -> str:
     """Return a new engine id for prompt `index` of a call."""
-    return f"{reply}-{index}.{secrets.token_hex(4)}"
+    return f"{reply}-{index}.{os.urandom(4).hex()}"
 
 
 def names(asked: str, engine: str) -> bool:

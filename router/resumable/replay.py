@@ -14,6 +14,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
+import msgspec
+
 from baton.protocol.errors import BatonError, Cancelled, Unavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
@@ -104,8 +106,8 @@ class Told:
             return
         # All replays report the cached tokens of the first token: a retry may find more cached.
         first = self.tokens[0].event if self.tokens else event
-        kept = event if fresh else replace(event, token_ids=(), logprobs=())
-        kept = replace(kept, num_cached_tokens=first.num_cached_tokens)
+        kept = event if fresh else msgspec.structs.replace(event, token_ids=(), logprobs=())
+        kept = msgspec.structs.replace(kept, num_cached_tokens=first.num_cached_tokens)
         self._lengths[sample] += len(kept.token_ids)
         self._ended[sample] = ends
         self.tokens.append(replace(token, event=kept))

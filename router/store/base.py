@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
+
 from baton.protocol.errors import StoreUnavailable
 from baton.protocol.request import RequestState
 from router.store.documents import Documents
@@ -56,8 +58,7 @@ class RequestRecord:
     idle_s: float | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """One transition. `epoch` is the writer's; a move to QUEUED (failover) adds one to it.
 
     `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
@@ -71,15 +72,14 @@ class Move:
     request_id: str
     epoch: int
     state: RequestState
-    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    fields: Mapping[str, str] = NO_FIELDS
     catch_up: bool = False
     min_tokens: int = 0
     min_ends: int = 0
     kept: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(msgspec.Struct, frozen=True):
     """Tokens of one sample; `position` is the output index of the first within the sample.
 
     `more`: details of these tokens as text (store/log_details.py). An entry whose `more` begins

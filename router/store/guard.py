@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
 
 from baton.protocol.errors import StoreUnavailable, Unavailable
 from baton.protocol.events import TokenEvent
@@ -176,14 +178,14 @@ class StoreGuard:
 
         They are written now if the store is there, else when it is back.
         """
-        last = replace(move, catch_up=True)
+        last = msgspec.structs.replace(move, catch_up=True)
         done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
         if done is None and self.stats.away:
             self.settle_later(ledger, last)
 
     def settle_later(self, ledger: RequestLedger, move: Move) -> None:
         if len(self._unsettled) < MAX_UNSETTLED:
-            self._unsettled[move.request_id] = ledger, replace(move, catch_up=True)
+            self._unsettled[move.request_id] = ledger, msgspec.structs.replace(move, catch_up=True)
             return
         self.catch_up.forget(ledger)
         if ledger.log is not None:

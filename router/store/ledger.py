@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from baton.protocol.errors import InvalidRequest, StoreUnavailable
 from baton.protocol.events import TokenEvent
@@ -211,7 +212,8 @@ class RequestLedger:
             self.log.withdraw()
         if self.log is not None and state is RequestState.FINISHED:
             shown = self.log.told  # a client that asks again must get all that was shown
-            move = replace(move, min_tokens=shown.num_tokens, min_ends=len(shown.ended))
+            tokens, ends = shown.num_tokens, len(shown.ended)
+            move = msgspec.structs.replace(move, min_tokens=tokens, min_ends=ends)
         self.state = state
         self.abandon()
         if self.owes:

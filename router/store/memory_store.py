@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from baton.protocol.clock import Clock
 from baton.protocol.request import TRANSITIONS, RequestState
@@ -192,7 +194,9 @@ class MemoryStore:
         ends = entry.more.startswith(END_MARK)
         if fresh or (ends and entry.sample not in row.ended):
             if known:
-                entry = replace(entry, position=entry.position + known, token_ids=fresh)
+                entry = msgspec.structs.replace(
+                    entry, position=entry.position + known, token_ids=fresh
+                )
             row.log.append(entry)
             row.lengths[entry.sample] += len(fresh)
             row.news.set()

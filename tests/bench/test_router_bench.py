@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.text.tokenizer import Tokenizer
-from bench import router
+from bench import router, router_trees
 from bench.router_load import LoadPlan, RouterFigures, Stream
 from bench.router_nodes import NUM_WORDS, some_words
 from bench.router_processes import redis_binary
+from bench.router_trees import TreeFigures
 from deploy.plan import DEMO_MODEL
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\r\n"
@@ -75,6 +76,14 @@ def test_a_request_is_a_whole_one() -> None:
     head, _, body = plan.request(stream=True).partition(b"\r\n\r\n")
     assert f"content-length: {len(body)}".encode() in head
     assert body.count(b" ") == 19
+
+
+def test_trees_take_turns_and_are_compared_round_by_round() -> None:
+    figures = TreeFigures({router_trees.OTHER: [10.0, 20.0], router_trees.THIS: [5.0, 20.0]})
+    assert figures.ratios == [0.5, 1.0]
+    assert router_trees.spread(figures.ratios, 2) == "0.75 (0.50-1.00)"
+    with pytest.raises(SystemExit):
+        router_trees.main(["--other", ".", "--loads", "whole,idle"])
 
 
 def test_no_two_prompts_are_alike() -> None:

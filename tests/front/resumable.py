@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import Cancelled, StoreUnavailable
@@ -233,7 +234,7 @@ class LoggedDispatcher:
                         await self.go.wait()
                     if self.aborted:
                         raise Cancelled("the request was cancelled")
-                    told = replace(event, epoch=ledger.epoch)
+                    told = msgspec.structs.replace(event, epoch=ledger.epoch)
                     self.steps.append((event.sample, event.position))
                     await self.guard.append([told])
                     yield told

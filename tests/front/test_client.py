@@ -18,7 +18,7 @@ from baton.client.client import (
     Client,
     GenerateOptions,
 )
-from baton.protocol import wire
+from baton.protocol import wire_values
 from baton.protocol.errors import (
     BatonError,
     ContextLengthExceeded,
@@ -57,7 +57,7 @@ class Servicer(serve_pb2_grpc.InferenceServicer):  # type: ignore[misc]
             code, message, trailing = self.error
             context.set_trailing_metadata(trailing)
             await context.abort(code, message)
-        rows = wire.logprobs_to_wire(ROWS)
+        rows = wire_values.logprobs_to_wire(ROWS)
         yield serve_pb2.GenerateEvent(
             request_id="r", position=0, token_ids=[7], text="he", logprobs=rows[:1],
             prompt_logprobs=rows,

@@ -21,6 +21,7 @@ from router.prompts.reader import CUT_TOKENS, Length, PromptReader, TextInputs
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.tenants.keys import Grant
+from router.tenants.turns import LARGE_BYTES
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 from tests.waiting import WAIT_S
 
@@ -229,7 +230,8 @@ async def test_the_time_of_a_route_is_measured_and_it_may_be_cancelled(front: Fr
         raise AssertionError("it was not cancelled")
 
     route = counted(Route("/x", slow, methods=["POST"]), lambda: gate)
-    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    headers = [(b"content-length", b"%d" % LARGE_BYTES)]
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": headers}
     task = asyncio.create_task(route.endpoint(Request(scope)))
     await seen.wait()
     task.cancel()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import replace
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,13 +36,15 @@ def events(draw: st.DrawFn) -> list[TokenEvent]:
     ]
     end = {"finish_reason": FinishReason.STOP, "stop_token_id": 7}
     if draw(st.booleans()):
-        return [*found[:-1], replace(found[-1], **end)]
+        return [*found[:-1], msgspec.structs.replace(found[-1], **end)]
     return [*found, TokenEvent("r", 1, len(ids), (), num_cached_tokens=3, **end)]  # type: ignore[arg-type]
 
 
 def trimmed(entry: LogEntry, known: int) -> LogEntry:
     """As a store keeps one whose first tokens it has."""
-    return replace(entry, position=entry.position + known, token_ids=entry.token_ids[known:])
+    return msgspec.structs.replace(
+        entry, position=entry.position + known, token_ids=entry.token_ids[known:]
+    )
 
 
 @given(events(), st.data())
@@ -54,7 +56,11 @@ def test_what_comes_back_depends_on_no_cut_and_no_repetition(
     first = entries[0]
     known = data.draw(st.integers(0, max(0, len(first.token_ids) - 1)))
     reader = Told(1)
-    reader.add([replace(first, token_ids=first.token_ids[:known], more="")] if known else [])
+    reader.add(
+        [msgspec.structs.replace(first, token_ids=first.token_ids[:known], more="")]
+        if known
+        else []
+    )
     reader.add([trimmed(first, known), *entries[1:]])
     reader.add(again)
     tokens = [token.event for token in reader.tokens]

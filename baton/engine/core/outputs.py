@@ -9,7 +9,8 @@ the scheduler.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk, Task

@@ -30,6 +30,7 @@ from baton.protocol.errors import ConfigError, InvalidRequest, Unavailable
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.protocol.wire_sampling import sampling_fields
+from baton.protocol.wire_values import logprobs_to_wire
 from baton.runtime.log import request_context
 from baton.runtime.timing import CLIENT_TIMING, channel_options, server_options
 from protos import serve_pb2, serve_pb2_grpc
@@ -404,8 +405,8 @@ def _event(
         token_ids=delta.token_ids,
         text=delta.text,
         retries=completion.trace.retries,
-        logprobs=wire.logprobs_to_wire(delta.logprobs),
-        prompt_logprobs=wire.logprobs_to_wire(completion.prompt_logprobs if first else ()),
+        logprobs=logprobs_to_wire(delta.logprobs),
+        prompt_logprobs=logprobs_to_wire(completion.prompt_logprobs if first else ()),
     )
     if delta.finish_reason is not None:
         event.finish_reason = delta.finish_reason.value

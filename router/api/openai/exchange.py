@@ -123,6 +123,8 @@ class OpenAIExchange:
     # ---- whole ----
 
     async def whole(self, runner: CallRunner) -> bytes:
+        if len(self.completions) == 1:
+            return msgspec.json.encode(self._reply(await self._choices(0, runner)))
         prompts = range(len(self.completions))
         several = await together([self._choices(prompt, runner) for prompt in prompts])
         return msgspec.json.encode(self._reply([choice for each in several for choice in each]))
@@ -171,14 +173,18 @@ class OpenAIExchange:
 
     def _usage(self) -> Usage:
         """Return the usage of all completions together; final when they have ended."""
-        prompt = sum(c.prompt_tokens for c in self.completions)
-        completion = sum(c.completion_tokens for c in self.completions)
+        prompt = completion = cached = reasoning = 0
+        for each in self.completions:
+            prompt += each.prompt_tokens
+            completion += each.completion_tokens
+            cached += each.cached_tokens
+            reasoning += each.reasoning_tokens
         return Usage(
             prompt,
             completion,
             prompt + completion,
-            PromptTokensDetails(sum(c.cached_tokens for c in self.completions)),
-            CompletionTokensDetails(sum(c.reasoning_tokens for c in self.completions)),
+            PromptTokensDetails(cached),
+            CompletionTokensDetails(reasoning),
         )
 
 

@@ -372,8 +372,9 @@ class Gate:
 class Preparation:
     """One request while it is read. `end` may be called before the context ends, and twice.
 
-    `counted`: tokens that were counted for the client and not served. `busy_s`: for how long the
-    request has kept the event loop busy. `num_bytes`: the size of its body by its headers.
+    `counted`: tokens that were counted for the client and not served. `num_bytes`: the size of its
+    body by its headers. `busy_s`: for how long a request with a large body has kept the event loop
+    busy.
     """
 
     _gate: Gate

@@ -1,9 +1,8 @@
 """Values inside node messages, to protobuf and back.
 
-
-They are tokens, log-probabilities, prompts to pool and their vectors, failures, and endpoints. Every handle
-holds an endpoint, so converted endpoints are cached in both directions. baton/protocol/wire.py uses
-this module and converts the messages around these values.
+They are tokens, log-probabilities, prompts to pool and their vectors, failures, and endpoints.
+Every handle holds an endpoint, so converted endpoints are cached in both directions.
+baton/protocol/wire.py uses this module and converts the messages around these values.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros: bool) -> IntWeight:
+def integers(
+    bits: Literal[4, 6, 8], shape: tuple[int, int], groups: int, *, zeros: bool
+) -> IntWeight:
     """Every number that the bits hold, scales between 0.01 and 1 and so apart within an output."""
     generator = torch.Generator().manual_seed(bits + groups)
     high = 1 << bits - 1
@@ -53,12 +55,12 @@ def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros:
     sizes = (shape[0], groups)
     scales = 10 ** (-2 * torch.rand(sizes, generator=generator))
     shifts = torch.randint(-high, high, sizes, generator=generator).float() if zeros else None
-    return IntWeight(bits, values, scales, shifts)
+    return IntWeight(4 if bits == 4 else 8, values, scales, shifts)
 
 
-@settings(max_examples=60)
+@settings(max_examples=90)
 @given(
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([4, 6, 8]),
     rows=st.integers(1, 33),
     outputs=st.integers(1, 200),
     grouping=st.tuples(st.integers(1, 5), st.sampled_from([4, 12, 32, 64, 128])),
@@ -66,7 +68,7 @@ def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros:
 )
 def test_integer_panels_are_the_dequantized_twin(
     compiled: IntegerKernels,
-    bits: Literal[4, 8],
+    bits: Literal[4, 6, 8],
     rows: int,
     outputs: int,
     grouping: tuple[int, int],
@@ -76,6 +78,7 @@ def test_integer_panels_are_the_dequantized_twin(
     weight = integers(bits, (outputs, groups * size), groups, zeros=zeros)
     x, bias = noise(1, rows, groups * size), noise(2, outputs) if biased else None
     layer = IntegerPanels(compiled, weight, bias)
+    assert layer.packed.bits in ((bits,) if bits != 6 else (6, 8))
     y = layer(x)
     assert torch.equal(in_float32(layer, x).bfloat16(), y)
     wide_bias = None if bias is None else bias.float()

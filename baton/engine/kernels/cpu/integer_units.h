@@ -3,7 +3,7 @@
 // A panel holds 32 outputs, one stream that is read once: group after group [scales: 32 float16]
 // [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs, where
 // Bytes::place says; 4 bits, four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of
-// outputs 16 * (n % 2) + 0..15.
+// outputs 16 * (n % 2) + 0..15. 6 bits: lines of 96 bytes, see Sixes, where there are any.
 #pragma once
 
 #include <algorithm>
@@ -34,6 +34,14 @@ namespace baton {
 constexpr int64_t kNarrow = 32;      // outputs of a panel
 constexpr int64_t kQuad = 4;         // inputs at once
 constexpr int64_t kFarAhead = 8192;  // bytes between asking memory for lines and using them
+
+// Bytes of a quad of 32 outputs.
+inline int64_t quad_bytes(int64_t bits) {
+#ifdef BATON_SIXES
+  if (bits == 6) return Sixes::bytes;
+#endif
+  return bits == 4 ? Nibbles::bytes : Bytes::bytes;
+}
 
 struct IntegerArgs {
   const bf16* x;          // [rows, inputs]
@@ -76,7 +84,7 @@ struct IntegerLayout {
   int64_t quads, header, group, panel;  // quads of a group; bytes
   explicit IntegerLayout(const IntegerArgs& a)
       : quads(a.inputs / a.groups / kQuad), header(a.has_zeros ? 128 : 64),
-        group(header + quads * (a.bits == 4 ? Nibbles::bytes : Bytes::bytes)),
+        group(header + quads * quad_bytes(a.bits)),
         panel(a.groups * group) {}
 };
 

@@ -120,15 +120,23 @@ inline int64_t integer_row_bytes(int64_t inputs) {
 // Whether IntegerWork::sums are met.
 inline bool needs_sums(const IntegerArgs& a) { return a.has_zeros && (!kWords || tiles_take(a)); }
 
+// Calls work(source), whose type says how numbers of so many bits lie.
+template <class Work>
+void by_source(int64_t bits, const Work& work) {
+#ifdef BATON_SIXES
+  if (bits == 6) return work(Sixes::make());
+#endif
+  if (bits == 4) return work(Nibbles::make());
+  work(Bytes::make());
+}
+
 inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const IntegerUnit& unit) {
 #ifdef BATON_TILES
   if (tiles_take(work.a)) {
     const uint8_t* tiled = rows.tiled.of(unit.from, unit.until);
-    if (work.a.bits == 4)
-      multiply_integers_tiled<Nibbles>(work, tiled, unit);
-    else
-      multiply_integers_tiled<Bytes>(work, tiled, unit);
-    return;
+    return by_source(work.a.bits, [&](auto source) {
+      multiply_integers_tiled<decltype(source)>(work, tiled, unit);
+    });
   }
 #endif
 #ifdef BATON_WORDS
@@ -137,10 +145,9 @@ inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const Inte
   const Slab slab{rows.factors.of(unit.from, unit.until), unit.from, unit.until};
 #endif
   each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
-    if (work.a.bits == 4)
-      multiply_block<Nibbles>(work, slab, unit, row, count);
-    else
-      multiply_block<Bytes>(work, slab, unit, row, count);
+    by_source(work.a.bits, [&](auto source) {
+      multiply_block<decltype(source)>(work, slab, unit, row, count);
+    });
   });
 }
 
@@ -180,6 +187,13 @@ inline void pack_integers(const IntegerPack& a) {
       to += at.header;
       const int8_t* from = a.values + output * a.inputs + g * size;
       for (int64_t i = 0; i < size; i += 2) {
+#ifdef BATON_SIXES
+        if (a.bits == 6) {
+          for (int64_t at = i; at < i + 2; ++at)
+            Sixes::put(to + at / 4 * Sixes::bytes, o, at, from[at]);
+          continue;
+        }
+#endif
         if (a.bits == 8) {
           for (int64_t at = i; at < i + 2; ++at)
             to[at / 2 * 64 + Bytes::place(o, at)] = Bytes::code(from[at]);

@@ -132,10 +132,7 @@ def test_the_head_and_the_table(kind: str, tmp_path: Path) -> None:
     """The head keeps its integers, also beside a table that is widened for look-ups."""
     file, twin = make(tmp_path, kind, "Q4_K_M")
     loaded, plain = load(file), load(twin)
-    ids = torch.tensor(PROMPT)
     assert loaded.rounded_head_bytes > 0
-    positions = torch.arange(len(ids))
-    del positions
     hidden = torch.randn(3, 256, generator=torch.Generator().manual_seed(4))
     assert relative_error(loaded.logits(hidden), plain.logits(hidden)) < 1e-5
 
@@ -189,7 +186,7 @@ def test_the_names_of_both_ways(tmp_path: Path) -> None:
 
 
 def test_greedy_tokens_are_the_widened_models(tmp_path: Path) -> None:
-    """In bfloat16, where both have compiled kernels; prompts together and alone."""
+    """Prompts together, in float32: rounding is far below what tokens differ by."""
     options: dict[str, Any] = {
         "dtype": "float32", "device": "cpu", "kv_cache_memory": "16MB", "max_model_len": 128,
     }  # fmt: skip

@@ -4,7 +4,8 @@
 // [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs, where
 // Bytes::place says; 4 bits, four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of
 // outputs 16 * (n % 2) + 0..15. A nibble is an integer, 8 less (Integers4), or twice an E2M1 number:
-// its magnitude's place in a table, and a sign (Floats4).
+// its magnitude's place in a table, and a sign (Floats4). 6 bits: lines of 96 bytes, see Sixes, where
+// there are any.
 #pragma once
 
 #include <algorithm>
@@ -50,13 +51,21 @@ constexpr int64_t kNarrow = 32;      // outputs of a panel
 constexpr int64_t kQuad = 4;         // inputs at once
 constexpr int64_t kFarAhead = 8192;  // bytes between asking memory for lines and using them
 
+// Bytes of a quad of 32 outputs.
+inline int64_t quad_bytes(int64_t bits) {
+#ifdef BATON_SIXES
+  if (bits == 6) return Sixes::bytes;
+#endif
+  return bits == 8 ? Bytes::bytes : Integers4::bytes;
+}
+
 struct IntegerArgs {
   const bf16* x;          // [rows, inputs]
   const uint8_t* panels;  // an even number of them
   const float* peaks;     // [outputs]
   const bf16* bias;       // [outputs], or null
   bf16* y;                // [rows, outputs]
-  int64_t rows, inputs, outputs, groups, bits, has_zeros;  // bits: 8, 4 or kFloats4
+  int64_t rows, inputs, outputs, groups, bits, has_zeros;  // bits: 8, 6, 4, kFloats4
   int64_t stride;         // numbers from a row of y to the next
   float* wide = nullptr;  // [rows, outputs], instead of y
 };
@@ -91,7 +100,7 @@ struct IntegerLayout {
   int64_t quads, header, group, panel;  // quads of a group; bytes
   explicit IntegerLayout(const IntegerArgs& a)
       : quads(a.inputs / a.groups / kQuad), header(a.has_zeros ? 128 : 64),
-        group(header + quads * (a.bits == 8 ? Bytes::bytes : Integers4::bytes)),
+        group(header + quads * quad_bytes(a.bits)),
         panel(a.groups * group) {}
 };
 

@@ -68,4 +68,50 @@ struct Bytes {
   }
 };
 
+#define BATON_SIXES
+
+// Numbers of 6 bits, 32 higher, which index tables of bfloat16's low and high bytes. Of a quad, 64
+// bytes hold the low halves of a pair's 64 numbers, as Bytes has them, and of the other pair's; 32
+// bytes hold two bits more of each: byte b of numbers b, b + 32, and those of the other pair.
+struct Sixes {
+  static constexpr int64_t bytes = 96;
+  const __m512i low, high, upper, from[2];
+  static Sixes make() {
+    alignas(64) uint8_t low[64], high[64], from[2][64];
+    for (int n = 0; n < 64; ++n) {
+      const float number = static_cast<float>(n - 32);
+      uint32_t word;
+      std::memcpy(&word, &number, sizeof word);
+      low[n] = static_cast<uint8_t>(word >> 16);
+      high[n] = static_cast<uint8_t>(word >> 24);
+      for (int pair = 0; pair < 2; ++pair)  // the bits that come to bits 4 and 5 of byte n
+        from[pair][n] = static_cast<uint8_t>((8 * (n % 8) + 2 * (2 * pair + n / 32) - 4) & 63);
+    }
+    return {_mm512_load_si512(low), _mm512_load_si512(high), _mm512_set1_epi8(0x30),
+            {_mm512_load_si512(from[0]), _mm512_load_si512(from[1])}};
+  }
+
+  // Writes an input's number of an output to its place among a quad's zeros.
+  static void put(uint8_t* quad, int64_t output, int64_t input, int number) {
+    const int64_t at = place_in_turns(output, input), pair = input / 2 % 2;
+    const int code = number + 32;
+    quad[at] |= static_cast<uint8_t>((code & 15) << 4 * pair);
+    quad[64 + at % 32] |= static_cast<uint8_t>((code >> 4) << 2 * (2 * pair + at / 32));
+  }
+
+  template <int H>
+  BATON_VNNI void load(const uint8_t* at, int, int pair, Pairs w[2]) const {
+    static_assert(H == 2);
+    const __m512i line = _mm512_srli_epi16(_mm512_loadu_si512(at), 4 * pair);
+    const __m512i rest = _mm512_broadcast_i64x4(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 64)));
+    const __m512i codes = _mm512_ternarylogic_epi32(
+        upper, _mm512_multishift_epi64_epi8(from[pair], rest), line, 0xca);  // upper ? rest : line
+    const __m512i lower = _mm512_permutexvar_epi8(codes, low);
+    const __m512i higher = _mm512_permutexvar_epi8(codes, high);
+    w[0] = (Pairs)_mm512_unpacklo_epi8(lower, higher);
+    w[1] = (Pairs)_mm512_unpackhi_epi8(lower, higher);
+  }
+};
+
 }  // namespace baton

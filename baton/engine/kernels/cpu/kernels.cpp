@@ -67,6 +67,14 @@ void baton_store_rows(const baton::StoreArgs* args) { baton::store_rows(*args); 
 
 void baton_pack_integers(const baton::IntegerPack* args) { baton::pack_integers(*args); }
 
+// Whether integers of 6 bits can be packed.
+int32_t baton_packs_sixes() {
+#ifdef BATON_SIXES
+  return 1;
+#else
+  return 0;
+#endif
+}
 void baton_integer_linear(const baton::IntegerArgs* args) { baton::integer_linear(*args); }
 
 void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64_t outputs,

@@ -128,22 +128,21 @@ struct OfSource {
 // Calls work(OfSource of so many bits).
 template <class Work>
 void by_source(int64_t bits, const Work& work) {
-  if (bits == 8)
-    work(OfSource<Bytes>());
-  else if (bits == 4)
-    work(OfSource<Integers4>());
-  else
-    work(OfSource<Floats4>());
+#ifdef BATON_SIXES
+  if (bits == 6) return work(OfSource<Sixes>());
+#endif
+  if (bits == 8) return work(OfSource<Bytes>());
+  if (bits == 4) return work(OfSource<Integers4>());
+  work(OfSource<Floats4>());
 }
 
 inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const IntegerUnit& unit) {
 #ifdef BATON_TILES
   if (tiles_take(work.a)) {
     const uint8_t* tiled = rows.tiled.of(unit.from, unit.until);
-    by_source(work.a.bits, [&](auto source) {
+    return by_source(work.a.bits, [&](auto source) {
       multiply_integers_tiled<typename decltype(source)::Type>(work, tiled, unit);
     });
-    return;
   }
 #endif
 #ifdef BATON_WORDS
@@ -194,6 +193,13 @@ inline void pack_integers(const IntegerPack& a) {
       to += at.header;
       const int8_t* from = a.values + output * a.inputs + g * size;
       for (int64_t i = 0; i < size; i += 2) {
+#ifdef BATON_SIXES
+        if (a.bits == 6) {
+          for (int64_t at = i; at < i + 2; ++at)
+            Sixes::put(to + at / 4 * Sixes::bytes, o, at, from[at]);
+          continue;
+        }
+#endif
         if (a.bits == 8) {
           for (int64_t at = i; at < i + 2; ++at)
             to[at / 2 * 64 + Bytes::place(o, at)] = Bytes::code(from[at]);

@@ -25,6 +25,7 @@ LINE: Final = 64  # bytes
 MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
 HALF_BITS: Final = 15  # the greatest of an output's scales is held as at most 2 ** 15
 FLOATS4: Final = -4  # quantized.h's: in place of a number of bits
+QUAD_BYTES: Final[dict[int, int]] = {FLOATS4: 64, 4: 64, 6: 96, 8: 128}  # of NARROW outputs
 PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
@@ -64,13 +65,13 @@ class _W8A8Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """Weights [outputs, inputs] of 4 or 8 bits, or FLOATS4, in the panels of quantized.h."""
+    """Weights [outputs, inputs] of 4, 6 or 8 bits, or FLOATS4, in the panels of quantized.h."""
 
     panels: Tensor  # uint8
     peaks: Tensor  # [outputs] float32
     inputs: int
     groups: int
-    bits: Literal[-4, 4, 8]
+    bits: Literal[-4, 4, 6, 8]
     has_zeros: bool
 
 
@@ -91,6 +92,7 @@ class IntegerKernels:
         library = kernels.library
         self._pack = library.baton_pack_integers
         self._linear = library.baton_integer_linear
+        self._packs_sixes = bool(library.baton_packs_sixes())
         self._pack_w8a8 = library.baton_pack_w8a8
         self._pack_w8a8.argtypes = (*[_POINTER] * 3, _SIZE, _SIZE)
         self._w8a8 = library.baton_w8a8_linear
@@ -103,21 +105,23 @@ class IntegerKernels:
         """Pack values [outputs, inputs] int8 (4 bits: -8..7; FLOATS4: see IntWeight.floats).
 
         scales and zeros are [outputs, groups]; the zeros are numbers of float16. The inputs of a
-        group are a multiple of QUAD.
+        group are a multiple of QUAD. 8 bits that 6 can hold are packed in 6 where the library has
+        these.
         """
         (outputs, inputs), groups = values.shape, scales.shape[1]
+        packed = 6 if bits == 8 and self._packs_sixes and _fit_sixes(values, groups) else bits
         peaks, shares = _peaks_and_shares(scales.float())
         shifts = None if zeros is None else zeros.half().contiguous()
-        lines = inputs // QUAD * (2 if bits == 8 else 1)
+        lines = inputs // QUAD * QUAD_BYTES[packed] // LINE
         lines += groups * (1 if zeros is None else 2)
         panels = torch.zeros(_panels(outputs), lines, LINE, dtype=torch.uint8)
         values = values.contiguous()
         args = _IntegerPack(
             values.data_ptr(), shares.data_ptr(), None if shifts is None else shifts.data_ptr(),
-            panels.data_ptr(), outputs, inputs, groups, bits,
+            panels.data_ptr(), outputs, inputs, groups, packed,
         )  # fmt: skip
         self._pack(ctypes.byref(args))
-        return PackedIntegers(panels, peaks, inputs, groups, bits, zeros is not None)
+        return PackedIntegers(panels, peaks, inputs, groups, packed, zeros is not None)
 
     def linear(
         self,
@@ -193,6 +197,12 @@ def _peaks_and_shares(scales: Tensor) -> tuple[Tensor, Tensor]:
     exact = (shares.float() * powers == scales).all(1, keepdim=True)
     peaks = torch.where(exact, powers, most * 2.0**-HALF_BITS)
     return peaks.flatten(), (scales / peaks).half().contiguous()
+
+
+def _fit_sixes(values: Tensor, groups: int) -> bool:
+    """Whether all are of -32..31, and each group fills whole lines."""
+    low, high = values.aminmax()
+    return values.shape[1] // groups % (2 * QUAD) == 0 and int(low) >= -32 and int(high) < 32
 
 
 def _panels(outputs: int) -> int:

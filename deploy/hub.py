@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder, is_gguf
+from baton.engine.checkpoint.gguf.folder import WEIGHTS, gguf_folder, is_gguf
 from baton.protocol.errors import ModelRefused
 
 # The same patterns as in baton/engine/checkpoint/checkpoint.py, which needs torch. A pickle is

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.checkpoint.gguf_header import read_gguf
+from baton.engine.checkpoint.gguf.header import read_gguf
 from baton.text.tokenizer import Tokenizer
 from bench.quantization import UNSEEN, UNSEEN_TOKENS, TimedAnswer, all_logits, glossary, load
 from tests.engine.gguf_models import MIXES, write_gguf

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.checkpoint.convert import convert
-from baton.engine.checkpoint.gguf_blocks import widen_blocks
-from baton.engine.checkpoint.gguf_config import gguf_config
-from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder
-from baton.engine.checkpoint.gguf_header import BLOCKS, read_gguf
-from baton.engine.checkpoint.gguf_tokenizer import gguf_generation, gguf_tokenizer
-from baton.engine.checkpoint.gguf_weights import gguf_tensors
+from baton.engine.checkpoint.gguf.blocks import widen_blocks
+from baton.engine.checkpoint.gguf.config import gguf_config
+from baton.engine.checkpoint.gguf.folder import WEIGHTS, gguf_folder
+from baton.engine.checkpoint.gguf.header import BLOCKS, read_gguf
+from baton.engine.checkpoint.gguf.tokenizer import gguf_generation, gguf_tokenizer
+from baton.engine.checkpoint.gguf.weights import gguf_tensors
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import load_model

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.checkpoint.gguf_blocks import integers_of, read_blocks, widen_blocks
-from baton.engine.checkpoint.gguf_header import BLOCKS
+from baton.engine.checkpoint.gguf.blocks import integers_of, read_blocks, widen_blocks
+from baton.engine.checkpoint.gguf.header import BLOCKS
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import IntegerKernels

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import xxhash
 
-from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder, is_gguf
+from baton.engine.checkpoint.gguf.folder import WEIGHTS, gguf_folder, is_gguf
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError, ModelRefused
 

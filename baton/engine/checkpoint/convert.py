@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sentencepiece_available
 
-from baton.engine.checkpoint.gguf_folder import WEIGHTS, is_gguf, write_folder
+from baton.engine.checkpoint.gguf.folder import WEIGHTS, is_gguf, write_folder
 from baton.engine.checkpoint.sentencepiece_model import pipeline_of
 from baton.protocol.errors import BatonError, ConfigError, ModelRefused
 from baton.runtime.config import add_config, parse

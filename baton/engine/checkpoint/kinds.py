@@ -3,7 +3,7 @@
 A format that is no integer format of Baton's is read under its plain names, each number as large
 as the format says it is, so that nothing behind the reader knows of it. Scales of activations and
 of KV are left unread: activations stay as they are, KV is what --kv-cache-dtype says. Of a GGUF
-file the lean route keeps the integers of products (gguf_blocks.py), unless it is asked to widen.
+file the lean route keeps the integers of products (gguf/blocks.py), unless it is asked to widen.
 No torch here: `baton estimate` asks too.
 """
 

@@ -15,7 +15,7 @@ from baton.engine.checkpoint.bitsandbytes import widen_bits4, widen_bits8
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.float4 import widen_float4
 from baton.engine.checkpoint.float8 import widen_float8
-from baton.engine.checkpoint.gguf_weights import gguf_tensors
+from baton.engine.checkpoint.gguf.weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
 from baton.engine.checkpoint.stacked_experts import unstack

@@ -20,7 +20,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from baton.engine.checkpoint.gguf_folder import gguf_folder, is_gguf
+from baton.engine.checkpoint.gguf.folder import gguf_folder, is_gguf
 from baton.engine.config import EngineConfig
 from baton.engine.loading.model_shape import model_shape
 from baton.engine.performance.ideal import Estimate, EstimateOptions, estimate

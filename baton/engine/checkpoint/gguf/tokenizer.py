@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
-from baton.engine.checkpoint.gguf_header import GgufFile
+from baton.engine.checkpoint.gguf.header import GgufFile
 from baton.engine.checkpoint.sentencepiece_model import SPACE, pipeline_of
 from baton.protocol.errors import ModelRefused
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from baton.engine.checkpoint.gguf_header import GgufFile
+from baton.engine.checkpoint.gguf.header import GgufFile
 from baton.protocol.errors import ModelRefused
 
 _CLASSES: Final = {

@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from baton.engine.checkpoint.gguf_config import gguf_config
-from baton.engine.checkpoint.gguf_header import read_gguf
-from baton.engine.checkpoint.gguf_tokenizer import gguf_generation, gguf_tokenizer
+from baton.engine.checkpoint.gguf.config import gguf_config
+from baton.engine.checkpoint.gguf.header import read_gguf
+from baton.engine.checkpoint.gguf.tokenizer import gguf_generation, gguf_tokenizer
 from baton.protocol.errors import ModelRefused
 from baton.runtime.cache_folder import cache_folder
 

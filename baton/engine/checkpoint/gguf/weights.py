@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names of its checkpoint.
 
     name     token_embd, blk.N.attn_q, ... -> model.embed_tokens, model.layers.N.self_attn.q_proj
-    numbers  by block (gguf_blocks.py): widened in float32, or products' own integers
+    numbers  by block (blocks.py): widened in float32, or products' own integers
     order    llama.cpp turns the rows of a Llama's queries and keys so that the two numbers which
              rotate together lie side by side; here they are half a head apart
     norms    a Gemma's are stored plus one
@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint.gguf_blocks import integers_of, read_blocks, widen_blocks
-from baton.engine.checkpoint.gguf_config import plain_name, query_heads
-from baton.engine.checkpoint.gguf_header import BLOCKS, GgufFile, GgufTensor, read_gguf
+from baton.engine.checkpoint.gguf.blocks import integers_of, read_blocks, widen_blocks
+from baton.engine.checkpoint.gguf.config import plain_name, query_heads
+from baton.engine.checkpoint.gguf.header import BLOCKS, GgufFile, GgufTensor, read_gguf
 from baton.engine.checkpoint.stored import (
     SLAB_NUMBERS,
     Readable,

@@ -184,6 +184,10 @@ def test_stacked_experts_say_what_they_said() -> None:
     torch.testing.assert_close(together(hidden, ()), layer(hidden, ()), atol=1e-5, rtol=1e-4)
     biased = (*each[:2], Expert(each[2].gate_up, PlainLinear(plain(24, 8).weight, hidden[0])))
     assert stacked(Experts(gate, biased, None)).together is None
+    first = stacked(Experts(gate, each[:1], None, elsewhere=True))
+    rest = stacked(Experts(gate, each[1:], None, first=1, elsewhere=True))
+    parts = first(hidden, ()) + rest(hidden, ())
+    torch.testing.assert_close(parts, layer(hidden, ()), atol=1e-5, rtol=1e-4)
 
 
 def test_integer_weights_that_make_no_tiles_are_refused() -> None:

@@ -30,7 +30,7 @@ class ExpertsConfig:
 
     `prefix` and `parts` (gate, up, down) name the tensors. `normalized`: the chosen experts'
     weights sum to 1. `shared_size` > 0: one more expert for every token, named `shared`, behind a
-    gate of its own if `shared_gated`.
+    gate of its own if `shared_gated`. `held`: the experts that are here, None = all `count`.
     """
 
     count: int
@@ -44,6 +44,12 @@ class ExpertsConfig:
     shared: str = "shared_expert"
     shared_gated: bool = True
     gate: GateConfig = GateConfig()
+    held: range | None = None
+
+    @property
+    def here(self) -> range:
+        """The experts that are here, by their numbers in the whole mixture."""
+        return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,7 @@ class DecoderConfig:
             return ParameterCounts(dense, head, self.tied_embeddings)
         router = experts.count + (1 if experts.shared_size and experts.shared_gated else 0)
         dense += num_sparse * hidden * (router + 3 * experts.shared_size)
-        routed = num_sparse * experts.count * 3 * hidden * experts.size
+        routed = num_sparse * len(experts.here) * 3 * hidden * experts.size
         return ParameterCounts(
             dense, head, self.tied_embeddings, routed, experts.count, experts.per_token
         )

@@ -18,6 +18,7 @@ from baton.engine.kernels.rope import Rotation, attention_factor, inverse_freque
 from baton.engine.models.compiled_step import compile_step
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
+from baton.engine.models.experts import ExpertDispatch
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import Linears, in_float32
@@ -34,8 +35,14 @@ class Shards(Protocol):
     model in one piece; parallel/sharding.py is a rank of several. T = tokens, N = rows, H = hidden
     size.
 
+    `dispatch`: how rows reach experts of other ranks; None = every rank has all rows, and their
+    answers meet in `reduce`.
+
     Source: Megatron-LM (arXiv 1909.08053, section 3).
     """
+
+    @property
+    def dispatch(self) -> ExpertDispatch | None: ...
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """token_ids [T], weight [vocabulary here, H] -> [T, H]."""
@@ -53,6 +60,8 @@ class Shards(Protocol):
 
 class Whole:
     """Shards of a model in one piece."""
+
+    dispatch: ExpertDispatch | None = None
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """See Shards."""
@@ -89,7 +98,8 @@ class Decoder:
         self._embedding = read("model.embed_tokens.weight")
         place = self._embedding
         self._between = choose_elementwise(config, place.dtype, place.device)
-        builder = LayerBuilder(config, read, linears, fixed_shapes, self._between)
+        dispatch = self._shards.dispatch
+        builder = LayerBuilder(config, read, linears, fixed_shapes, self._between, dispatch)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
         self._final_norm = read("model.norm.weight")
         # Decode steps in one call; None: layer by layer, as the sums of several ranks need it.

@@ -7,13 +7,24 @@
 The sum's order is a token's own choices, never its batch mates'. With `fixed_shapes`
 (--deterministic) an expert met computes all rows, and those that chose it take theirs: its products
 have one shape, whatever the others chose. Which experts a token meets is a gate's business
-(gates.py). Source: Switch Transformer (arXiv 2101.03961), Mixtral (arXiv 2401.04088).
+(gates.py).
+
+Experts may lie on several ranks (expert parallelism), whole ones on each. There are two ways:
+
+    every rank has all rows       a choice of an expert elsewhere adds nothing here, and is not
+                                  computed; the sum over the ranks is the whole answer
+    every rank has its own rows   an `ExpertDispatch` sends rows to the ranks that hold their
+                                  experts, and brings back what those say
+
+Sources: Switch Transformer (arXiv 2101.03961), Mixtral (arXiv 2401.04088), GShard
+(arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +41,20 @@ from baton.engine.models.lora import AdapterRows
 from baton.engine.quantization.linear import Linear, W8A8Share
 
 VECTOR = 16  # numbers: rows of compiled experts are a multiple of them
+
+# hidden [T, H], weights [T, per_token] in the dtype of hidden, experts chosen [T, per_token], by
+# their numbers in the whole mixture -> [T, H]: the experts' answers, weighted and summed.
+Mix: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertDispatch(Protocol):
+    """How rows that lie on this rank alone reach experts that lie on others."""
+
+    def __call__(self, hidden: Tensor, weights: Tensor, chosen: Tensor, own: Mix) -> Tensor:
+        """See Mix: what all chosen experts say of this rank's rows, wherever they lie. `own` mixes
+        the experts that lie here alone, for any rank's rows. All ranks call at the same time, each
+        once per sparse layer, also one without rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +91,20 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A sparse layer: each token meets the experts that `gate` chooses, and what is `shared`."""
+    """A sparse layer: each token meets the experts that `gate` chooses, and what is `shared`.
+
+    `experts`: those that lie here, from number `first` of the whole mixture on; `elsewhere`: there
+    are others. `together`: _answers in one go. `dispatch`: None = every rank has all rows.
+    """
 
     gate: ExpertGate
     experts: tuple[Expert, ...]
     shared: SharedExpert | Mlp | None
     fixed_shapes: bool = False
-    together: Callable[[Tensor, Tensor], Tensor] | None = None  # _answers in one go
+    together: Callable[[Tensor, Tensor], Tensor] | None = None
+    first: int = 0
+    elsewhere: bool = False
+    dispatch: ExpertDispatch | None = None
 
     @property
     def projections(self) -> list[Projection]:
@@ -82,11 +114,26 @@ class Experts:
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
         weights, chosen = self.gate(hidden)
-        answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
-        answers = answer(hidden, chosen)
-        answers = answers * weights.to(hidden.dtype)[..., None]
-        mixed = answers.sum(dim=1)
+        weights = weights.to(hidden.dtype)
+        if self.dispatch is None:
+            mixed = self.own(hidden, weights, chosen)
+        else:
+            mixed = self.dispatch(hidden, weights, chosen, self.own)
         return mixed if self.shared is None else mixed + self.shared(hidden, groups)
+
+    def own(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See Mix: of the experts that lie here alone."""
+        answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
+        if self.elsewhere:
+            chosen = self._here(chosen)
+        return (answer(hidden, chosen) * weights[..., None]).sum(dim=1)
+
+    def _here(self, chosen: Tensor) -> Tensor:
+        """Numbers of experts in the whole mixture -> among `experts`; one behind the last for all
+        that lie elsewhere."""
+        count = len(self.experts)
+        local = chosen - self.first
+        return local.masked_fill((local < 0) | (local >= count), count)
 
     def summed(
         self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Callable[[Tensor], Tensor]
@@ -95,15 +142,20 @@ class Experts:
         return reduce(self(hidden, groups))
 
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """What each choice of each token says: chosen [T, per_token] -> [T, per_token, H]."""
+        """What each choice of each token says: chosen [T, per_token], see _here ->
+        [T, per_token, H], zeros for experts elsewhere."""
+        count = len(self.experts)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        met = [each for each in zip(self.experts, order.split(counts), strict=True) if len(each[1])]
+        counts = torch.bincount(chosen.flatten(), minlength=count + 1).tolist()
+        of_each = order.split(counts)[:count]
+        met = [each for each in zip(self.experts, of_each, strict=True) if len(each[1])]
+        if not met:
+            return hidden.new_zeros(*chosen.shape, hidden.shape[1])
         inner = torch.cat([expert.inner(hidden[rows // chosen.shape[1]]) for expert, rows in met])
         # The ranks exchange what rows are rounded by: once, not for each expert.
         share = next((e.down for e, _ in met if isinstance(e.down, W8A8Share)), None)
         rounded, scales = (inner, inner) if share is None else share.rounded(inner)
-        answers = hidden.new_empty(len(order), hidden.shape[1])
+        answers = hidden.new_zeros(len(order), hidden.shape[1])
         start = 0
         for expert, rows in met:
             part, down = slice(start, start + len(rows)), expert.down
@@ -116,8 +168,10 @@ class Experts:
 
     def _answers_of_all(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """As _answers, each expert met having computed all of hidden."""
-        answers = hidden.new_empty(*chosen.shape, hidden.shape[1])
+        answers = hidden.new_zeros(*chosen.shape, hidden.shape[1])
         for index in chosen.unique().tolist():
+            if index == len(self.experts):
+                continue  # elsewhere
             tokens, choices = (chosen == index).nonzero(as_tuple=True)
             answers[tokens, choices] = self.experts[index](hidden)[tokens]
         return answers
@@ -135,7 +189,8 @@ def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
     hidden, inner = _inputs(gate_ups[0]), _inputs(downs[0])
     if hidden % VECTOR or inner % VECTOR:
         return layer
-    return replace(layer, together=ExpertKernels(kernels, gate_ups, downs, inner))
+    kernel = ExpertKernels(kernels, gate_ups, downs, inner)
+    return replace(layer, together=kernel.some if layer.elsewhere else kernel)
 
 
 def _alike(linears: Sequence[StepLinear]) -> bool:

@@ -17,14 +17,15 @@ from baton.engine.quantization.linear import Linear, PlainLinear
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """gate_up [E, 2 * I, H], down [E, H, I]."""
+    """gate_up [E, 2 * I, H], down [E, H, I]; `some`: see grouped_experts."""
 
     gate_up: Tensor
     down: Tensor
+    some: bool = False
 
     def __call__(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """chosen [T, per_token] -> what each choice of each token says, [T, per_token, H]."""
-        return grouped_experts(hidden, chosen, self.gate_up, self.down)
+        return grouped_experts(hidden, chosen, self.gate_up, self.down, self.some)
 
 
 def stacked(layer: Experts) -> Experts:
@@ -42,7 +43,7 @@ def stacked(layer: Experts) -> Experts:
         Expert(PlainLinear(first, None), PlainLinear(second, None))
         for first, second in zip(gate_up, down, strict=True)
     )
-    return replace(layer, experts=views, together=Together(gate_up, down))
+    return replace(layer, experts=views, together=Together(gate_up, down, layer.elsewhere))
 
 
 def _plain(linear: Linear) -> Tensor | None:

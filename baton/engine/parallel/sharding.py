@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from baton.engine.checkpoint.weights import StoredWeight
 from baton.engine.models.config import DecoderConfig
+from baton.engine.models.experts import ExpertDispatch
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
 from baton.engine.quantization.integer import IntWeight
@@ -76,6 +77,8 @@ def _vocabulary_width(vocab_size: int, size: int) -> int:
 
 class RankShards:
     """Implements models.decoder.Shards over a group. `config`: the whole model's."""
+
+    dispatch: ExpertDispatch | None = None  # every rank has all rows
 
     def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
         self._group = group

@@ -41,7 +41,7 @@ class ExpertKernels:
         """One of each per expert: [H] -> [2 * inner], [inner] -> [H], without biases, all
         gate_ups of one format and all downs; H and inner multiples of 16."""
         self._gate_ups, self._downs = StepLinears(gate_ups), StepLinears(downs)
-        self._inner = inner
+        self._inner, self._count = inner, len(gate_ups)
         self._call = kernels.library.baton_experts
         self._call.restype = None
 
@@ -57,4 +57,13 @@ class ExpertKernels:
             y.data_ptr(), room.data_ptr(), rows, size, self._inner, per_token,
         )  # fmt: skip
         self._call(ctypes.byref(args))
+        return y
+
+    def some(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """As __call__, with zeros for choices that are none of these experts: their number or more.
+        Those are not computed."""
+        rows, choices = (chosen < self._count).nonzero(as_tuple=True)
+        y = hidden.new_zeros(*chosen.shape, hidden.shape[1])
+        if len(rows):
+            y[rows, choices] = self(hidden[rows], chosen[rows, choices][:, None])[:, 0]
         return y

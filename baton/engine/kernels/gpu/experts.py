@@ -44,13 +44,17 @@ class _ExpertTiles(NamedTuple):
     per_token: Any
 
 
-def grouped_experts(hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped_experts(
+    hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, some: bool = False
+) -> Tensor:
     """What each choice of each token says: hidden [T, H], chosen [T, per_token] int64, gate_up
-    [E, 2 * I, H], down [E, H, I] -> [T, per_token, H]."""
+    [E, 2 * I, H], down [E, H, I] -> [T, per_token, H]. `some`: E may be chosen, an expert that is
+    not here: zeros, which are not computed."""
     num_experts, width, size = down.shape
     layout = lay_out(chosen, num_experts)
     middle = hidden.new_empty(chosen.numel(), size)
-    out = hidden.new_empty(chosen.numel(), width)
+    make = hidden.new_zeros if some else hidden.new_empty
+    out = make(chosen.numel(), width)
     hidden = hidden.contiguous()
     _launch(hidden, gate_up, middle, layout, chosen.shape[1])
     _launch(middle, down, out, layout, 0)
@@ -58,12 +62,13 @@ def grouped_experts(hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
 
 
 def lay_out(chosen: Tensor, num_experts: int) -> ExpertLayout:
-    """chosen [T, per_token] -> its layout, in tiles of about an expert's share of rows."""
+    """chosen [T, per_token] -> its layout, in tiles of about an expert's share of rows. Choices of
+    `num_experts`, which lie elsewhere, are in no tile."""
     flat = chosen.flatten()
     rows = min(128, max(16, triton.next_power_of_2(flat.numel() // num_experts)))
     order = flat.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
     ends = counts.cumsum(0)
     tile_ends = ((counts + rows - 1) // rows).cumsum(0)
     most = min(flat.numel(), flat.numel() // rows + num_experts)

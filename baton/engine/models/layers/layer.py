@@ -13,7 +13,13 @@ from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.config import DecoderConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
-from baton.engine.models.experts import Expert, Experts, SharedExpert, compiled_experts
+from baton.engine.models.experts import (
+    Expert,
+    ExpertDispatch,
+    Experts,
+    SharedExpert,
+    compiled_experts,
+)
 from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
 from baton.engine.models.layers.gates import ExpertGate, ExpertGroups, SigmoidGate, SoftmaxGate
 from baton.engine.models.layers.projection import Mlp, Projection
@@ -55,13 +61,14 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerBuilder:
-    """Reads layers out of a checkpoint. `fixed_shapes`: see Experts."""
+    """Reads layers out of a checkpoint. `fixed_shapes`, `dispatch`: see Experts."""
 
     config: DecoderConfig
     read: ReadTensor
     linears: Linears
     fixed_shapes: bool
     between: Elementwise
+    dispatch: ExpertDispatch | None = None
 
     def layer(self, index: int) -> DecoderLayer:
         """All weights of one layer."""
@@ -151,10 +158,13 @@ class LayerBuilder:
         layer = Experts(
             gate=self._gate(config, prefix + "gate."),
             experts=tuple(
-                self._expert(config, f"{prefix}experts.{index}.") for index in range(config.count)
+                self._expert(config, f"{prefix}experts.{index}.") for index in config.here
             ),
             shared=self._shared(config, prefix + config.shared) if config.shared_size else None,
             fixed_shapes=self.fixed_shapes,
+            first=config.here.start,
+            elsewhere=len(config.here) < config.count,
+            dispatch=self.dispatch,
         )
         if isinstance(self.between, CompiledElementwise):
             return compiled_experts(layer, self.between.kernels)

@@ -18,7 +18,7 @@ from baton.engine.kernels.rope import Rotation, attention_factor, inverse_freque
 from baton.engine.models.compiled_step import compile_step
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
-from baton.engine.models.experts import ExpertDispatch
+from baton.engine.models.experts import ExpertDispatch, Experts
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import Linears, in_float32
@@ -171,6 +171,13 @@ class Decoder:
             residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
             delta = layer.mlp.summed(hidden, groups, reduce)
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
+
+    def empty_forward(self) -> None:
+        """A forward without rows: this rank's experts answer the rows of other ranks."""
+        experts = self._config.experts
+        for layer in self._layers:
+            if experts is not None and isinstance(layer.mlp, Experts):
+                layer.mlp.answer_others(self._embedding[:0], experts.per_token)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""

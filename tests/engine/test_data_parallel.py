@@ -22,6 +22,8 @@ from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.parallel.data_rank import DataRank
+from baton.engine.performance.estimate import sized
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
@@ -110,6 +112,19 @@ def test_logits_of_every_rank_are_those_of_one_engine(kind: str, tmp_path: Path)
                 torch.testing.assert_close(mine, one, atol=2e-4, rtol=2e-4)
         rounds = {loaded.lockstep.num_rounds for loaded, _ in ranks if loaded.lockstep}
         assert rounds == {max(map(len, steps)) + 1}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if "_" in kind])
+def test_what_a_rank_holds_is_what_the_estimate_says(kind: str, tmp_path: Path) -> None:
+    path = MODELS[kind](tmp_path / "m")
+    for size in (1, 2, 4):
+        options = EstimateOptions(path, dtype="float32", data_parallel_size=size)
+        found = sized(options)
+        assert found.refused is None
+        data = DataRank(RankPlace(size - 1, size), tmp_path)
+        held = load_model(config_of(path, data_parallel_size=size), data=data).weight_bytes
+        data.close()
+        assert found.weight_bytes == pytest.approx(held, rel=0.01)
 
 
 @torch.inference_mode()

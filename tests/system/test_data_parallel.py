@@ -22,7 +22,7 @@ from tests.system.samples import Samples
 from tests.waiting import eventually
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
 PROMPTS = prompts((61, 40, 75, 5, 33, 12, 90))  # unequal: ranks do not end together
 PATIENCE_S = 120.0
 FLAGS = ("--num-kv-blocks", "160", "--block-size", "8", "--metrics-port", "0")

@@ -54,6 +54,7 @@ class EstimateOptions:
     )
     kv_cache_dtype: str = option("auto", "data type of KV", choices=("auto", *DTYPE_BYTES))
     tensor_parallel_size: int = option(1, "devices that share every layer")
+    data_parallel_size: int = option(1, "ranks that share the experts of a mixture")
     gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
     block_size: int = option(16, "tokens per KV block")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
@@ -66,8 +67,8 @@ class EstimateOptions:
 
     def __post_init__(self) -> None:
         positive = (
-            "tensor_parallel_size", "block_size", "max_num_batched_tokens", "max_num_seqs",
-            "context", "prompt", "batch",
+            "tensor_parallel_size", "data_parallel_size", "block_size", "max_num_batched_tokens",
+            "max_num_seqs", "context", "prompt", "batch",
         )  # fmt: skip
         for name in positive:
             value = getattr(self, name)
@@ -108,6 +109,7 @@ class Estimate:
     lm_head_quantization: str | None
     kv_cache_dtype: str
     tensor_parallel_size: int
+    data_parallel_size: int
     weight_bytes: int
     stored_bytes: int | None  # in the checkpoint's files, where there are any
     kv_bytes_per_token: int
@@ -147,6 +149,11 @@ class Precision:
         read = self._plain_head(shape, shape.read_parameters)
         return int(read + self._head(shape, shape.embedding))
 
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of one parameter of a matrix."""
+        return WEIGHT_BYTES[self.dtype] if self.stored is None else self.stored.bytes_per_weight
+
     def _plain_head(self, shape: ModelShape, parameters: int) -> float:
         """`parameters` of the model, of which all of its matrices may be narrow."""
         plain = WEIGHT_BYTES[self.dtype]
@@ -174,7 +181,7 @@ def estimate(
 
     Raises ConfigError for bad units, and when the memory cannot even hold the weights.
     """
-    tp = options.tensor_parallel_size
+    tp, dp = options.tensor_parallel_size, options.data_parallel_size
     precision = _precision(shape, options)
     specs = [_per_device(spec, tp) for spec in shape.layers]
     token_bytes = _token_bytes(shape, precision, tp)
@@ -182,7 +189,8 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    weight_bytes = precision.held_bytes(shape) // tp
+    elsewhere = 0 if shape.experts is None else shape.experts.parameters * (dp - 1) // dp
+    weight_bytes = (precision.held_bytes(shape) - int(elsewhere * precision.matrix_bytes)) // tp
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
@@ -203,6 +211,7 @@ def estimate(
         lm_head_quantization=precision.head.method if precision.head else None,
         kv_cache_dtype=precision.kv_dtype,
         tensor_parallel_size=tp,
+        data_parallel_size=dp,
         weight_bytes=weight_bytes,
         stored_bytes=stored_bytes,
         kv_bytes_per_token=token_bytes,
@@ -251,11 +260,12 @@ def _decode(
     batch: int,
     rates: tuple[float, float | None],
 ) -> Decode:
-    """`rates`: bandwidth in bytes per second, FLOP/s if known; both of one device."""
-    tp = result.tensor_parallel_size
+    """`rates`: bandwidth in bytes per second, FLOP/s if known; both of one device. Of data-parallel
+    ranks each has a batch of its own, and its experts meet the rows of all."""
+    tp, dp = result.tensor_parallel_size, result.data_parallel_size
     met = shape.read_parameters
     if shape.experts is not None:
-        missed = 1 - shape.experts.share_met(batch)
+        missed = 1 - shape.experts.share_met(batch * dp) / dp
         met -= int(shape.experts.parameters * missed)
     weight_bytes = _read_bytes(shape, precision, met) // tp
     kv_bytes = batch * sum(
@@ -274,9 +284,7 @@ def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
     """Bytes of the `met` parameters: the others, not met, are matrices of experts."""
     everything = precision.read_bytes(shape)
     missed = shape.read_parameters - met
-    stored = precision.stored
-    each = WEIGHT_BYTES[precision.dtype] if stored is None else stored.bytes_per_weight
-    return everything - int(missed * each)
+    return everything - int(missed * precision.matrix_bytes)
 
 
 # ---- parts ----

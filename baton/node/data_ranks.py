@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 RANK: Final = "data-parallel-rank"  # the private argument of all ranks but the first
 PREFIX: Final = "baton-data-ranks-"  # of folders where ranks meet, in the temporary directory
-LOST_RANK: Final = 3  # exit status: a rank has ended
+LOST_RANK: Final = 3  # exit status: a rank has ended, of either kind of group
 KILL_S: Final = 0.25  # until ranks that end by themselves are killed
 LANE_PORTS: Final = 4  # of a node, from kv_stream_port on
 

@@ -21,7 +21,6 @@ from typing import Final, TypeVar
 import torch
 
 from baton.engine.core.engine import Engine
-from baton.engine.parallel.lockstep import Lockstep
 from baton.protocol.errors import BatonError, InternalError, Unavailable
 from baton.protocol.events import BlockEvent, RequestFailed, TokenEvent
 from baton.protocol.handles import NodeLoad
@@ -57,7 +56,6 @@ class EngineThread:
     threads may read what never changes in it, or is replaced as a whole (config, info).
 
     `on_step` runs on the engine thread after each step and must not block; it may use the engine.
-    `lockstep`: of a rank of a data-parallel group.
     """
 
     def __init__(
@@ -65,10 +63,9 @@ class EngineThread:
         engine: Engine,
         on_step: Callable[[StepReport], None],
         name: str = "engine",
-        lockstep: Lockstep | None = None,
     ) -> None:
         self.engine = engine
-        self._lockstep = lockstep
+        self._lockstep = engine.active.lockstep
         self._on_step = on_step
         self._condition = threading.Condition()
         self._inbox: deque[_EngineCall] = deque()

@@ -121,7 +121,9 @@ def _nothing() -> None:
 
 
 class NodeGroup(Protocol):
-    """A node's part in its group, in the order of its life. `name`: of the group; "" = none."""
+    """A node's part in its group, in the order of its life.
+
+    `name`: of the group; "" = none. `data`: for the engine; None without a group."""
 
     @property
     def name(self) -> str: ...

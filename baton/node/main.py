@@ -87,6 +87,8 @@ class NodeProcess:
         in memory while the node sleeps.
         """
         self._config = config
+        lockstep = parts.active.lockstep
+        rank = 0 if lockstep is None else lockstep.place.rank
         boot_id = secrets.token_hex(16)
         node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
 
@@ -113,7 +115,7 @@ class NodeProcess:
                 timing=around.timing,
                 clock=around.clock,
                 engine=parts,
-                group=around.group,
+                group=(around.group, rank),
                 make_connector=make_connector,
                 make_role=program.make_role,
             )

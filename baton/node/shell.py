@@ -73,8 +73,8 @@ OfSession: TypeAlias = dict[RouterSession, list[T]]
 @dataclass(frozen=True, slots=True)
 class NodeParts:
     """What a shell is made of; the engine is made of the parts in `engine`. The two makers run in
-    the shell's constructor, on the event loop. `group`: of data-parallel ranks. The shell does not
-    keep this object, as a node that sleeps must free the model."""
+    the shell's constructor, on the event loop. `group`: name and rank. The shell does not keep this
+    object, as a node that sleeps must free the model."""
 
     node_id: str
     boot_id: str
@@ -83,7 +83,7 @@ class NodeParts:
     timing: Timing
     clock: Clock
     engine: EngineParts
-    group: str
+    group: tuple[str, int]
     make_connector: Callable[[OnReleased], Connector]
     make_role: Callable[[RoleContext, MakeThread], NodeRole]
 
@@ -109,9 +109,7 @@ class NodeShell:
         self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
-        model = parts.engine.active.model
-        lockstep = None if model is None else model.lockstep
-        self._group = (parts.group, 0 if lockstep is None else lockstep.place.rank)
+        self._group = parts.group
         self.connector = parts.make_connector(self._on_released)
         self.metrics = NodeMetrics(
             parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
@@ -126,9 +124,7 @@ class NodeShell:
                 spawn=self._spawn,
                 observe_fetch=self.metrics.observe_fetch,
             ),
-            lambda hooks: EngineThread(
-                assemble(parts.engine, hooks), self._on_step, lockstep=lockstep
-            ),
+            lambda hooks: EngineThread(assemble(parts.engine, hooks), self._on_step),
         )
         self.thread = self.role.thread
         self.engine = self.thread.engine

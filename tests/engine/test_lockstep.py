@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import Tensor
 
+from baton.engine.core.active_model import ActiveModel
 from baton.engine.core.engine import Engine
 from baton.engine.parallel.lockstep import Lockstep, WakeSockets
 from baton.engine.state.interface import ChunkResult, Reservation, SequenceChunk
@@ -120,8 +121,9 @@ class Rank:
 
         self.lockstep.set_empty_forward(forward)
         self.lockstep.on_lost(self.lost.append)
-        self.engine.steps.use(MeetingRunner(inner, self.lockstep, forward))
-        self.thread = EngineThread(self.engine, self.reports.put, lockstep=self.lockstep)
+        runner = MeetingRunner(inner, self.lockstep, forward)
+        self.engine.use(ActiveModel(runner, lockstep=self.lockstep))
+        self.thread = EngineThread(self.engine, self.reports.put)
 
     def ask(self, function: Callable[[Engine], object]) -> object:
         """What `function` returns on the engine thread."""

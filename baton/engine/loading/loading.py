@@ -63,6 +63,10 @@ if TYPE_CHECKING:  # lazy at run time: most engines have one rank
 logger = logging.getLogger(__name__)
 
 CLASSIFIER: Final = "score.weight"
+ALONE: Final = (
+    "data_parallel_size is for nodes (baton prefill, baton decode, baton up); an engine in one "
+    "process has one rank"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,7 @@ def load_model(
     checkpoint = open_checkpoint(config.model)
     lean = choose_route(checkpoint.config, config)
     if config.data_parallel_size > 1 and data is None:
-        raise ConfigError(
-            "data_parallel_size is for nodes (baton prefill, baton decode, baton up); an engine in "
-            "one process has one rank",
-            field="data_parallel_size",
-        )
+        raise ConfigError(ALONE, field="data_parallel_size")
     if config.tensor_parallel_size > 1 and group is None:
         from baton.engine.loading.leader import load_leader
 

@@ -149,6 +149,11 @@ class Precision:
         read = self._plain_head(shape, shape.read_parameters)
         return int(read + self._head(shape, shape.embedding))
 
+    def rank_bytes(self, shape: ModelShape, ranks: int) -> int:
+        """Of all parameters that lie on one of so many data-parallel ranks."""
+        elsewhere = 0 if shape.experts is None else shape.experts.parameters * (ranks - 1) // ranks
+        return self.held_bytes(shape) - int(elsewhere * self.matrix_bytes)
+
     @property
     def matrix_bytes(self) -> float:
         """Bytes of one parameter of a matrix."""
@@ -189,8 +194,7 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    elsewhere = 0 if shape.experts is None else shape.experts.parameters * (dp - 1) // dp
-    weight_bytes = (precision.held_bytes(shape) - int(elsewhere * precision.matrix_bytes)) // tp
+    weight_bytes = precision.rank_bytes(shape, dp) // tp
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)

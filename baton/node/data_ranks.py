@@ -11,7 +11,7 @@
 
 To routers each rank is a node: own ports, own record, own KV. But experts lie on all ranks, so a
 rank that ends for no reason, and a collective that fails, end all: rank 0 watches the processes,
-the others watch their socket to rank 0. Each ends as if it had been killed, within milliseconds.
+the others watch their socket to rank 0. Each ends at once, as if it had been killed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ test_lockstep.py.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from baton.engine.config import EngineConfig
+from baton.engine.core import sleeping
+from baton.engine.core.assembly import assemble, build_engine, load_parts
+from baton.engine.core.engine import Engine
+from baton.engine.core.pooling import PoolingJob
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
@@ -28,13 +33,19 @@ from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.engine.state.place import RankPlace
-from baton.protocol.errors import ConfigError
+from baton.engine.thread import EngineThread, StepReport
+from baton.protocol.errors import ConfigError, UnsupportedFeature
 from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from tests.engine.driving import run as driven
+from tests.engine.driving import tokens_of
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import relative_error
 from tests.engine.tensor_parallel_ranks import BLOCK, CHUNKS, NEXT, config_of
 from tests.golden.random_models import save_random
 
+PATIENCE_S = 60.0
 LONG = (SequenceChunk("c", range(100, 150), 0, (HeldBlocks((0, 1, 2, 3, 4, 5, 6)),)),)
 # What each rank computes: more steps than others, more rows, none at all.
 STEPS: tuple[Sequence[Sequence[SequenceChunk]], ...] = ((CHUNKS, NEXT), (), (CHUNKS,), (LONG,))
@@ -176,3 +187,64 @@ def test_refusals(kind: str, options: dict[str, Any], message: str, tmp_path: Pa
     path = save_random(tmp_path, kind, **experts)
     with pytest.raises(ConfigError, match=message):
         load_model(replace(config_of(path, data_parallel_size=2), **options))
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def asked(name: str, length: int) -> Request:
+    return Request(name, tuple(range(40, 40 + length)), GREEDY)
+
+
+def test_engines_with_requests_of_their_own(tmp_path: Path) -> None:
+    """Chats on one rank, a chat and an embedding on the other; then all stop, and none sleeps."""
+    path = MODELS["qwen3_moe"](tmp_path / "m")
+    config = config_of(
+        path, data_parallel_size=2, num_kv_blocks=64, block_size=8, measure_limits=False
+    )
+    alone = build_engine(replace(config, data_parallel_size=1))
+    pooler = alone.pooler
+    assert pooler is not None
+    vector = PoolingJob(alone, pooler, [range(50, 90)]).run()
+    requests = [[asked("a", 40), asked("b", 7), asked("c", 60)], [asked("d", 9)]]
+    expected: dict[str, list[int]] = {}
+    for request in (each for mine in requests for each in mine):
+        alone.add(request)
+        for events in driven(alone).values():
+            expected[request.id] = tokens_of(events)
+    store, reports = HashStore(), [queue.SimpleQueue[StepReport]() for _ in range(2)]
+    data = [DataRank(RankPlace(rank, 2), tmp_path) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(lambda each: load_parts(config, data=each), data))
+        list(pool.map(lambda each: each.meet(store), data))
+    threads = [
+        EngineThread(assemble(each), mine.put) for each, mine in zip(parts, reports, strict=True)
+    ]
+    for thread, mine in zip(threads, requests, strict=True):
+        thread.start()
+        for request in mine:
+            thread.post(lambda engine, request=request: engine.add(request))
+    vectors: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    threads[1].post(lambda engine: vectors.put(embedded(engine)))
+    torch.testing.assert_close(vectors.get(timeout=PATIENCE_S), vector, atol=2e-4, rtol=2e-4)
+    for mine, wanted in zip(reports, requests, strict=True):
+        tokens: dict[str, list[int]] = {}
+        while sum(map(len, tokens.values())) < 12 * len(wanted):
+            report = mine.get(timeout=PATIENCE_S)
+            assert not report.failed
+            for event in report.events:
+                tokens.setdefault(event.request_id, []).extend(event.token_ids)
+        assert tokens == {request.id: expected[request.id] for request in wanted}
+    with pytest.raises(UnsupportedFeature, match="a rank of a data-parallel group cannot sleep"):
+        sleeping.check(threads[0].engine)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda thread: thread.stop(), threads))
+    for each, thread in zip(data, threads, strict=True):
+        assert each.lockstep.all_leave
+        thread.engine.check()
+        each.close()
+
+
+def embedded(engine: Engine) -> Tensor:
+    assert engine.pooler is not None
+    return PoolingJob(engine, engine.pooler, [range(50, 90)]).run()

@@ -39,8 +39,8 @@ class ActiveModel:
 
     `runner` runs the steps. The other fields are None without a real model: `pooler` is for
     embeddings and reranking, `proposer` for speculation, `when_idle` is called once the work has
-    ended. `utilization`: where `runner` counts how much of the machine the steps use. `lockstep`: in
-    which the forwards meet those of other ranks.
+    ended. `utilization`: where `runner` counts how much of the machine the steps use. `lockstep`:
+    in which the forwards meet those of other ranks.
     """
 
     runner: Runner

@@ -81,6 +81,9 @@ class EngineConfig:
         "ranks with requests of their own that share the experts of a mixture, a node process each",
         also=("-dp",),
     )
+    enable_expert_parallel: bool = option(
+        False, "each rank of tensor_parallel_size holds some experts whole, not a slice of each"
+    )
     quantization: Quantization = option(
         "none",
         "round the weights when loading (a quantized checkpoint says so itself)",

@@ -229,7 +229,9 @@ def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
     assert "stored as fp8, read and kept as bfloat16" in deepseek.note
     rounded = run(DEEPSEEK, quantization="int8", lm_head_quantization="none")
     assert rounded.quantization == "int8"
-    assert rounded.weight_bytes == 669_172_039_680 + 2 * (671_026_404_352 - 669_172_039_680)
+    plain = 61 * 512 * 128 * 256 + 58 * 256 * 7168  # kv_b_proj and routers, which stay plain
+    narrow = 669_172_039_680 - plain
+    assert rounded.weight_bytes == narrow + 2 * (671_026_404_352 - narrow)
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}
     stored = {
         "compressed-tensors": {"config_groups": groups},
@@ -433,8 +435,10 @@ def test_mixtures_with_latents_are_lean(tmp_path: Path) -> None:
         file.write_text(json.dumps(changes))
         found = sized(EstimateOptions(model=file, quantization="int8"))
         assert found.refused is None
-        split = sized(EstimateOptions(model=file, tensor_parallel_size=2))
-        assert "latent attention is not split over ranks" in (split.refused or "")
+        for whole in (False, True):
+            options: dict[str, Any] = {"enable_expert_parallel": whole}
+            split = sized(EstimateOptions(model=file, tensor_parallel_size=2, **options))
+            assert split.refused is None
     assert model_shape({**plain, "model_type": "kimi_k2"}).parameters == shape(DEEPSEEK).parameters
 
 
@@ -455,6 +459,7 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
         ({}, {"quantization": "w8a8", "tensor_parallel_size": 2}, None),
         ({"quantization_config": RECIPES["w8a8"].config}, {"tensor_parallel_size": 2}, None),
         ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
+        ({}, {"enable_expert_parallel": True}, "llama has no experts to lie on different ranks"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, None),
         (
             {"quantization_config": {"quant_method": "quip", "bits": 4}},

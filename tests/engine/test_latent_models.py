@@ -192,12 +192,6 @@ def test_layers_that_draft_are_not_read(tmp_path: Path) -> None:
         load(path, model_impl="lean")
 
 
-def test_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    path = save_latent(tmp_path, "v3")
-    with pytest.raises(ModelRefused, match="latent attention is not split over ranks"):
-        load(path, tensor_parallel_size=2)
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [

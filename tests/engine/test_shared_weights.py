@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading import loading
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.parallel.group import RankGroup
-from tests.engine.quantized_models import make_quantized
+from tests.engine.quantized_models import MIXTURE, SHAPE, make_quantized
 from tests.engine.running import load, logits_of
 from tests.engine.tensor_parallel_ranks import by_threads
 from tests.engine.tensor_parallel_ranks import logits_of as rank_logits
@@ -139,6 +139,23 @@ def test_each_rank_maps_its_share(
         assert torch.equal(found, again)
         assert first.weight_bytes == second.weight_bytes
         assert first.rounded_head_bytes == second.rounded_head_bytes
+
+
+@torch.inference_mode()
+def test_shares_of_experts_and_whole_ones_are_other_weights(folder: Path, tmp_path: Path) -> None:
+    path = save_random(tmp_path / "m", "qwen3_moe", **SHAPE, **MIXTURE)
+    held: list[LoadedModel] = []
+    for whole_experts in (False, True, True):
+        config = EngineConfig(
+            str(path), tensor_parallel_size=2, enable_expert_parallel=whole_experts,
+            dtype="float32", device="cpu",
+        )  # fmt: skip
+
+        def loaded(group: RankGroup) -> LoadedModel:
+            return load_model(config, group)  # noqa: B023 - runs within this turn
+
+        held += by_threads(2, loaded)
+    assert len(files(folder)) == 4
 
 
 def test_the_last_one_removes_it(folder: Path, model: Path) -> None:

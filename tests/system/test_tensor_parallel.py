@@ -17,6 +17,8 @@ from baton.node.data_ranks import LOST_RANK
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Plan, cluster
 from tests.engine.quantized_models import make_quantized
+from tests.engine.test_latent_models import WIDE
+from tests.golden.latent_models import as_published, save_latent
 from tests.system.processes import Processes
 from tests.system.references import one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
@@ -26,6 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 PROMPTS = prompts((61, 40, 75, 5))
 PATIENCE_S = 90.0
+WHOLE = {"enable_expert_parallel": True}
 FLAGS = ("--num-kv-blocks", "64", "--block-size", "8")
 
 pytestmark = pytest.mark.long
@@ -77,6 +80,40 @@ async def test_integer_weights_over_two_sizes_serve_the_tokens_of_one_engine(
         assert {generation.retries for generation in done} == {0}
         assert c.decode[0].stats.num_prompt_tokens == 0, "all KV came from the prefill node"
         assert c.decode[0].transfers.bytes_received["grpc"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        ("v3", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4, **WHOLE}),
+        ("v3", {"tensor_parallel_size": 4, **WHOLE}, {}),
+        ("kimi k2", {}, {"tensor_parallel_size": 2, **WHOLE}),
+    ],
+)
+async def test_latents_and_whole_experts_over_two_sizes(
+    name: str, prefill: dict[str, Any], decode: dict[str, Any], tmp_path: Path
+) -> None:
+    """int8 weights. A latent travels once, and is written to every rank's pool."""
+    path = as_published(save_latent(tmp_path, name, **WIDE), name)
+    options: dict[str, Any] = {"quantization": "int8"}
+    llm = LLM(str(path), "float32", num_kv_blocks=64, threads=1, **options)
+    expected = llm.generate([list(prompt) for prompt in PROMPTS], GREEDY)
+    nodes = [{"block_size": 8} | options | each for each in (prefill, decode)]
+    async with cluster(Plan(path, nodes[:1], nodes[1:], lanes=("stream",))) as c:
+        done = await c.generate(PROMPTS, GREEDY)
+        await c.settle()
+        found = [list(generation.token_ids) for generation in done]
+        assert found == [list(each.outputs[0].token_ids) for each in expected]
+        assert {generation.retries for generation in done} == {0}
+        (d,), layers = c.decode, llm.engine.info.layers
+        assert d.stats.num_prompt_tokens == 0, "all KV came from the prefill node"
+        latents = sum(map(len, PROMPTS)) * sum(spec.token_bytes("float32") for spec in layers)
+        assert 0.9 * latents < d.transfers.bytes_received["stream"] < 1.2 * latents
+        for member, each in zip(c.members, (prefill, decode), strict=True):
+            ranks = member.engine.ranks
+            size = each.get("tensor_parallel_size", 1)
+            assert (0 if ranks is None else len(ranks.processes)) == size - 1
+            assert member.engine.info.digest == llm.engine.info.digest
 
 
 def children(pid: int) -> Iterator[int]:

@@ -59,13 +59,15 @@ class CannotShare(Exception):
 class WeightsKey:
     """All that the bytes of packed weights depend on, beside the machine.
 
-    `digest`: the checkpoint's, with how it is rounded. `rank`, `num_ranks`: which share of it.
+    `digest`: the checkpoint's, with how it is rounded. `rank`, `num_ranks`: which share of it;
+    `whole_experts`: what a share is (parallel/sharding.py).
     """
 
     digest: str
     dtype: torch.dtype
     rank: int = 0
     num_ranks: int = 1
+    whole_experts: bool = False
 
     @property
     def name(self) -> str:
@@ -73,8 +75,8 @@ class WeightsKey:
         kernels = product_kernels_for(self.dtype, torch.device("cpu"))
         integers = integer_kernels_for(self.dtype, torch.device("cpu"))
         parts = (
-            VERSION, self.digest, self.dtype, self.rank, self.num_ranks, torch.__version__,
-            kernels and kernels.identity, integers is not None,
+            VERSION, self.digest, self.dtype, self.rank, self.num_ranks, self.whole_experts,
+            torch.__version__, kernels and kernels.identity, integers is not None,
         )  # fmt: skip
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

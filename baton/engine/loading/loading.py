@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.group import RankGroup
     from baton.engine.parallel.lockstep import Lockstep
     from baton.engine.parallel.ranks import Ranks
+    from baton.engine.parallel.sharding import Cuts
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ def _build(
         reader = open_tensors(checkpoint, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
-        share = None if group is None else _share(lean, group)
+        share = None if group is None else _share(config, lean, group)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)
         try:
             _check_names(lean, weights.names, checkpoint.config)
@@ -242,11 +243,18 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")
 
 
-def _share(lean: DecoderConfig, group: RankGroup) -> Share:
+def _cuts(config: EngineConfig, lean: DecoderConfig, group: RankGroup) -> Cuts:
+    """What is this rank's of the whole model's products."""
+    from baton.engine.parallel.sharding import Cuts
+
+    return Cuts(lean, group.place, config.enable_expert_parallel)
+
+
+def _share(config: EngineConfig, lean: DecoderConfig, group: RankGroup) -> Share:
     """What this rank reads."""
     from baton.engine.parallel.sharding import RankShare
 
-    return RankShare(lean, group)
+    return RankShare(_cuts(config, lean, group), group)
 
 
 def _build_lean(
@@ -260,7 +268,7 @@ def _build_lean(
         if at.group is not None:  # this rank's share
             from baton.engine.parallel.rank import RankModel
 
-            model: CausalModel = RankModel.of(lean, source, at.group)
+            model: CausalModel = RankModel.of(_cuts(config, lean, at.group), source, at.group)
         elif at.data is not None:
             model = at.data.model(lean, source)
         else:
@@ -282,7 +290,9 @@ def _once_per_host(
     digest = _digest(checkpoint, config)
     if group is None:
         return shared_weights(weights, WeightsKey(digest, weights.dtype))
-    key = WeightsKey(digest, weights.dtype, group.place.rank, group.place.size)
+    key = WeightsKey(
+        digest, weights.dtype, group.place.rank, group.place.size, config.enable_expert_parallel
+    )
     return shared_weights(weights, key, exchange=group)
 
 

@@ -56,8 +56,9 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`embedding` counts the input table,
-    `matrices` the projections in the layers (what quantization shrinks)."""
+    """`embedding` counts the input table, `matrices` the projections in the layers (what
+    quantization shrinks, but for the `plain` ones: routers, and kv_b_proj of latents).
+    `replicated`: of those that it shrinks, what every tensor-parallel rank holds whole."""
 
     model_type: str
     parameters: int
@@ -72,6 +73,8 @@ class ModelShape:
     dtype: str
     experts: ExpertsShape | None = None
     stored: StoredWeights | None = None
+    plain: int = 0
+    replicated: int = 0
     note: str = ""  # what is not certain about these numbers
     refused: str | None = None  # why no route serves it, as far as its layers show
 
@@ -111,11 +114,14 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Parameters of one layer: `matrices` in its projections, `vectors` in norms and biases."""
+    """Parameters of one layer: `matrices` in its projections, `vectors` in norms and biases;
+    `plain`, `replicated`: see ModelShape."""
 
     matrices: int
     vectors: int
     experts: int = 0  # of the matrices, those of routed experts
+    plain: int = 0
+    replicated: int = 0
 
 
 def _attention(c: dict[str, Any], *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> _Layer:
@@ -130,12 +136,12 @@ def _latent_attention(c: dict[str, Any]) -> _Layer:
     hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     queries, rank = heads * (nope + rope), c.get("q_lora_rank")
-    matrices = hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-    matrices += rank * (hidden + queries) if rank else hidden * queries
+    up, whole = latent * heads * (nope + value), hidden * (latent + rope + (rank or 0))
+    matrices = whole + up + heads * value * hidden + (rank or hidden) * queries
     vectors = latent + (rank or 0)
     if c.get("attention_bias", False):
         vectors += latent + rope + hidden + (rank or 0)
-    return _Layer(matrices, vectors)
+    return _Layer(matrices, vectors, plain=up, replicated=whole)
 
 
 def _mlp(hidden: int, inner: int, *, bias: bool = False) -> _Layer:
@@ -146,7 +152,8 @@ def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
     """`shared`: width of what every token meets besides its experts."""
     routed_parameters = routed * 3 * hidden * inner
     router = routed * hidden
-    return _Layer(routed_parameters + router + 3 * hidden * shared, 0, routed_parameters)
+    matrices = routed_parameters + router + 3 * hidden * shared
+    return _Layer(matrices, 0, routed_parameters, plain=router)
 
 
 def _heads(c: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -184,6 +191,8 @@ def _sum(
         dtype=stored_dtype(c),
         experts=experts,
         stored=stored_weights(c),
+        plain=num_layers * attention.plain + sum(mlp.plain for mlp in mlps),
+        replicated=num_layers * attention.replicated,
     )
 
 
@@ -284,7 +293,7 @@ def _qwen_moe(c: dict[str, Any]) -> ModelShape:
     shared = 0 if third else c["shared_expert_intermediate_size"]
     sparse = _experts(hidden, c["moe_intermediate_size"], routed, shared)
     if not third:  # one more row in front of the shared expert: its gate
-        sparse = _Layer(sparse.matrices + hidden, 0, sparse.experts)
+        sparse = _Layer(sparse.matrices + hidden, 0, sparse.experts, sparse.plain + hidden)
     dense = _mlp(hidden, c["intermediate_size"])
     step = c.get("decoder_sparse_step", 1)
     only: set[int] = set(c.get("mlp_only_layers") or ())

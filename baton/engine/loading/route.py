@@ -20,6 +20,7 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
 from baton.engine.quantization.integer import SCHEMES, Scheme
+from baton.engine.state.place import LEADER, RankPlace
 from baton.protocol.errors import ConfigError, ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,11 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
         raise ModelRefused(
             f"only the lean route is split over ranks, and it cannot serve this: {reason}",
             field="tensor_parallel_size",
+        )
+    if config.enable_expert_parallel:
+        raise ModelRefused(
+            f"only the lean route has experts over ranks, and it cannot serve this: {reason}",
+            field="enable_expert_parallel",
         )
     if config.model_impl == "auto":
         logger.info("universal route for %s: %s", config.model, reason)
@@ -186,10 +192,12 @@ def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
     if classifies(values):  # a decoder whose head, which nobody asks, is that of its words
         plain |= {"architectures": None, "tie_word_embeddings": True}
     lean = decoder_config(plain)
+    if config.enable_expert_parallel and lean.experts is None:
+        message = f"{values.get('model_type')} has no experts to lie on different ranks"
+        raise ModelRefused(message, field="enable_expert_parallel")
     if config.tensor_parallel_size > 1:
-        if lean.latent is not None:
-            raise NotLean("latent attention is not split over ranks yet")
         from baton.engine.parallel.sharding import rank_config  # lazy: as above
 
-        rank_config(lean, config.tensor_parallel_size)
+        place = RankPlace(LEADER, config.tensor_parallel_size)
+        rank_config(lean, place, config.enable_expert_parallel)
     return lean

@@ -84,8 +84,8 @@ class SharedExpert:
     expert: Expert
     gate: Tensor
 
-    def __call__(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """x [n, H] -> [n, H]. Adapters do not reach it."""
+    def partial(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """x [n, H] -> [n, H]; see Mlp.partial. Adapters do not reach it."""
         return functional.linear(x, self.gate).sigmoid() * self.expert(x)
 
 
@@ -112,14 +112,15 @@ class Experts:
         return self.shared.projections if isinstance(self.shared, Mlp) else []
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
+        """hidden [T, H] -> [T, H], of a rank its part of a sum. Adapters do not reach experts: the
+        loader refuses such ones."""
         weights, chosen = self.gate(hidden)
         weights = weights.to(hidden.dtype)
         if self.dispatch is None:
             mixed = self.own(hidden, weights, chosen)
         else:
             mixed = self.dispatch(hidden, weights, chosen, self.own)
-        return mixed if self.shared is None else mixed + self.shared(hidden, groups)
+        return mixed if self.shared is None else mixed + self.shared.partial(hidden, groups)
 
     def own(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See Mix: of the experts that lie here alone."""

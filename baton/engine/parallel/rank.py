@@ -8,16 +8,10 @@ from torch import Tensor
 
 from baton.engine.checkpoint.shared_weights import WeightSource
 from baton.engine.config import EngineConfig
-from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter
 from baton.engine.parallel.group import RankGroup
-from baton.engine.parallel.sharding import (
-    FIELD,
-    Cuts,
-    RankShards,
-    rank_config,
-)
+from baton.engine.parallel.sharding import FIELD, Cuts, RankShards
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.place import choose_device
@@ -35,12 +29,12 @@ class RankModel:
     layers: tuple[LayerSpec, ...]  # the whole model's
 
     @staticmethod
-    def of(config: DecoderConfig, share: WeightSource, group: RankGroup) -> RankModel:
-        """Build this rank's part of the model. `config`: the whole model's. `share`: what a
-        RankShare makes of its weights. Raises ModelRefused."""
-        own = rank_config(config, group.place.size)
-        decoder = Decoder(own, share.tensor, share, shards=RankShards(config, group))
-        return RankModel(decoder, Cuts(config, group.place), config.layers)
+    def of(cuts: Cuts, share: WeightSource, group: RankGroup) -> RankModel:
+        """Build this rank's part of the model. `share`: what a RankShare makes of its weights.
+        Raises ModelRefused."""
+        shards = RankShards(cuts.config, group)
+        decoder = Decoder(cuts.own, share.tensor, share, shards=shards)
+        return RankModel(decoder, cuts, cuts.config.layers)
 
     @property
     def vocab_size(self) -> int:

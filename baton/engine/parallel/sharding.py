@@ -3,7 +3,9 @@
     column parallel   q, k, v, gate, up (also of each expert): a slice of the outputs, whole heads
     row parallel      o, down: the matching slice of the inputs; products are summed over the ranks
     vocabulary        embedding and head: a slice of the tokens; lookups summed, logits gathered
-    replicated        norms, routers, the gate of a shared expert
+    replicated        norms, routers, the gate of a shared expert; of latent attention what makes
+                      latents, of which every rank's pool has all, and the first half of queries
+    experts           as gate, up and down are; with `whole_experts` each rank has some whole ones
 
 Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
 kv_transfer/protocol/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.checkpoint.weights import StoredWeight
-from baton.engine.models.config import DecoderConfig
+from baton.engine.models.config import DecoderConfig, ExpertsConfig
 from baton.engine.models.experts import ExpertDispatch
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
@@ -33,26 +35,35 @@ from baton.protocol.errors import ModelRefused
 
 FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
-_COLUMN: Final = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
+_COLUMN: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"})
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
+_WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+_ROUTED: Final = ".experts."  # in the name of a product of one of them
 
 
-def rank_config(config: DecoderConfig, size: int) -> DecoderConfig:
-    """What one of `size` ranks computes of each layer; its vocabulary stays the whole one's.
+def rank_config(
+    config: DecoderConfig, place: RankPlace, whole_experts: bool = False
+) -> DecoderConfig:
+    """What a rank computes of each layer; its vocabulary stays the whole one's.
 
     Raises ModelRefused for a model that cannot be split so.
     """
-    heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
+    heads, kv_heads, experts, size = (
+        config.num_heads, config.num_kv_heads, config.experts, place.size
+    )  # fmt: skip
     inner = {"query heads": heads}
     if experts is None or len(experts.layers) < config.num_layers:
         inner["intermediate size"] = config.intermediate_size
     if experts is not None:
-        inner["experts' intermediate size"] = experts.size
         inner["shared expert's size"] = experts.shared_size
+        if whole_experts:
+            inner["experts"] = experts.count
+        else:
+            inner["experts' intermediate size"] = experts.size
     for what, count in inner.items():
         if count % size:
             raise ModelRefused(f"{count} {what} cannot be split over {size} ranks", field=FIELD)
-    if kv_heads % size and size % kv_heads:
+    if config.latent is None and kv_heads % size and size % kv_heads:
         raise ModelRefused(
             f"{kv_heads} KV heads can be neither split over {size} ranks nor repeated on them",
             field=FIELD,
@@ -64,10 +75,22 @@ def rank_config(config: DecoderConfig, size: int) -> DecoderConfig:
         num_heads=heads // size,
         num_kv_heads=max(1, kv_heads // size),
         intermediate_size=config.intermediate_size // size,
-        experts=None
-        if experts is None
-        else replace(experts, size=experts.size // size, shared_size=experts.shared_size // size),
+        experts=None if experts is None else _rank_experts(experts, place, whole_experts),
     )
+
+
+def _rank_experts(experts: ExpertsConfig, place: RankPlace, whole: bool) -> ExpertsConfig:
+    """A rank's slice of every expert, or some `whole` ones; of the shared one always a slice."""
+    shared = experts.shared_size // place.size
+    if whole:
+        return replace(experts, shared_size=shared, held=held_experts(experts.count, place))
+    return replace(experts, shared_size=shared, size=experts.size // place.size)
+
+
+def held_experts(count: int, place: RankPlace) -> range:
+    """Which of `count` whole experts lie on a rank: `count` is a multiple of the ranks."""
+    share = count // place.size
+    return range(place.rank * share, (place.rank + 1) * share)
 
 
 def _vocabulary_width(vocab_size: int, size: int) -> int:
@@ -106,16 +129,30 @@ class RankShards:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Which outputs, or which inputs, of a product are this rank's. `config`: the whole model's."""
+    """Which outputs, or which inputs, of a product are this rank's. `config`: the whole model's.
+    `whole_experts`: a rank has some experts, and those whole."""
 
     config: DecoderConfig
     place: RankPlace
+    whole_experts: bool = False
+
+    @property
+    def own(self) -> DecoderConfig:
+        """See rank_config."""
+        return rank_config(self.config, self.place, self.whole_experts)
+
+    def is_whole(self, module: str) -> bool:
+        """Whether a rank that has a product has all of it."""
+        routed = self.whole_experts and _ROUTED in module
+        return routed or module.rpartition(".")[2] in _WHOLE
 
     def outputs(self, module: str, count: int) -> slice | None:
         """Of `count` outputs of a column-parallel product; None for a row-parallel one.
 
         Raises ModelRefused for a product that nobody knows, and for one of other sizes.
         """
+        if self.is_whole(module):
+            return slice(0, count)
         part = module.rpartition(".")[2]
         if part in _ROW:
             return None
@@ -127,7 +164,8 @@ class Cuts:
 
     def inputs(self, module: str, count: int) -> slice:
         """Of `count` inputs: all of a column-parallel product."""
-        return self._even(count) if module.rpartition(".")[2] in _ROW else slice(0, count)
+        is_cut = module.rpartition(".")[2] in _ROW and not self.is_whole(module)
+        return self._even(count) if is_cut else slice(0, count)
 
     def adapter(self, adapter: Adapter) -> Adapter:
         """This rank's share of a LoRA adapter: of each delta the same outputs or inputs.
@@ -159,21 +197,23 @@ class Cuts:
 class RankShare:
     """What one rank reads of a checkpoint. Implements weights.Share."""
 
-    def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
-        """`config`: the whole model's."""
-        self._cuts = Cuts(config, group.place)
+    def __init__(self, cuts: Cuts, group: RankGroup) -> None:
+        self._cuts = cuts
         self._group = group
 
     def tensor(self, name: str, whole: Tensor) -> Tensor:
-        """See Share."""
+        """See Share. The weight of `kv_b_proj` is one of these: it is absorbed into attention."""
         if name in _BY_TOKEN:
             return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
         module, _, kind = name.rpartition(".")
-        outputs = self._cuts.outputs(module, len(whole)) if kind == "bias" else None
+        is_cut = kind == "bias" or module.endswith(".kv_b_proj")
+        outputs = self._cuts.outputs(module, len(whole)) if is_cut else None
         return whole if outputs is None else whole[outputs].clone()
 
     def weight(self, module: str, whole: StoredWeight) -> StoredWeight:
         """See Share."""
+        if self._cuts.is_whole(module):
+            return whole
         outputs = self._outputs(module, whole.shape[0])
         inputs = self._cuts.inputs(module, whole.shape[1])
         if isinstance(whole, Tensor):
@@ -190,9 +230,12 @@ class RankShare:
         return with_exchange(part, self._group) if part.int8_activations else part
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:
-        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum."""
+        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum,
+        which the experts of w8a8 have none of."""
         is_whole = isinstance(part, IntWeight) and part.exchange is not None
-        return self._group.place.leads or is_whole or module.rpartition(".")[2] not in _ROW
+        is_whole = is_whole and _ROUTED not in module
+        is_cut = module.rpartition(".")[2] in _ROW and not self._cuts.is_whole(module)
+        return self._group.place.leads or is_whole or not is_cut
 
     def _outputs(self, module: str, count: int) -> slice | None:
         """See Cuts.outputs; those of the head are tokens."""

@@ -32,8 +32,8 @@ _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
 _ASKED: Final = (  # options that an engine has too
     "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
-    "data_parallel_size", "block_size", "gpu_memory_utilization", "max_num_batched_tokens",
-    "max_num_seqs",
+    "data_parallel_size", "enable_expert_parallel", "block_size", "gpu_memory_utilization",
+    "max_num_batched_tokens", "max_num_seqs",
 )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class EstimateOptions:
     kv_cache_dtype: str = option("auto", "data type of KV", choices=("auto", *DTYPE_BYTES))
     tensor_parallel_size: int = option(1, "devices that share every layer")
     data_parallel_size: int = option(1, "ranks that share the experts of a mixture")
+    enable_expert_parallel: bool = option(False, "each of them holds some experts whole")
     gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
     block_size: int = option(16, "tokens per KV block")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
@@ -139,6 +140,16 @@ class Precision:
     kv_dtype: str
     head: StoredWeights | None = None
 
+    @property
+    def matrix_bytes(self) -> float:
+        """Of one number of what is narrow, if anything is."""
+        return WEIGHT_BYTES[self.dtype] if self.stored is None else self.stored.bytes_per_weight
+
+    def of_device(self, shape: ModelShape, num_bytes: int, size: int) -> int:
+        """Of `num_bytes` of the model's weights what one of `size` devices has."""
+        everywhere = shape.replicated * self.matrix_bytes
+        return int(everywhere + (num_bytes - everywhere) / size)
+
     def held_bytes(self, shape: ModelShape) -> int:
         """Of all parameters; the rounded head of tied embeddings is a copy beside them."""
         replaced = 0 if shape.tied else shape.embedding
@@ -154,17 +165,12 @@ class Precision:
         elsewhere = 0 if shape.experts is None else shape.experts.parameters * (ranks - 1) // ranks
         return self.held_bytes(shape) - int(elsewhere * self.matrix_bytes)
 
-    @property
-    def matrix_bytes(self) -> float:
-        """Bytes of one parameter of a matrix."""
-        return WEIGHT_BYTES[self.dtype] if self.stored is None else self.stored.bytes_per_weight
-
     def _plain_head(self, shape: ModelShape, parameters: int) -> float:
         """`parameters` of the model, of which all of its matrices may be narrow."""
         plain = WEIGHT_BYTES[self.dtype]
         if self.stored is None:
             return parameters * plain
-        narrow = min(shape.matrices, parameters)
+        narrow = min(shape.matrices - shape.plain, parameters)
         return (parameters - narrow) * plain + narrow * self.stored.bytes_per_weight
 
     def _head(self, shape: ModelShape, replaced: int) -> float:
@@ -194,7 +200,7 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    weight_bytes = precision.rank_bytes(shape, dp) // tp
+    weight_bytes = precision.of_device(shape, precision.rank_bytes(shape, dp), tp)
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
@@ -271,7 +277,7 @@ def _decode(
     if shape.experts is not None:
         missed = 1 - shape.experts.share_met(batch * dp) / dp
         met -= int(shape.experts.parameters * missed)
-    weight_bytes = _read_bytes(shape, precision, met) // tp
+    weight_bytes = precision.of_device(shape, _read_bytes(shape, precision, met), tp)
     kv_bytes = batch * sum(
         min(result.context, spec.window or result.context)
         * kv_token_bytes(_per_device(spec, tp), precision.kv_dtype)
@@ -317,7 +323,7 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
     tp = options.tensor_parallel_size
     precision = _precision(shape, options)
     return _Drafts(
-        precision.held_bytes(shape) // tp,
+        precision.of_device(shape, precision.held_bytes(shape), tp),
         _token_bytes(shape, precision, tp),
         _activation_bytes(shape, options, precision),
     )

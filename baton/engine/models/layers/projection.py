@@ -41,6 +41,14 @@ class Projection:
             y += reduce(apply_deltas(x, torch.zeros_like(y), self.deltas, groups))
         return y
 
+    def partial(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """x [T, in of this rank] -> [T, out], what is to be summed over the ranks, in all formats:
+        see W8A8Share.partial. Without a bias."""
+        linear = self.linear
+        if not isinstance(linear, W8A8Share):
+            return self(x, groups)
+        return apply_deltas(x, linear.partial(*linear.rounded(x)), self.deltas, groups)
+
     def adapt(self, adapter: Adapter) -> set[str]:
         """Take the adapter's deltas for these parts; their module paths. Raises ModelRefused."""
         held = {module: adapter.deltas[module] for module in self.parts if module in adapter.deltas}
@@ -66,14 +74,14 @@ class Mlp:
     down: Projection  # [I] -> [H]
     between: Elementwise
 
-    def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
-        return self.down(self.between.swiglu(self.gate_up(hidden, groups)), groups)
-
     def summed(self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
         """hidden [T, H] -> [T, H], summed over the ranks; `reduce`: see Shards."""
         inner = self.between.swiglu(self.gate_up(hidden, groups))
         return self.down.summed(inner, groups, reduce)
+
+    def partial(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """hidden [T, H] -> [T, H], what is to be summed over the ranks with more than this."""
+        return self.down.partial(self.between.swiglu(self.gate_up(hidden, groups)), groups)
 
     @property
     def projections(self) -> list[Projection]:

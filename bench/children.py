@@ -1,5 +1,7 @@
-"""The processes of a benchmark: how they say that they are ready, and how it ends them: asked
-first, killed if they do not."""
+"""The processes of a benchmark: how they announce that they are ready, and how they are ended.
+
+A process is first asked to end, and killed if it does not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 
 def say_ready(**found: Any) -> None:
-    """The JSON line of a program that is ready, on stdout: where it listens."""
+    """Print the JSON line of a program that is ready, with what it has to tell."""
     sys.stdout.write(json.dumps({"ready": True, **found}) + "\n")
     sys.stdout.flush()
 
@@ -20,7 +22,7 @@ def say_ready(**found: Any) -> None:
 async def stop(
     process: asyncio.subprocess.Process, patience_s: float, by: signal.Signals = signal.SIGTERM
 ) -> None:
-    """Signal it, if it still runs, then `ended`."""
+    """Send a signal to the process if it still runs, then wait for its end."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             process.send_signal(by)
@@ -28,7 +30,7 @@ async def stop(
 
 
 async def ended(process: asyncio.subprocess.Process, patience_s: float) -> None:
-    """Wait until it has ended; what takes longer than `patience_s` is killed."""
+    """Wait until the process has ended; after `patience_s` kill it."""
     try:
         await asyncio.wait_for(process.wait(), patience_s)
     except TimeoutError:

@@ -1,6 +1,6 @@
 """Starts `baton up` as a child process for comparisons, and stops it again.
 
-The launcher prints one JSON line when stdout is not a terminal; that line is all we need of it.
+The launcher prints one JSON line if stdout is not a terminal; the benchmark needs only that line.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LAST_LINES = 30
 
 @asynccontextmanager
 async def cluster(flags: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
-    """A running cluster; yields the fields of its ready line (`url`, `model`, ...).
+    """Run a cluster; yield the fields of its ready line (`url`, `model`, ...).
 
-    Raises ConfigError with the launcher's last lines when it does not come up.
+    Raises ConfigError, with the launcher's last lines, if it does not come up.
     """
     command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--no-warm-up", *flags]
     process = await asyncio.create_subprocess_exec(

@@ -36,7 +36,9 @@ EXPERTS: dict[str, Any] = {
 
 
 def write_random_model(path: Path, **changes: Any) -> Path:
-    """A Llama or Mixtral checkpoint of random bfloat16 weights, with the demo model's tokenizer."""
+    """Write a Llama or Mixtral checkpoint of random bfloat16 weights, with the demo model's
+    tokenizer.
+    """
     c = RANDOM_MODEL | changes
     hidden, inner, kv = c["hidden_size"], c["intermediate_size"], c["num_key_value_heads"] * 64
     shapes = {
@@ -73,7 +75,10 @@ def write_random_model(path: Path, **changes: Any) -> Path:
 
 
 def measure(path: Path, dtype: str, counts: tuple[int, int], impl: str = "auto") -> TimedPart:
-    """One row per kind of step; the two modes take turns. `counts`: rounds, repetitions in each."""
+    """Measure one row per kind of step; the two modes take turns.
+
+    `counts` are the rounds, and the repetitions in each.
+    """
     rounds, repetitions = counts
     options = {"dtype": dtype, "model_impl": impl}
     modes = {mode: load(path, deterministic=mode, **options) for mode in (False, True)}
@@ -105,7 +110,7 @@ def measure(path: Path, dtype: str, counts: tuple[int, int], impl: str = "auto")
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = arguments_parser("deterministic", __doc__)
     parser.add_argument("--model", type=Path)
     given = parser.parse_args()

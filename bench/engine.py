@@ -45,7 +45,7 @@ OURS, THEIRS = "baton", "transformers"
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """What is measured: `batch` 0 is a prefill of `context` tokens."""
+    """What is measured: decode steps of `batch` requests, or with `batch` 0 a prefill."""
 
     model: str
     context: int
@@ -75,7 +75,7 @@ Generate = Callable[[Sequence[list[int]], int], float]  # prompts, new tokens ->
 
 
 def ours(llm: LLM) -> Generate:
-    """Through the engine, all requests at once."""
+    """Return a function that generates through the engine, all requests at once."""
 
     def run(prompts: Sequence[list[int]], new: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
@@ -87,7 +87,7 @@ def ours(llm: LLM) -> Generate:
 
 
 def theirs(model: Any) -> Generate:
-    """`generate` on one batch without padding."""
+    """Return a function that calls `generate` on one batch without padding."""
 
     @torch.inference_mode()
     def run(prompts: Sequence[list[int]], new: int) -> float:
@@ -103,11 +103,11 @@ def theirs(model: Any) -> Generate:
 
 
 def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TOKENS) -> float:
-    """Tokens per second; decode: what `new` tokens cost beyond the first."""
+    """Return tokens per second; for decode of the `new` tokens after the first."""
     prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
     if not row.batch:
         return row.context / run(prompts, 1)
-    new *= max(1, row.context // 512)  # beside a long prefill few tokens would be noise
+    new *= max(1, row.context // 512)  # after a long prefill the time of few tokens would be noise
     for _ in range(TRIES):
         first = run(prompts, 1)
         if (seconds := run(prompts, new + 1) - first) > 0:
@@ -116,8 +116,10 @@ def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TO
 
 
 def needs(llm: LLM, run: Generate, row: EngineRow, vocab: int) -> Work:
-    """What the row's prefill needs, or one token of each of its requests
-    (baton/engine/state/work.py), as the engine counts it."""
+    """Return what the row's prefill needs, or what one token of each of its requests needs.
+
+    The engine counts it (baton/engine/state/work.py).
+    """
     used = llm.engine.stats.utilization
 
     def counted(new: int) -> Work:
@@ -134,7 +136,7 @@ def needs(llm: LLM, run: Generate, row: EngineRow, vocab: int) -> Work:
 
 
 def shares(row: EngineRow, tokens_per_s: float, work: Work, limits: Limits) -> dict[str, float]:
-    """MBU and MFU of work done at this rate, and where it stands on the roofline."""
+    """Return MBU and MFU of work at this rate, and its place on the roofline."""
     per_s = tokens_per_s / (row.batch or row.context)
     return {
         "MBU": work.read_bytes * per_s / limits.read_bytes_per_s,
@@ -144,7 +146,7 @@ def shares(row: EngineRow, tokens_per_s: float, work: Work, limits: Limits) -> d
 
 
 def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """A roofline of each model's rows, under the median of the limits measured beside them."""
+    """Write a roofline of each model's rows, under the median of the limits measured with them."""
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         points = [
@@ -162,7 +164,7 @@ def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """What the engine is measured against: transformers and, by their commands, peers."""
+    """The opponents of the engine: transformers, and peers by their commands."""
 
     rounds: int
     peers: Sequence[str] = ()
@@ -171,7 +173,10 @@ class Against:
 def measure(
     model: str, path: Path, rows: Sequence[EngineRow], against: Against
 ) -> list[dict[str, Any]]:
-    """All rows of one model: medians over alternating rounds. Raises PeerFailed, ConfigError."""
+    """Return all rows of one model, as medians over alternating rounds.
+
+    Raises PeerFailed, ConfigError.
+    """
     found: list[dict[str, Any]] = []
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     baseline = theirs(reference)
@@ -210,7 +215,7 @@ def measure(
 
 
 def compared(rates: Mapping[str, Sequence[float]], peers: Sequence[str]) -> dict[str, Any]:
-    """Medians of every side, None of a peer that did not run, and ours over theirs."""
+    """Return the medians of every side (None for a peer that did not run), and their ratios."""
     median = {name: statistics.median(values) for name, values in rates.items()}
     ran = [median[name] for name in peers if name in median]
     return {
@@ -224,7 +229,7 @@ def compared(rates: Mapping[str, Sequence[float]], peers: Sequence[str]) -> dict
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[TimedPart]:
-    """What fits a screen, a table per model: tokens per second, ratios and shares."""
+    """Return a table per model that fits a screen: tokens per second, ratios and shares."""
     shown = ("row", OURS, THEIRS, "ratio", "best peer's ratio", "over best peer", "MBU", "MFU")
     parts: list[TimedPart] = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -243,7 +248,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[TimedPart]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return the exit status."""
     parser = arguments_parser("engine", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", default="", help="only rows that contain this, such as decode")

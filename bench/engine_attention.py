@@ -30,7 +30,7 @@ LIMITS_S: Final = 0.15
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Rows of so many keys each, in blocks of so many."""
+    """`rows` rows with `context` keys each, in blocks of `block_size`."""
 
     context: int
     rows: int = 1
@@ -68,7 +68,7 @@ class Calls:
         ]
 
     def seconds(self) -> float:
-        """Of one call, on average."""
+        """Return the mean seconds of one call."""
         began = time.perf_counter()
         for step in self._steps:
             self._compiled.decode_attention(self._q, self._out, self._layer, step)
@@ -76,7 +76,7 @@ class Calls:
 
 
 def measure(compiled: CpuKernels, case: AttentionCase, rounds: int, pool_mb: int) -> dict[str, Any]:
-    """Medians over alternating rounds."""
+    """Return the medians over alternating rounds."""
     calls, empty = Calls(compiled, case, pool_mb), Calls(compiled, AttentionCase(1, case.rows), 1)
     rates, limits, idle = list[float](), list[float](), list[float]()
     calls.seconds()
@@ -94,7 +94,7 @@ def measure(compiled: CpuKernels, case: AttentionCase, rounds: int, pool_mb: int
 
 
 def main() -> int:
-    """Entry point."""
+    """Run the command. Return the exit status."""
     given = arguments_parser("engine_attention", __doc__).parse_args()
     prepare(given)
     compiled = kernels()

@@ -1,10 +1,10 @@
 """What guided decoding costs a step: `python -m bench.engine_guided`.
 
-A synthetic vocabulary of 152k words, a few typical places of a few grammars.
+It uses a synthetic vocabulary of 152k words, and a few typical places in a few grammars.
 Medians, microseconds of this thread's CPU time per row:
     compile   the grammar, once per request at most
     fill      the mask of the next token, from the matcher
-    apply     that mask, on a row of logits
+    apply     that mask, to a row of logits
     take      a sampled token into the matcher
 """
 
@@ -77,7 +77,7 @@ PLACES: Final = (
 
 
 def vocabulary(size: int) -> Vocabulary:
-    """Random words of one to ten bytes, every byte among them."""
+    """Return random words of one to ten bytes, among them every single byte."""
     draw = random.Random(0)
     words = [bytes([byte]) for byte in range(256)] + [b""]
     known = set(words)
@@ -92,7 +92,10 @@ def vocabulary(size: int) -> Vocabulary:
 def median_us(
     work: Callable[[Matcher], object], repetitions: int, fresh: Callable[[], Matcher]
 ) -> float:
-    """Of `work` on a matcher of its own each time: who has written a mask keeps it."""
+    """Return the median microseconds of `work`, each time on a new matcher.
+
+    A new one is needed because a matcher keeps a mask that it has computed.
+    """
     taken: list[float] = []
     for _ in range(repetitions):
         matcher = fresh()
@@ -103,13 +106,13 @@ def median_us(
 
 
 def _apply(matcher: Matcher, logits: torch.Tensor) -> None:
-    """The mask, which the matcher has by now, on a row of logits [1, vocab]."""
+    """Apply the mask, which the matcher has computed before, to a row of logits [1, vocab]."""
     guide = Grammar(matcher, None, frozenset({EOS})).guide()
     masks.apply(logits, [Asked(SequenceChunk("r", (), 0, (), guide=guide), 0, ())])
 
 
 def measure(compiler: GrammarCompiler, size: int, repetitions: int) -> list[dict[str, Any]]:
-    """A row per place."""
+    """Return a row per place."""
     rows: list[dict[str, Any]] = []
     words = np.zeros((1, -(-size // 32)), np.int32)
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
@@ -134,7 +137,7 @@ def measure(compiler: GrammarCompiler, size: int, repetitions: int) -> list[dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command. Return the exit status."""
     given = arguments_parser("engine_guided", __doc__).parse_args(arguments)
     prepare(given)
     began = time.thread_time()

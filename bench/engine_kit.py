@@ -1,7 +1,7 @@
-"""What the engine benchmarks share: a runner that answers at once, one that watches, a way to tell.
+"""What the engine benchmarks share: runners for measuring, command lines and tables.
 
-The benchmarks `bench.engine_*` run an engine in their own process and import torch, unlike the rest
-of bench, which talks to servers. None is started by the `baton` command.
+The benchmarks `bench.engine_*` run an engine in their own process and import torch. All others talk
+to servers. The `baton` command starts none of these benchmarks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class InstantRunner:
-    """Takes no time: token ids by arithmetic, no KV. What remains of a step is the engine's own."""
+    """A runner that takes no time: token ids by arithmetic, no KV. A step then costs the engine
+    only.
+    """
 
     def run(
         self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
@@ -62,7 +64,7 @@ class InstantRunner:
 
 
 class Watcher:
-    """A runner around another; `seen` is told of each step's chunks before they run."""
+    """A runner around another one; `seen` gets each step's chunks before they run."""
 
     def __init__(self, inner: Runner, seen: Callable[[Sequence[SequenceChunk]], None]) -> None:
         self._inner = inner
@@ -78,7 +80,7 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of one request's prompt and answer."""
+    """The numbers of tokens of one request's prompt and answer."""
 
     prompt: int
     output: int
@@ -87,7 +89,9 @@ class Lengths:
 def mixed_lengths(
     count: int, prompt_mean: float, output_mean: float, seed: int, sigma: float = 1.0
 ) -> list[Lengths]:
-    """Log-normal lengths (chat traces look like sigma 1), between 4 and 8 times their mean."""
+    """Return log-normal lengths (sigma 1 looks like chat traces), from 4 tokens to 8 times the
+    mean.
+    """
     draw = random.Random(seed)
 
     def length(mean: float) -> int:
@@ -104,7 +108,10 @@ def instant_engine(
     groups: LayerGroups | None = None,
     **options: object,
 ) -> Engine:
-    """An engine without a model: two bytes of KV per token and layer, by default of one layer."""
+    """Return an engine without a model.
+
+    It has two bytes of KV per token and layer; by default one layer.
+    """
     groups = groups or one_group((LayerSpec(1, 1, 0),))
     values: dict[str, Any] = {"model": "none", **options}
     config = EngineConfig(**values)
@@ -124,13 +131,13 @@ def instant_engine(
 
 
 def plain_request(name: str, prompt: Sequence[int], output: int, **params: object) -> Request:
-    """A request for exactly `output` tokens."""
+    """Return a request for exactly `output` tokens."""
     values: dict[str, Any] = {"max_tokens": output, "seed": 1, "ignore_eos": True, **params}
     return Request(name, tuple(prompt), SamplingParams(**values))
 
 
 def run_all(engine: Engine, requests: Sequence[Request]) -> None:
-    """Add all requests and step to the end."""
+    """Add all requests and make steps until they have ended."""
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -139,7 +146,7 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Token ids that share no prefix with those of another seed."""
+    """Return token ids that share no prefix with those of another seed."""
     draw = random.Random(seed)
     return [draw.randrange(FIRST_TOKEN, vocab_size) for _ in range(length)]
 
@@ -156,7 +163,7 @@ class TimedPart:
 
 
 def arguments_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """With what every engine benchmark has: --json, --full, --threads."""
+    """Return a parser with the options of every engine benchmark: --json, --full, --threads."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{module}", description=(description or "").partition("\n")[0]
     )
@@ -168,7 +175,7 @@ def arguments_parser(module: str, description: str | None) -> argparse.ArgumentP
 
 
 def prepare(given: argparse.Namespace) -> None:
-    """Apply what is the process' own."""
+    """Apply the options that concern the process: its threads."""
     if given.threads is not None:
         torch.set_num_threads(given.threads)
 

@@ -1,16 +1,17 @@
 """What paging, sharing and the prefix map save: `python -m bench.engine_memory [--trace FILE]`.
 
-    waste     slots that hold no token, of those given out, over a mixed load (chat-like lengths),
-              beside contiguous memory per request: to the model's longest, to the next power of two
-              of the final length, and to the final length itself, which nobody knows beforehand
-    sharing   blocks that copy-on-write saves, of those that single tables would take, for parallel
-              samples and (with a real model: what survives depends on it) for beams
+    waste     slots without a token, as a share of allocated ones, over a mixed load (chat-like
+              lengths). Beside it contiguous memory per request: for the model's longest length, for
+              the next power of two of the final length, and for the final length itself, which
+              nobody knows beforehand
+    sharing   blocks that copy-on-write saves, as a share of those without sharing, for parallel
+              samples and for beams (these with a real model, which decides what survives)
     windows   KV of one request of Gemma 3's shape (22 layers see 512 tokens, 4 see all), in blocks
               of all layers and in blocks by layer group, at its peak and at its end
     prefix    hit rate of the scheduler and pool on the Mooncake conversation trace, lengths scaled,
               against an infinite cache and against an exact LRU of the pool's size
-    peak      memory of a forward at max_num_batched_tokens: what a start measures
-Everything but `peak` counts blocks: the machine's speed does not matter. The trace's path comes
+    peak      memory of a forward at max_num_batched_tokens, as a start measures it
+Everything but `peak` counts blocks, so the machine's speed does not matter. The trace's path comes
 from --trace or BATON_MOONCAKE_TRACE; without it that part is left out.
 """
 
@@ -53,7 +54,7 @@ from bench.engine_kit import (
 )
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
-LONGEST = 2048  # tokens: to what contiguous memory would be taken (OPT's, in vLLM's paper)
+LONGEST = 2048  # tokens that contiguous memory would be taken for (OPT's, in vLLM's paper)
 POOL_TOKENS = 32_768
 # Means of prompt and answer, tokens. Source: vLLM's paper (arXiv 2309.06180), figure 11.
 SHAREGPT = (161, 338, 1.0)  # and the sigma of a log-normal that looks like it
@@ -61,7 +62,7 @@ ALPACA = (19, 58, 0.5)
 SCALE = 32  # a trace's block of 512 tokens becomes one of 16
 TRACE_BLOCK = 512 // SCALE
 SHARES = (0.1, 0.25, 0.5, 1.0, 1.3)  # pool sizes, of the trace's distinct blocks
-IN_FLIGHT = 4  # so few that a prompt is mostly done before the next one looks for it
+IN_FLIGHT = 4  # so few that a prompt is mostly computed before the next one looks for its blocks
 
 
 # ---- waste ----
@@ -69,7 +70,7 @@ IN_FLIGHT = 4  # so few that a prompt is mostly done before the next one looks f
 
 @dataclass(slots=True)
 class Occupancy:
-    """Sums over steps, in token slots; `lengths` by request id."""
+    """Sums of token slots over steps; `lengths` are by request id."""
 
     block_size: int
     lengths: dict[str, Lengths]
@@ -81,10 +82,10 @@ class Occupancy:
     most_running: int = 0
 
     def seen(self, chunks: Sequence[SequenceChunk]) -> None:
-        """Count one step; every running request has a row in it."""
+        """Count one step, in which every running request has a row."""
         self.most_running = max(self.most_running, len(chunks))
         for chunk in chunks:
-            # The last token of a request is never written: it is only known once it is sampled.
+            # The KV of a request's last token is never written: it is only known when sampled.
             self.used += chunk.start + len(chunk.token_ids)
             self.paged += sum(len(held.ids) for held in chunk.blocks) * self.block_size
             length = self.lengths[chunk.request_id]
@@ -94,7 +95,7 @@ class Occupancy:
             self.to_final += final
 
     def row(self) -> dict[str, Any]:
-        """Wasted shares in percent."""
+        """Return the wasted shares in percent."""
         given = {
             "paged": self.paged, "to longest": self.to_longest,
             "to power of 2": self.to_power, "to final": self.to_final,
@@ -104,7 +105,7 @@ class Occupancy:
 
 
 def waste(block_size: int, count: int) -> dict[str, Any]:
-    """One load through a pool of POOL_TOKENS tokens."""
+    """Run one load through a pool of POOL_TOKENS tokens, and return its row."""
     lengths = [
         Lengths(min(each.prompt, LONGEST // 2), min(each.output, LONGEST // 2))
         for each in mixed_lengths(count, *SHAREGPT[:2], seed=1)
@@ -133,7 +134,7 @@ GEMMA3_LAYER_BYTES = 1024  # of a token in one layer: Gemma 3 1B has one KV head
 
 
 def held_bytes(groups: LayerGroups, prompt: int, output: int) -> tuple[float, float]:
-    """Megabytes of KV that one request of Gemma 3 1B holds: at most, and at its end."""
+    """Return the megabytes of KV that one request of Gemma 3 1B holds: at most, and at its end."""
     longest = prompt + output
     held: list[int] = []
     engine = instant_engine(
@@ -148,7 +149,7 @@ def held_bytes(groups: LayerGroups, prompt: int, output: int) -> tuple[float, fl
 
 
 def window_rows() -> list[dict[str, Any]]:
-    """One row per request: prompt and answer."""
+    """Return one row per request of given prompt and answer lengths."""
     rows: list[dict[str, Any]] = []
     for prompt, output in ((100, 900), (900, 100), (100, 7900), (4000, 4000)):
         whole, _ = held_bytes(one_group(GEMMA3), prompt, output)
@@ -167,7 +168,7 @@ def window_rows() -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Sharing:
-    """Entries of all block tables, and blocks behind them, summed over steps."""
+    """Sums over steps: entries of all block tables, and the different blocks in them."""
 
     entries: int = 0
     blocks: int = 0
@@ -180,12 +181,12 @@ class Sharing:
 
     @property
     def saved(self) -> float:
-        """Percent of blocks that sharing saves."""
+        """The percentage of blocks that sharing saves."""
         return 100 * (1 - self.blocks / self.entries)
 
 
 def share_samples(n: int, means: tuple[int, int, float], count: int) -> float:
-    """Percent saved by `n` parallel samples per request."""
+    """Return the percentage that `n` parallel samples per request save."""
     sharing = Sharing()
     engine = instant_engine(
         8192, 16, Watcher(InstantRunner(), sharing.seen),
@@ -200,7 +201,7 @@ def share_samples(n: int, means: tuple[int, int, float], count: int) -> float:
 
 
 def share_beams(model: LoadedModel, width: int, means: tuple[int, int, float], count: int) -> float:
-    """Percent saved by beams of `width` of a real model."""
+    """Return the percentage that beams of `width` of a real model save."""
     sharing = Sharing()
     info = model.info
     arena = KVArena(info.layers, 2048, 16, info.kv_dtype, model.device)
@@ -219,7 +220,7 @@ def share_beams(model: LoadedModel, width: int, means: tuple[int, int, float], c
 
 
 def sharing_rows(model: LoadedModel, full: bool) -> list[dict[str, Any]]:
-    """For n and beam width 2, 4, 6; the paper's figures (its figure 15) beside them."""
+    """Return rows for n and beam width 2, 4, 6, beside those of the paper (its figure 15)."""
     paper = {
         ("parallel samples", "Alpaca"): "6.1-9.8",
         ("parallel samples", "ShareGPT"): "16.2-30.5",
@@ -250,25 +251,25 @@ def _sharing_row(
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A prompt's full blocks by hash id; the first `findable` leave a token to compute."""
+    """A prompt's full blocks by hash id. The first `findable` of them leave a token to compute."""
 
     keys: tuple[int, ...]
     findable: int
 
     def known_in(self, cache: Container[int]) -> int:
-        """Leading blocks that a look-up in `cache` finds."""
+        """Return how many leading blocks a look-up in `cache` finds."""
         found = (i for i, key in enumerate(self.keys[: self.findable]) if key not in cache)
         return next(found, self.findable)
 
 
 @dataclass(slots=True)
 class InfiniteCache:
-    """Blocks ever seen; what any cache could find at best, given the order of requests."""
+    """All blocks ever seen: the best that any cache could find, given the order of requests."""
 
     known: set[int] = field(default_factory=set[int])
 
     def hits(self, chain: Chain) -> int:
-        """Leading blocks of the chain that are known; then all of them are."""
+        """Return how many leading blocks of the chain are known; then note all its blocks."""
         found = chain.known_in(self.known)
         self.known.update(chain.keys)
         return found
@@ -276,13 +277,13 @@ class InfiniteCache:
 
 @dataclass(slots=True)
 class LruCache:
-    """The pool's rule, exactly, without requests in flight: `size` blocks, least recently used."""
+    """Exactly the pool's rule, without requests in flight: the `size` most recently used blocks."""
 
     size: int
     known: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
 
     def hits(self, chain: Chain) -> int:
-        """As InfiniteCache.hits, but the oldest are forgotten."""
+        """See InfiniteCache.hits. The oldest blocks are forgotten."""
         found = chain.known_in(self.known)
         for key in reversed(chain.keys):  # a chain's tail is forgotten before its head
             self.known.pop(key, None)
@@ -293,7 +294,7 @@ class LruCache:
 
 
 def read_trace(path: Path, limit: int) -> list[tuple[list[int], Lengths]]:
-    """(hash ids, scaled lengths) of the first `limit` requests, in order of arrival."""
+    """Return (hash ids, scaled lengths) of the first `limit` requests, in order of arrival."""
     with lzma.open(path, "rt") as lines:
         return [_scaled(json.loads(line)) for _, line in zip(range(limit), lines, strict=False)]
 
@@ -304,7 +305,7 @@ def _scaled(entry: dict[str, Any]) -> tuple[list[int], Lengths]:
 
 
 def trace_prompt(hash_ids: Sequence[int], length: int) -> list[int]:
-    """`length` tokens, block by block from its hash id: equal ids, equal tokens."""
+    """Return `length` tokens made of the hash ids: equal ids give equal tokens."""
     tokens = list(_tokens(hash_ids))
     return tokens[:length]
 
@@ -317,19 +318,21 @@ def _tokens(hash_ids: Sequence[int]) -> Iterator[int]:
 
 
 def chain_of(hash_ids: Sequence[int], length: int) -> Chain:
-    """The full blocks of a prompt. A Mooncake id names a block together with all before it."""
+    """Return the full blocks of a prompt. A Mooncake id names a block together with all before
+    it.
+    """
     return Chain(tuple(hash_ids[: length // TRACE_BLOCK]), (length - 1) // TRACE_BLOCK)
 
 
 def prefix_rows(path: Path, limit: int) -> list[dict[str, Any]]:
-    """One row per pool size: as a share of the trace's distinct blocks."""
+    """Return one row per pool size, given as a share of the trace's distinct blocks."""
     trace = read_trace(path, limit)
     chains = [chain_of(hash_ids, length.prompt) for hash_ids, length in trace]
     infinite = InfiniteCache()
     best = sum(infinite.hits(chain) for chain in chains)
     total = sum(length.prompt for _, length in trace)
     distinct = len(infinite.known)
-    # The pool must hold the longest request; and room for those in flight belongs to no cache.
+    # The pool must hold the longest request. Room for requests in flight is not part of a cache.
     largest = IN_FLIGHT * max(-(-(e.prompt + e.output) // TRACE_BLOCK) for _, e in trace)
     rows: list[dict[str, Any]] = []
     for share in SHARES:
@@ -356,7 +359,7 @@ def prefix_rows(path: Path, limit: int) -> list[dict[str, Any]]:
 
 
 def run_in_order(engine: Engine, requests: Sequence[Request]) -> None:
-    """At most IN_FLIGHT at once, in the order of their arrival."""
+    """Run the requests in order of arrival, at most IN_FLIGHT at once."""
     waiting = iter(requests)
     upcoming = next(waiting, None)
     while engine.has_work or upcoming is not None:
@@ -373,7 +376,7 @@ def run_in_order(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def peak_rows(model: LoadedModel, full: bool) -> list[dict[str, Any]]:
-    """Growth of the resident set during a dummy step, beside the weights."""
+    """Return the growth of the resident set during a dummy step, beside the weights."""
     rows: list[dict[str, Any]] = []
     for tokens in (512, 2048, 8192) if full else (512, 2048):
         config = EngineConfig(model="demo", max_num_batched_tokens=tokens)
@@ -390,7 +393,7 @@ def peak_rows(model: LoadedModel, full: bool) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command. Return the exit status."""
     parser = arguments_parser("engine_memory", __doc__)
     parser.add_argument("--trace", type=Path, help="mooncake_fast25_conversation.jsonl.xz")
     parser.add_argument("--trace-requests", type=int, help="of it (default: 1500; --full: all)")

@@ -1,16 +1,15 @@
 """What a step costs besides the model: `python -m bench.engine_overhead`.
 
-Medians over steps of steady decode, microseconds of this thread's CPU time, so that neighbours do
-not count (with one thread, all of it):
+Medians over steps of steady decode, in microseconds of this thread's CPU time, so that other
+processes do not count (with one thread, this is all of the step's time):
     batch        tokens, positions, slots and block tables as tensors (baton/engine/state/batch.py)
     engine       everything else: schedule, block growth, events, statistics; over a runner that
-                 answers at once but lays the batch out as a real one does
-    outside      a whole step of the real runner whose model has its logits already
-    sampling     tokens out of 151,936 logits a row, by the compiled kernels and by torch alone;
-                 "widen": bfloat16 logits to float32, the model's last act
-    penalties    baton/engine/sampling/penalties.py for texts of growing length, out of a large
-    vocabulary and out
-                 of a small one
+                 answers at once but lays out the batch as a real one does
+    outside      a whole step of the real runner with a model that has its logits already
+    sampling     tokens from 151,936 logits a row, with the compiled kernels and with torch alone;
+                 "widen": bfloat16 logits to float32, the last work of a model
+    penalties    baton/engine/sampling/penalties.py for texts of growing length, with a large and
+                 with a small vocabulary
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class FlatteningRunner:
-    """Lays each step out, then answers at once; keeps the seconds of both."""
+    """A runner that lays out each step, then answers at once; it keeps the seconds of both."""
 
     def __init__(self) -> None:
         self.batch_s: list[float] = []
@@ -92,7 +91,7 @@ class FlatteningRunner:
 
 
 def measure(num_sequences: int, num_steps: int) -> dict[str, Any]:
-    """Medians over `num_steps` decode steps of so many sequences."""
+    """Return medians over `num_steps` decode steps of `num_sequences` sequences."""
     runner = FlatteningRunner()
     length = PROMPT + WARM_UP + num_steps + 8
     engine = instant_engine(
@@ -128,7 +127,7 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, Any]:
 
 
 class KnownLogits:
-    """A CausalModel that takes no time: logits [rows, LARGE_VOCAB] float32 are there already."""
+    """A CausalModel that takes no time: it has logits [rows, LARGE_VOCAB] float32 already."""
 
     vocab_size = LARGE_VOCAB
     max_positions = None
@@ -157,7 +156,9 @@ class KnownLogits:
 
 
 def likely_logits(rows: int) -> Tensor:
-    """bfloat16 [rows, LARGE_VOCAB]: some ids stand out, as a text's next ones do."""
+    """Return bfloat16 [rows, LARGE_VOCAB] in which some ids stand out, as a text's next tokens
+    do.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, LARGE_VOCAB, generator=generator)
     logits[:, :LIKELY] += 18 * torch.rand(rows, LIKELY, generator=generator)
@@ -165,7 +166,7 @@ def likely_logits(rows: int) -> Tensor:
 
 
 def measure_outside(kind: str, num_sequences: int, num_steps: int) -> dict[str, Any]:
-    """Medians over decode steps that do everything but run a model."""
+    """Return medians over decode steps that do everything except run a model."""
     length = PROMPT + WARM_UP + num_steps + 8
     num_blocks = num_sequences * (length // BLOCK_SIZE + 2)
     pool = KVArena((LayerSpec(1, 1, 0),), num_blocks, BLOCK_SIZE, "float16")
@@ -198,7 +199,7 @@ def measure_outside(kind: str, num_sequences: int, num_steps: int) -> dict[str, 
 
 
 def measure_sampling(kind: str, rows: int, num_steps: int) -> dict[str, Any]:
-    """Medians over steps: from the model's bfloat16 logits [rows, LARGE_VOCAB] to tokens."""
+    """Return medians over steps: from the model's bfloat16 logits [rows, LARGE_VOCAB] to tokens."""
     computed = likely_logits(rows)
     times: dict[str, list[float]] = {"widen us": [], "us": [], "torch us": []}
     for step in range(num_steps):
@@ -220,8 +221,10 @@ def measure_sampling(kind: str, rows: int, num_steps: int) -> dict[str, Any]:
 
 
 def measure_penalties(length: int, vocabulary: int, num_steps: int) -> dict[str, Any]:
-    """Medians over steps of `PENALISED` sequences that begin with `length` tokens of output, out of
-    `vocabulary` that are as frequent as words are."""
+    """Return medians over steps of `PENALISED` sequences, which begin with `length` output tokens.
+
+    The tokens come from `vocabulary` ids, which are as frequent as words are.
+    """
     draw = random.Random(length)
     weights = [1 / rank for rank in range(1, vocabulary + 1)]
     texts = draw.choices(range(vocabulary), weights, k=length)
@@ -254,7 +257,7 @@ def measure_penalties(length: int, vocabulary: int, num_steps: int) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command. Return the exit status."""
     given = arguments_parser("engine_overhead", __doc__).parse_args(arguments)
     prepare(given)
     num_steps = 1000 if given.full else 200

@@ -1,11 +1,11 @@
 """Swapping against recomputation: `python -m bench.engine_swap [--model DIR]`.
 
-A preempted request of `context` tokens either has its blocks copied to host memory and back, or
-its tokens computed again. Both are measured on the same model and arena, per block size; what a
-scheduler would wait for. vLLM's paper (arXiv 2309.06180, section 7.3) found on a GPU: recomputing
-does not depend on the block size, swapping small blocks costs much (many small copies over PCIe),
-from 16 to 64 both are alike, and recomputing is never above 1.2 times swapping. On a CPU a swap is
-a copy within one memory.
+A preempted request of `context` tokens either has its blocks copied to host memory and back, or its
+tokens are computed again. Both times are measured on the same model and arena, per block size, as a
+scheduler would wait for them. vLLM's paper (arXiv 2309.06180, section 7.3) found on a GPU:
+recomputing does not depend on the block size; swapping small blocks costs much (many small copies
+over PCIe); from 16 to 64 both are alike, and recomputing is never above 1.2 times swapping. On a
+CPU a swap is a copy within one memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-STEP_TOKENS = 512  # of a recomputation, as a chunked prefill would take them
+STEP_TOKENS = 512  # tokens of a recomputation's step, like those of a chunked prefill
 
 
 def median_s(run: Callable[[], object], repetitions: int) -> float:
-    """Median seconds of `run`, after one that does not count."""
+    """Return the median seconds of `run`, after one call that does not count."""
     run()
     seconds: list[float] = []
     for _ in range(repetitions):
@@ -43,7 +43,7 @@ def median_s(run: Callable[[], object], repetitions: int) -> float:
 
 
 def measure(model: LoadedModel, block_size: int, context: int, repetitions: int) -> dict[str, Any]:
-    """One row: a request of `context` tokens, in blocks that lie scattered over the pool."""
+    """Return one row: a request of `context` tokens, in blocks scattered over the pool."""
     info = model.info
     count = -(-context // block_size)
     arena = KVArena(one_group(info.layers), 4 * count, block_size, info.kv_dtype, model.device)
@@ -85,7 +85,7 @@ def measure(model: LoadedModel, block_size: int, context: int, repetitions: int)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command. Return the exit status."""
     parser = arguments_parser("engine_swap", __doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL), help="checkpoint (default: the demo)")
     given = parser.parse_args(arguments)

@@ -1,12 +1,12 @@
 """`LLM.generate` against transformers' `generate`: `python -m bench.engine_throughput`.
 
-The same requests, greedy, each with a prompt and an answer of its own length:
+The same requests, greedy, each with its own length of prompt and answer:
     baton            all at once: continuous batching over paged KV
     one by one       transformers, one request after the other
-    padded           transformers, batches of so many requests padded to the longest prompt; a batch
-                     runs until its longest answer ends
-Tokens per second count what was asked for, nothing that padding adds. vLLM's paper reports 14-24
-times transformers on a GPU; a small model on few cores has no such gap to close.
+    padded           transformers, in batches padded to the longest prompt; a batch runs until its
+                     longest answer ends
+Tokens per second count only tokens that were asked for, not those that padding adds. vLLM's paper
+reports 14-24 times transformers on a GPU; a small model on few cores has no such gap to close.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PADDED = (8, 16)
 
 
 def baton_s(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[Lengths]) -> float:
-    """Seconds for all requests at once."""
+    """Return the seconds for all requests at once."""
     params = [
         SamplingParams(temperature=0, max_tokens=each.output, ignore_eos=True) for each in lengths
     ]
@@ -54,7 +54,9 @@ def baton_s(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[Lengths]) 
 def transformers_s(
     model: Any, prompts: Sequence[list[int]], lengths: Sequence[Lengths], batch: int
 ) -> float:
-    """Seconds for all requests in batches of `batch`, prompts padded on the left."""
+    """Return the seconds for all requests in batches of `batch`, with prompts padded on the
+    left.
+    """
     began = time.perf_counter()
     for at in range(0, len(prompts), batch):
         part = prompts[at : at + batch]
@@ -78,7 +80,7 @@ def transformers_s(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command. Return the exit status."""
     parser = arguments_parser("engine_throughput", __doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL), help="checkpoint (default: the demo)")
     parser.add_argument("--dtype", default="float32", help="of both sides (default: float32)")
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     baton_s(llm, prompts[:4], lengths[:4])
     transformers_s(theirs, prompts[:2], lengths[:2], 1)
     runs: dict[str, list[float]] = {}
-    for _ in range(rounds):  # alternating: the machine's mood is shared
+    for _ in range(rounds):  # alternating, so that changes of the machine's speed hit both
         runs.setdefault("baton", []).append(baton_s(llm, prompts, lengths))
         runs.setdefault("transformers, one by one", []).append(
             transformers_s(theirs, prompts, lengths, 1)

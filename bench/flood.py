@@ -2,10 +2,11 @@
 
     python -m bench.flood [--seconds 10] [--routes tokenize,body] [--json]
 
-One router, `baton up` with two keys. A client with the second key asks for short chats, one after
-another: first alone, then while eight connections of the first key send the same expensive request
-as fast as they are answered. Every flood is measured against the quiet seconds just before it, in
-the same run; times are those to the first token. Also: how much memory the router holds after it.
+There is one router, `baton up` with two keys. A client with the second key asks for short chats,
+one after another: first alone, then while eight connections of the first key send the same
+expensive request as fast as they are answered. Every flood is measured against the quiet seconds
+just before it, in the same run. Times are those to the first token. The memory that the router
+holds after the flood is measured, too.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _grammar(turn: int) -> dict[str, Any]:
     return _chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
 
 
-# Route -> path, and the body of its n-th request.
+# Route -> path, and a function that returns the body of its n-th request.
 FLOODS: Final[dict[str, tuple[str, Callable[[int], dict[str, Any]]]]] = {
     "tokenize": ("/tokenize", lambda _: {"prompt": _words(4 << 20)}),
     "tokenize_fitting": ("/tokenize", lambda _: {"prompt": _words(150 << 10)}),
@@ -80,8 +81,11 @@ FLOODS: Final[dict[str, tuple[str, Callable[[int], dict[str, Any]]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class FloodRow:
-    """One route. `failed`: chats that were refused; milliseconds of the others; `answered`: the
-    flood's requests by status; MiB of the router."""
+    """The row of one route.
+
+    `failed`: chats that were refused; milliseconds are those of the other chats. `answered`: the
+    flood's requests by status. Memory is the router's, in MiB.
+    """
 
     route: str
     failed: int
@@ -99,7 +103,7 @@ class FloodRow:
 
 
 async def measure(routes: list[str], seconds: float, flags: list[str]) -> list[FloodRow]:
-    """Each route's flood against the quiet before it."""
+    """Measure each route's flood against the quiet time before it."""
     rows: list[FloodRow] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
@@ -130,13 +134,13 @@ async def _row(
 
 
 def _milliseconds(seconds: list[float]) -> tuple[float, float]:
-    """Median and 99th percentile."""
+    """Return the median and the 99th percentile."""
     ordered = sorted(seconds)
     return percentile(ordered, 0.5) * 1e3, percentile(ordered, 0.99) * 1e3
 
 
 async def _chats(client: httpx.AsyncClient, url: str, seconds: float) -> list[float | None]:
-    """Times to the first token of chats, one after another; None for a refused one."""
+    """Return the times to the first token of chats, one after another; None for a refused chat."""
     found: list[float | None] = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -158,7 +162,7 @@ async def _chats(client: httpx.AsyncClient, url: str, seconds: float) -> list[fl
 
 @contextlib.asynccontextmanager
 async def _flood(route: str, url: str) -> AsyncGenerator[dict[str, int], None]:
-    """A process that floods; its counts are there after it has ended."""
+    """Run a process that floods. Its counts are there after it has ended."""
     command = [sys.executable, "-m", "bench.flood", "--attack", route, "--url", url]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -175,7 +179,7 @@ async def _flood(route: str, url: str) -> AsyncGenerator[dict[str, int], None]:
 
 
 async def attack(route: str, url: str) -> dict[str, int]:
-    """Flood until the input ends; how many answers of each status came."""
+    """Flood until the input ends; return how many answers had each status."""
     path, body_of = FLOODS[route]
     answered: Counter[str] = Counter()
     turn = 0
@@ -205,7 +209,7 @@ async def attack(route: str, url: str) -> dict[str, int]:
 
 
 def _router_pid(parent: int) -> int:
-    """The router's process, of the launcher that this one has started."""
+    """Return the pid of the router below the launcher that this process has started."""
     for task in Path(f"/proc/{parent}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
             if b"router" in Path(f"/proc/{child}/cmdline").read_bytes():

@@ -1,13 +1,15 @@
 """The GPU kernels and the engine on a GPU, right and how fast: `python -m bench.gpu [--json]`.
 
-    limits      bytes copied per second, a large product's rate: measured, the shares' denominators
+    limits      measured: bytes copied per second, and the rate of a large product; shares refer to
+                them
     kernels     every Triton kernel against its torch twin; what it moves and computes per second
     attention   decode at long contexts: share of the copy rate that reading K and V reaches
     engine      Qwen3-0.6B's shape, random weights, bfloat16: decode (MBU), prefill (MFU), against
                 transformers' continuous batching
 
-Exits 1 if a kernel differs from its twin, 2 without a GPU: then nothing here can be measured, and
-the same cases run interpreted (tests/engine/test_gpu_kernels.py) and compile (tools.gpu_kernels).
+Exits 1 if a kernel differs from its twin, 2 without a GPU, because then nothing can be measured.
+The same cases also run interpreted (tests/engine/test_gpu_kernels.py) and are compiled
+(tools.gpu_kernels).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ CONTEXTS: Final = (1024, 2048, 4096, 8192)
 
 
 def best(work: Callable[[], object], times: int = 10) -> float:
-    """Seconds of the fastest of so many calls by the GPU's clock, after two that do not count."""
+    """Return the seconds of the fastest of `times` calls by the GPU's clock, after two warm-ups."""
     found: list[float] = []
     for index in range(times + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,7 +57,7 @@ def best(work: Callable[[], object], times: int = 10) -> float:
 
 
 def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> list[dict[str, Any]]:
-    """Each kernel in real sizes: its error, its time, its shares of the limits."""
+    """Return, for each kernel in real sizes, its error, its time, and its shares of the limits."""
     from bench.gpu_cases import FAMILIES, CaseShape, cases_of  # imports triton
 
     found: list[dict[str, Any]] = []
@@ -74,7 +76,7 @@ def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> li
 
 
 def attention(device: torch.device, limits: Limits) -> list[dict[str, Any]]:
-    """Decode attention alone, at the sizes of the goal."""
+    """Measure decode attention alone, in the sizes of the goal."""
     from bench.gpu_cases import RULES, CaseShape, attention_cases  # imports triton
 
     plain = [rule for rule in RULES if rule.name in ("plain", "int8", "fp8")]
@@ -97,7 +99,7 @@ def attention(device: torch.device, limits: Limits) -> list[dict[str, Any]]:
 
 
 def continuous(model: Any) -> Generate:
-    """transformers' continuous batching of the same prompts."""
+    """Return a function for transformers' continuous batching of the same prompts."""
     from transformers import GenerationConfig
 
     def run(prompts: Sequence[list[int]], new: int) -> float:
@@ -113,13 +115,13 @@ def continuous(model: Any) -> Generate:
 
 @dataclass(frozen=True, slots=True)
 class GpuPeer:
-    """transformers' model, and how to run it; None where it failed."""
+    """transformers' model, and how to run it."""
 
     model: Any
     run: Generate
 
     def rate(self, row: EngineRow, vocab: int) -> float | None:
-        """As `rate`, or None: a peer that cannot run is no reason to stop."""
+        """Return the rate, or None: a peer that cannot run does not stop the benchmark."""
         try:
             rate(self.run, row, vocab, 98, NEW_TOKENS)
             return rate(self.run, row, vocab, 0, NEW_TOKENS)
@@ -129,7 +131,7 @@ class GpuPeer:
 
 
 def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dict[str, Any]]:
-    """All rows: medians over rounds, a warm-up before each."""
+    """Return all rows: medians over rounds, after a warm-up for each."""
     from transformers import AutoModelForCausalLM
 
     from baton.llm import LLM
@@ -170,7 +172,7 @@ def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return the exit status."""
     parser = arguments_parser("gpu", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--families", nargs="*", default=[], help="of kernels (default: all)")

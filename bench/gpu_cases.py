@@ -1,8 +1,8 @@
-"""Every Triton kernel beside its torch twin, as calls: what tests, `tools.gpu_kernels` and
-`bench.gpu` run.
+"""Every Triton kernel beside its torch twin, as calls, in one list for three uses.
 
-One list for three uses: small sizes under the interpreter on a CPU, real sizes on a GPU, and real
-sizes compiled only. A case's calls compute from inputs of their own, made once and never mutated.
+Tests run small sizes under the interpreter on a CPU. `bench.gpu` runs real sizes on a GPU.
+`tools.gpu_kernels` only compiles real sizes. Each case computes from its own inputs, which are made
+once and never changed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """`ours` and `twin` give the same tensors; `tolerance` 0 = to the bit, else times the twin's
-    greatest magnitude. `num_bytes`, `num_flops`: what one call must at least move and compute."""
+    """A kernel and its twin: `ours` and `twin` must give the same tensors.
+
+    `tolerance` 0 = equal bits, else a share of the twin's greatest magnitude. `num_bytes` and
+    `num_flops` are the least that one call must move and compute.
+    """
 
     name: str
     ours: Callable[[], Sequence[Tensor]]
@@ -53,8 +56,10 @@ class KernelCase:
     num_flops: int = 0
 
     def error(self) -> float:
-        """The greatest difference over the twin's greatest magnitude; infinite for NaN and for
-        other shapes."""
+        """Return the greatest difference over the twin's greatest magnitude.
+
+        It is infinite for NaN and for different shapes.
+        """
         worst = 0.0
         for got, want in zip(self.ours(), self.twin(), strict=True):
             if got.shape != want.shape or not bool(torch.isfinite(got.double()).all()):
@@ -67,7 +72,7 @@ class KernelCase:
 
 @dataclass(frozen=True, slots=True)
 class CaseShape:
-    """The model and the step that cases are made of."""
+    """The model and the step from which cases are made."""
 
     device: torch.device
     hidden: int = 1024
@@ -88,7 +93,7 @@ class CaseShape:
 
 
 def small(device: torch.device) -> CaseShape:
-    """For the interpreter: odd sizes, several tiles and splits of each kind."""
+    """Return a shape for the interpreter: odd sizes, several tiles and splits of each kind."""
     return CaseShape(
         device, hidden=48, heads=4, kv_heads=2, dim=24, value_dim=20, intermediate=40, vocab=9001,
         block_size=4, rows=3, contexts=(0, 90), prefills=((21, 18),), window=7, experts=3,
@@ -97,7 +102,7 @@ def small(device: torch.device) -> CaseShape:
 
 
 def widths(device: torch.device) -> CaseShape:
-    """A model's widths over few tokens: for what is compiled and not run."""
+    """Return a shape with a model's widths and few tokens, for compiling without running."""
     return CaseShape(
         device, hidden=256, intermediate=256, vocab=16_384, contexts=(40, 40), experts=4,
         prefills=((8, 130),),
@@ -107,7 +112,9 @@ def widths(device: torch.device) -> CaseShape:
 def cases_of(
     shape: CaseShape, dtypes: Sequence[torch.dtype], families: Sequence[str]
 ) -> Iterator[KernelCase]:
-    """Every kernel of these families in these dtypes, over every rule and storage it knows."""
+    """Yield every kernel of these families in these dtypes, over every rule and storage it
+    knows.
+    """
     for family in families:
         for dtype in dtypes if family != "sampling" else dtypes[:1]:
             yield from FAMILIES[family](shape, dtype)
@@ -118,7 +125,7 @@ def cases_of(
 
 @dataclass(frozen=True, slots=True)
 class KernelRule:
-    """One way to attend and to store."""
+    """One way to attend and to store KV."""
 
     name: str
     window: bool = False
@@ -138,7 +145,7 @@ RULES: Final = (
 def attention_cases(
     shape: CaseShape, dtype: torch.dtype, rules: Sequence[KernelRule] = RULES
 ) -> Iterator[KernelCase]:
-    """Decode rows and prefill spans, for each of the rules."""
+    """Yield cases of decode rows and prefill spans, for each of the rules."""
     decode = [(context, 1) for context in shape.contexts]
     for rule in rules:
         storage = rule.storage or NAMES[dtype]
@@ -171,7 +178,7 @@ class _Attention:
         storage: str,
         spans: Sequence[tuple[int, int]],
     ) -> _Attention:
-        """What nobody wrote is NaN, so that nobody may read it."""
+        """Make the pool and the step. Unwritten slots are NaN, so that reading one shows."""
         chunks = _chunks(spans, shape.block_size)
         total = sum(start + count for start, count in spans)
         spec = LayerSpec(shape.kv_heads, shape.dim, shape.value_dim)
@@ -204,7 +211,7 @@ class _Attention:
         return [self.torch.attend(0, self.q, replace(self.step.batch, plans={}))]
 
     def work(self, spans: Sequence[tuple[int, int]], storage: str) -> tuple[int, int]:
-        """Flops, and bytes of the keys and values that are seen, once each."""
+        """Return the FLOPs, and the bytes of the keys and values that are seen, once each."""
         shape, spec = (
             self.shape,
             LayerSpec(self.shape.kv_heads, self.shape.dim, self.shape.value_dim),
@@ -217,7 +224,9 @@ class _Attention:
 
 
 def _chunks(spans: Sequence[tuple[int, int]], block_size: int) -> list[SequenceChunk]:
-    """A sequence per span, in blocks of its own; backwards: a table is no range."""
+    """Return a chunk per span, in its own blocks; they go backwards, so that no table is a
+    range.
+    """
     chunks: list[SequenceChunk] = []
     block = 0
     for index, (start, count) in enumerate(spans):
@@ -229,7 +238,10 @@ def _chunks(spans: Sequence[tuple[int, int]], block_size: int) -> list[SequenceC
 
 
 def write_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Rotated keys and values into the pool, alone and fused with the rotation, to the bit."""
+    """Yield writes of keys and values into the pool, alone and fused with the rotation.
+
+    They must be equal bit for bit.
+    """
     for storage in (NAMES[dtype], "int8", "fp8"):
         written = _WrittenCase.make(shape, dtype, storage)
         name = f"{storage} of {NAMES[dtype]}"
@@ -239,7 +251,7 @@ def write_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
 
 @dataclass(frozen=True, slots=True)
 class _WrittenCase:
-    """Rows to rotate and store at `slots`, one of them padding."""
+    """Rows to rotate and store at `slots`; one row is padding."""
 
     shape: CaseShape
     storage: str
@@ -289,7 +301,7 @@ class _WrittenCase:
 
 
 def _contents(arena: KVArena) -> list[Tensor]:
-    """The pool's numbers as integers: to be compared to the bit."""
+    """Return the pool's numbers as integers, to compare bits."""
     size = {"float32": torch.int32, "int8": torch.int8, "fp8": torch.int8}
     found = [part.view(size.get(arena.dtype, torch.int16)) for part in arena.layer(0)]
     if arena.dtype == "int8":
@@ -301,7 +313,7 @@ def _contents(arena: KVArena) -> list[Tensor]:
 
 
 def elementwise_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Norms, rotation, gates."""
+    """Yield cases of norms, rotation and gates."""
     name, plain = NAMES[dtype], TorchElementwise()
     residual, delta = (noise(shape, seed, shape.rows, shape.hidden).to(dtype) for seed in (8, 9))
     weight = noise(shape, 10, shape.hidden).to(dtype)
@@ -354,7 +366,7 @@ def _head_norms(shape: CaseShape, dtype: torch.dtype) -> HeadNorms:
 
 
 def product_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Integer weights, and a mixture's experts."""
+    """Yield cases of integer weights and of a mixture's experts."""
     name = NAMES[dtype]
     x = noise(shape, 15, shape.rows, shape.hidden * 2).to(dtype)
     plain = noise(shape, 16, shape.intermediate, shape.hidden * 2)
@@ -398,7 +410,7 @@ def product_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
 
 
 def sampling_cases(shape: CaseShape, dtype: torch.dtype = torch.float32) -> Iterator[KernelCase]:
-    """Tokens are equal or wrong; logits are float32 in every model."""
+    """Yield cases of sampling: tokens are equal or wrong; logits are float32 in every model."""
     del dtype
     logits = 3 * noise(shape, 23, shape.rows, shape.vocab)
     logits[0, 11] = logits[0, shape.vocab - 7] = 40.0  # a tie
@@ -418,7 +430,7 @@ def sampling_cases(shape: CaseShape, dtype: torch.dtype = torch.float32) -> Iter
         Draw(SamplingParams(temperature=temperatures[i % 4], seed=i), i % 3, i)
         for i in range(shape.rows)
     ]
-    # Two's complement: torch has no unsigned 64 bits to speak of.
+    # Two's complement, because torch hardly supports unsigned 64-bit integers.
     signed = [draw.key - (1 << 64) if draw.key >> 63 else draw.key for draw in draws]
     keys = torch.tensor(signed, device=shape.device)
     heat = torch.tensor([draw.params.temperature for draw in draws], device=shape.device)
@@ -429,7 +441,7 @@ def sampling_cases(shape: CaseShape, dtype: torch.dtype = torch.float32) -> Iter
 
 
 def noise(shape: CaseShape, seed: int, *size: int) -> Tensor:
-    """Normal numbers, the same at every call on one kind of device."""
+    """Return normal numbers, the same at every call on one kind of device."""
     generator = torch.Generator(shape.device).manual_seed(seed)
     return torch.randn(*size, generator=generator, device=shape.device)
 

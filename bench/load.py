@@ -1,6 +1,7 @@
-"""Sends a planned workload to one OpenAI-compatible server and takes the times.
+"""Sends a planned workload to one OpenAI-compatible server and measures the times.
 
-Plain `/v1/completions` with streaming: the length of a prompt is the plan's, not a template's.
+It uses plain `/v1/completions` with streaming, so that the plan decides a prompt's length and not a
+chat template.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HANDOVER_METRIC = "baton_handover_seconds"
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """The server, and what every request to it has in common."""
+    """The server, and what all requests to it have in common."""
 
     url: str
     model: str | None = None
@@ -35,13 +36,13 @@ class LoadTarget:
     headers: tuple[tuple[str, str], ...] = ()
 
     def at(self, url: str) -> LoadTarget:
-        """The same requests, to another server."""
+        """Return the same target at another server."""
         return replace(self, url=url)
 
 
 @dataclass(frozen=True, slots=True)
 class Handovers:
-    """How often, and for how many seconds in all, a request went from prefill to decode node."""
+    """How often a request went from prefill to decode node, and for how many seconds in all."""
 
     seconds: float = 0.0
     count: float = 0.0
@@ -51,7 +52,7 @@ class Handovers:
 
     @property
     def mean_s(self) -> float | None:
-        """None without any, as with every server but Baton."""
+        """The mean; None without hand-overs, as with every server but Baton."""
         return self.seconds / self.count if self.count else None
 
 
@@ -64,7 +65,7 @@ class LoadRun:
 
 
 def open_client(target: LoadTarget) -> httpx.AsyncClient:
-    """A client without a connection limit: an open loop must not queue on its own side."""
+    """Return a client without a connection limit: an open loop must not queue at the client."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
         base_url=target.url.rstrip("/").removesuffix("/v1"),
@@ -75,7 +76,7 @@ def open_client(target: LoadTarget) -> httpx.AsyncClient:
 
 
 async def find_model(client: httpx.AsyncClient, target: LoadTarget) -> str:
-    """The given model, or the first one listed. Raises StreamError."""
+    """Return the given model, or the first one listed. Raises StreamError."""
     if target.model:
         return target.model
     response = await client.get("/v1/models")
@@ -86,9 +87,9 @@ async def find_model(client: httpx.AsyncClient, target: LoadTarget) -> str:
 
 
 async def run_workload(target: LoadTarget, planned: Sequence[PlannedRequest]) -> LoadRun:
-    """Send every request at its time; failures become samples with an error, never exceptions.
+    """Send every request at its time; a failure becomes a sample with an error, not an exception.
 
-    Raises StreamError or httpx.HTTPError only when the server cannot be talked to at all.
+    Raises StreamError or httpx.HTTPError only if the server cannot be reached at all.
     """
     async with open_client(target) as client:
         model = await find_model(client, target)
@@ -136,7 +137,7 @@ async def _send(
     except (httpx.HTTPError, StreamError) as error:
         sample.error = f"{type(error).__name__}: {error}"
     sample.ended_s = time.monotonic() - began
-    if not sample.output_tokens:  # a server that reports no usage: pieces stand for tokens
+    if not sample.output_tokens:  # a server without usage: pieces are counted instead of tokens
         sample.output_tokens = len(sample.piece_s)
     if sample.error is None and not sample.piece_s:
         sample.error = "an empty answer"
@@ -150,7 +151,7 @@ def _note_usage(chunk: dict[str, Any], sample: Sample) -> None:
 
 
 async def read_handovers(client: httpx.AsyncClient) -> Handovers:
-    """From the router's /metrics; zeros when the server has none."""
+    """Return the hand-overs in the router's /metrics; zeros if the server has none."""
     try:
         response = await client.get("/metrics")
     except httpx.HTTPError:
@@ -159,7 +160,7 @@ async def read_handovers(client: httpx.AsyncClient) -> Handovers:
 
 
 def parse_handovers(text: str) -> Handovers:
-    """Sums over all labels of the hand-over histogram."""
+    """Return the sums over all labels of the hand-over histogram."""
     totals = {f"{HANDOVER_METRIC}_sum": 0.0, f"{HANDOVER_METRIC}_count": 0.0}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -1,8 +1,8 @@
 """From the times of single requests to a summary: percentiles, throughput, goodput. Pure.
 
-TTFT is counted from the planned arrival, not from the moment of sending: a client that falls behind
-must not flatter the server. TPOT = (last - first) / (tokens - 1); ITL = the gaps between the pieces
-of a stream.
+TTFT counts from the planned arrival, not from the moment of sending: a client that falls behind
+must not flatter the server. TPOT = (last - first) / (tokens - 1). ITL are the gaps between the
+pieces of a stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Sample:
-    """One finished or failed request; times in seconds from the start of the run."""
+    """One finished or failed request. Times are seconds from the start of the run."""
 
     planned_s: float
     sent_s: float
@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for answers of one token."""
+        """The time per output token; None for answers of one token."""
         if self.output_tokens < 2:
             return None
         return (self.piece_s[-1] - self.piece_s[0]) / (self.output_tokens - 1)
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SloLimits:
-    """A request is good when it meets both bounds (seconds)."""
+    """The limits of the SLO in seconds. A request is good if it meets both."""
 
     ttft_s: float
     tpot_s: float
@@ -65,7 +65,7 @@ class SloLimits:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one quantity, in milliseconds."""
+    """The distribution of one quantity, in milliseconds."""
 
     mean: float
     p50: float
@@ -80,7 +80,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run against one server."""
+    """The result of one run against one server."""
 
     label: str
     requests: int
@@ -106,7 +106,7 @@ class Summary:
 
     @property
     def goodput(self) -> float:
-        """Requests per second that met the SLO."""
+        """The requests per second that met the SLO."""
         return self.good / self.duration_s
 
     def as_json(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between the two nearest ranks. `ordered` is sorted and not empty."""
+    """Return a percentile by linear interpolation; `ordered` is sorted and not empty."""
     position = (len(ordered) - 1) * share
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
@@ -123,7 +123,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def distribution(seconds: Sequence[float]) -> Percentiles | None:
-    """None without values."""
+    """Return the percentiles of `seconds`, None without values."""
     if not seconds:
         return None
     ordered = sorted(value * 1000 for value in seconds)
@@ -138,7 +138,7 @@ def summarize(
     slo: SloLimits,
     handover_s: float | None = None,
 ) -> Summary:
-    """All samples of one run, failed ones included."""
+    """Summarize all samples of one run, failed ones included."""
     good = [sample for sample in samples if sample.ok]
     begin = min((sample.planned_s for sample in samples), default=0.0)
     end = max((sample.ended_s for sample in samples), default=0.0)

@@ -1,9 +1,10 @@
-"""Random checkpoints of the two shapes that the engine is measured with: `python -m bench.models
-FOLDER` writes them, for servers and programs that want a folder.
+"""Random checkpoints of the two shapes with which the engine is measured.
+
+`python -m bench.models FOLDER` writes them, for servers and programs that need a folder.
 
 Only the shapes matter: Qwen3-0.6B (28 layers, hidden 1024, vocabulary 151,936 tied) and a Llama of
 25 million numbers (8 layers, hidden 512, vocabulary 8,192), bfloat16. The same seed gives the same
-files. The tokenizer is the demo model's, widened by words that no text contains, so that each id
+files. The tokenizer is the demo model's, with further words that no text contains, so that each id
 that a random model chooses has a text to stream.
 """
 
@@ -29,7 +30,7 @@ SPACE: Final = "\u0120"  # as byte-level tokenizers write it
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
-    """The checkpoint of that name, in a folder of its own in `folder`; one that is there stays."""
+    """Write the checkpoint `name` into its own folder in `folder`, unless it is there already."""
     path = folder / name
     if not path.exists():
         unfinished = folder / f".{name}"
@@ -62,8 +63,10 @@ WRITERS: Final[Mapping[str, Callable[[Path], None]]] = {LARGE: _write_large, SMA
 
 
 def widen_tokenizer(path: Path, size: int) -> None:
-    """Give every id below `size` a text in the tokenizer at `path`, which is written anew. No merge
-    leads to the new ones, so the ids of a text stay what they were."""
+    """Give every id below `size` a text in the tokenizer at `path`, which is written anew.
+
+    No merge leads to the new words, so the ids of a text do not change.
+    """
     content = json.loads(path.read_text())
     words: dict[str, int] = content["model"]["vocab"]
     words |= {f"{SPACE}w{index}": index for index in range(len(words), size)}
@@ -71,7 +74,7 @@ def widen_tokenizer(path: Path, size: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.models", description="Write the benchmarks' random checkpoints."
     )

@@ -1,8 +1,8 @@
 """All nodes or two drawn ones? `python -m bench.node_choice`: waits in simulated time.
 
-R routers send Poisson prompts at 85 % load to N prefill nodes, through the router's own policy.
-Each router knows at once what it sent itself, and of the others' only what nodes have reported,
-every REPORT mean prompt times. No wall clock, one process, seconds of CPU.
+R routers send Poisson prompts at 85 % load to N prefill nodes, with the router's own policy. Each
+router knows at once what it has sent itself. Of the other routers' prompts it knows only what nodes
+report, every REPORT mean prompt times. No wall clock; one process, seconds of CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARM_SHARE: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`report`: time between a node's reports, in mean prompt times."""
+    """One case. `report`: the time between a node's reports, in mean prompt times."""
 
     nodes: int
     routers: int
@@ -33,7 +33,7 @@ class Case:
 
 
 class Nodes:
-    """Prefill nodes in simulated time, one token per unit, and what each router knows of them."""
+    """Prefill nodes in simulated time (one token per unit), and what each router knows of them."""
 
     def __init__(self, case: Case, rng: random.Random) -> None:
         self._case = case
@@ -59,7 +59,7 @@ class Nodes:
         ]
 
     def send(self, router: int, node: int, tokens: int, now: float) -> float:
-        """Returns how long the prompt waits, in mean prompt times."""
+        """Send a prompt; return how long it waits, in mean prompt times."""
         start = max(now, self._free_at[node])
         self._free_at[node] = start + tokens
         self._sent[router][node] += tokens
@@ -74,7 +74,9 @@ def _snapshot(name: str, role: Role, waiting: int, sent: int) -> NodeSnapshot:
 
 
 def waits(case: Case, settings: PolicySettings, requests: int, seed: int) -> list[float]:
-    """Waits before a prompt is computed, sorted, in mean prompt times; after a warm-up."""
+    """Return the sorted waits before a prompt is computed, in mean prompt times, after a
+    warm-up.
+    """
     rng = random.Random(seed)
     nodes, decode = Nodes(case, rng), _snapshot("d", Role.DECODE, 0, 0)
     ask, now, found = Ask((1,)), 0.0, list[float]()

@@ -1,10 +1,11 @@
 """Goodput under overload: `python -m bench.overload [--url URL | -- flags of baton up]`.
 
-First the peak: open-loop load, each rate a bit above the last, until goodput (requests per second
-that met both limits, over the time in which requests were sent) has not grown twice in a row. Then
-so many times the peak's rate. A server that sheds in time keeps its goodput: refused requests cost
-little and tell the client when to come back; one that does not answers everybody, too late.
-Each request tells the server its limits (`x-slo-ttft-ms`, `x-slo-tpot-ms`).
+First it finds the peak with open-loop load. Each rate is a bit above the last one, until goodput
+has not grown twice in a row. (Goodput is the requests per second that met both limits, over the
+time in which requests were sent.) Then it sends a multiple of the peak's rate. A server that
+refuses requests in time keeps its goodput: refused requests cost little, and their clients learn
+when to come back. A server that does not refuse answers everybody too late. Each request tells the
+server its limits (`x-slo-ttft-ms`, `x-slo-tpot-ms`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ USAGE_ERROR: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class OverloadOptions:
-    """Every flag of the benchmark."""
+    """The flags of the benchmark."""
 
     url: str | None = option(None, "server to measure (default: start one with `baton up`)")
     model: str | None = option(None, "model name (default: the first that the server lists)")
@@ -60,7 +61,10 @@ class OverloadOptions:
 
 @dataclass(frozen=True, slots=True)
 class OverloadFound:
-    """One rate. Per second, but for the counts; `late`: answered, but not within the limits."""
+    """The result of one rate, per second except for the counts.
+
+    `late`: requests that were answered, but not within the limits.
+    """
 
     rate: float
     goodput: float
@@ -107,7 +111,7 @@ def _kind(sample: Sample, slo: SloLimits) -> str:
 
 
 async def find_peak(ask: Ask, first_rate: float) -> list[OverloadFound]:
-    """All rates that were tried; the peak is the one with the most goodput."""
+    """Return all rates that were tried; the peak is the one with the most goodput."""
     tried: list[OverloadFound] = []
     rate, worse = first_rate, 0
     while worse < WORSE and rate <= MAX_RATE:
@@ -119,10 +123,11 @@ async def find_peak(ask: Ask, first_rate: float) -> list[OverloadFound]:
 
 
 async def measure(ask: Ask, given: OverloadOptions) -> dict[str, Any]:
-    """Peak and overload, JSON-ready."""
+    """Measure peak and overload; return values for JSON."""
     tried = await find_peak(ask, given.first_rate)
     peak = max(tried, key=lambda found: found.goodput)
-    # The rate that the server can serve, not the one at which it was measured to.
+    # The overload is a multiple of the rate that the server can serve, not of the peak's sending
+    # rate.
     rate = given.times * peak.goodput
     overloads = [await ask(rate) for _ in range(max(1, given.rounds))]
     overloads.sort(key=lambda found: found.goodput)
@@ -139,7 +144,7 @@ async def measure(ask: Ask, given: OverloadOptions) -> dict[str, Any]:
 
 
 def asker(url: str, given: OverloadOptions) -> Ask:
-    """Runs one rate against a server, other prompts each time."""
+    """Return a function that runs one rate against a server, with other prompts each time."""
     runs = 0
     target = LoadTarget(
         url,
@@ -210,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What comes before `--`, and what is for `baton up`."""
+    """Return the arguments before `--`, and those for `baton up`."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:at], arguments[at + 1 :]
 

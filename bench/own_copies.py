@@ -1,10 +1,11 @@
-"""What Baton's own in place of a library's saves: `python -m bench.own_copies [--parts ...]`.
+"""What Baton's own code saves over a library's: `python -m bench.own_copies [--parts ...]`.
 
-CPU microseconds per request, own against the library's in turns; median, least and most. A request
-is some 600 us of the router's CPU; what saves less than 3 % of it does not stay.
+CPU microseconds per request, own code and library in turns; median, least and most. A request takes
+some 600 us of the router's CPU. Own code that saves less than 3 % of that does not stay.
 
-    tallies    the metrics of a request of so many steps: router/tallies.py or prometheus-client
-    http       an echo over HTTP: uvicorn alone; with the limits around it, which it does not have
+    tallies    the metrics of a request, by its number of steps: router/tallies.py or
+               prometheus-client
+    http       an echo over HTTP: uvicorn alone; and with limits around it, which uvicorn lacks
                (router/server/http_guard.py, http_parser.py)
 """
 
@@ -58,7 +59,7 @@ Figures = dict[str, list[float]]  # name -> CPU microseconds of each round
 
 
 def with_library() -> RouterMetrics:
-    """A router's metrics whose counters and histograms are prometheus-client's."""
+    """Return a router's metrics whose counters and histograms are prometheus-client's."""
 
     def counter(spec: MetricSpec, registry: CollectorRegistry) -> Any:
         return prometheus_client.Counter(spec.name, spec.meaning, spec.labels, registry=registry)
@@ -81,7 +82,7 @@ def with_library() -> RouterMetrics:
 
 
 def one_request(metrics: RouterMetrics, steps: int) -> None:
-    """All that a streamed chat of so many messages counts."""
+    """Count everything that a streamed chat of `steps` messages counts."""
     meter = metrics.begin("model", 1.0)
     meter.params = SamplingParams(max_tokens=steps)
     for step in range(steps):
@@ -91,7 +92,7 @@ def one_request(metrics: RouterMetrics, steps: int) -> None:
 
 
 def measure_tallies(rounds: int) -> dict[str, Figures]:
-    """By the steps of a request."""
+    """Return the figures by the number of a request's steps."""
     kinds = {"own": RouterMetrics(), "prometheus-client": with_library()}
     found: dict[str, Figures] = {f"metrics, {steps} steps": {} for steps in STEPS}
     for _ in range(rounds):
@@ -109,7 +110,7 @@ def measure_tallies(rounds: int) -> dict[str, Figures]:
 
 
 class Quiet(uvicorn.Server):
-    """It leaves the signals to `serve`."""
+    """A server that leaves the signals to `serve`."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -117,7 +118,7 @@ class Quiet(uvicorn.Server):
 
 
 async def serve() -> None:
-    """The echoes in one process, until SIGTERM, so that the machine is the same for both."""
+    """Run both echoes in one process until SIGTERM, so that the machine is the same for both."""
 
     async def echo(request: Request) -> Response:
         return Response(await request.body(), media_type="application/json")
@@ -157,7 +158,7 @@ async def measure_http(rounds: int, folder: Path) -> dict[str, Figures]:
 
 
 def show(title: str, found: Figures, console: Console) -> None:
-    """Each figure, and what it has over the one above it in the same round."""
+    """Print each figure, and its difference to the one above it in the same round."""
     table = Table(title, "CPU us, median", "min - max", "over the one above", box=box.SIMPLE)
     before: list[float] = []
     for name, values in found.items():

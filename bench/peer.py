@@ -1,10 +1,10 @@
 """Another engine beside ours in bench.engine: `--peer CMD` starts one of these per set of weights.
 
-A peer is any program that speaks the JSON lines of bench/peers/protocol.py, in an environment of
-its own; bench/peers holds those for OpenVINO GenAI and llama.cpp. Its life:
-    PeerServer.start   the program runs and loads the model, or says what it cannot
-    generate     as often as asked; it measures its own call, so pipes and JSON cost nothing
-    (the end)    its input is closed; one that does not end is killed
+A peer is any program that speaks the JSON lines of bench/peers/protocol.py, in its own environment;
+bench/peers has those for OpenVINO GenAI and llama.cpp. Its life:
+    PeerServer.start   the program runs and loads the model, or says that it cannot
+    generate           as often as asked; it measures its own call, so pipes and JSON do not count
+    (the end)          its input is closed; if it does not end, it is killed
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STOP_S: Final = 20.0
 
 
 class PeerFailed(BatonError):
-    """A peer ended, or said what went wrong."""
+    """A peer ended, or reported an error."""
 
 
 class PeerServer:
-    """One running peer with one model. One thread at a time."""
+    """One running peer with one model. Only one thread at a time may use it."""
 
     def __init__(self, command: str) -> None:
-        """Start it. Raises ConfigError if there is no such program."""
+        """Start the peer. Raises ConfigError if there is no such program."""
         try:
             self._process = subprocess.Popen(
                 shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -48,9 +48,9 @@ class PeerServer:
     def start(
         cls, command: str, model: Path, quantization: str, threads: int
     ) -> Generator[PeerServer, None, None]:
-        """A peer that has loaded `model`, ended with the context.
+        """Yield a peer that has loaded `model`; it is ended with the context.
 
-        Raises PeerFailed, or ConfigError for what is no program.
+        Raises PeerFailed, or ConfigError for a command that is no program.
         """
         peer = cls(command)
         try:
@@ -63,7 +63,7 @@ class PeerServer:
             peer._stop()
 
     def generate(self, prompts: Sequence[list[int]], new: int) -> float:
-        """Seconds that it took for `new` tokens of each of `prompts`. Raises PeerFailed."""
+        """Return the seconds for `new` tokens of each of `prompts`. Raises PeerFailed."""
         told = self._ask({"prompts": prompts, "new_tokens": new})
         if told["new_tokens"] != [new] * len(prompts):
             raise PeerFailed(f"{self.name}: {new} tokens each were asked for, not {told}")

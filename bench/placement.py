@@ -1,9 +1,10 @@
 """Where prompts are computed and in how large steps, simulated: `python -m bench.placement`.
 
-Requests of the recorded traces, scaled as `baton bench serve --goodput` scales them, meet one core
-for prefill and one for decode, or both in one node. The decision is the router's own, by what it
-would know (router/nodes/placement.py): loads as of each node's last step, and what it has sent. No
-wall clock, no model: seconds of CPU. What it cannot show is what it is told: Machine.
+Requests of recorded traces, scaled as `baton bench serve --goodput` scales them, meet one core for
+prefill and one for decode, or both cores in one node. The decision is the router's own
+(router/nodes/placement.py), from what it would know: loads as of each node's last step, and what it
+has sent. There is no wall clock and no model, only seconds of CPU. The simulation knows nothing of
+the machine but the numbers in `Machine`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ WARM: Final = 100.0  # tokens computed before the first request
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Seconds unless said. `both`: how much faster two cores compute a prompt, `both_decode` a step
-    of streams. `chunk_s`: of a step with prompts, whatever its size; `context_s`: per token and
-    token before it. `request_s`, `token_s`: of the router, on the prefill node's core."""
+    """The machine's numbers, in seconds unless said otherwise.
+
+    `both`: how much faster two cores compute a prompt than one. `both_decode`: the same for a step
+    of streams. `chunk_s`: the part of a step with prompts that does not depend on its size.
+    `context_s`: per token and token before it. `request_s`, `token_s`: the router's work, on the
+    prefill node's core.
+    """
 
     tokens_per_s: float = 5000.0  # of one core
     both: float = 1.8
@@ -50,7 +55,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PlacementWay:
-    """`prefill_step` None: one node does both. `auto`: the router decides; else always remote."""
+    """A way to serve. `prefill_step` None: one node does both. `auto`: the router decides, else
+    remote.
+    """
 
     name: str
     decode_step: int
@@ -68,7 +75,7 @@ WAYS: Final = (
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request and what became of it."""
+    """One request, and what became of it."""
 
     planned: PlannedRequest
     blocks: list[int]  # chained hashes
@@ -87,15 +94,15 @@ class SimulatedRequest:
 
 
 class SimulatedNode:
-    """A node on `cores` cores: first come, first served, streams first in each step."""
+    """A node on `cores` cores: first come, first served; streams come first in each step."""
 
     def __init__(self, machine: Machine, step_tokens: int, cores: int) -> None:
         self.waiting: list[SimulatedRequest] = []
         self.streams: list[SimulatedRequest] = []
         self.busy = False
         self.debt_s = 0.0  # of the router on this node's core
-        # As router.nodes.placement.Node wants it: of the last step, and what was sent since. A
-        # prompt has been computed here before.
+        # As router.nodes.placement.Node needs it: the load of the last step, and what was sent
+        # since. The rate says that a prompt has been computed here before.
         self.load = NodeLoad(prefill_tokens_per_s=machine.tokens_per_s)
         self.unreported_tokens = self.pooling = 0
         self._machine = machine
@@ -127,7 +134,9 @@ class SimulatedNode:
     def begin_step(
         self,
     ) -> tuple[float, list[SimulatedRequest], list[tuple[SimulatedRequest, int]]]:
-        """Its seconds, the streams in it, and the prompts with so many tokens of each."""
+        """Return the step's seconds, the streams in it, and its prompts with their numbers of
+        tokens.
+        """
         machine, streams = self._machine, list(self.streams)
         room = self._step_tokens - len(streams)
         chunks: list[tuple[SimulatedRequest, int]] = []
@@ -166,7 +175,7 @@ class SimulatedNode:
 
 
 class Simulation:
-    """One way through one plan."""
+    """One way to serve, through one plan."""
 
     def __init__(self, machine: Machine, way: PlacementWay) -> None:
         self._machine = machine
@@ -268,7 +277,7 @@ def _digest(value: object) -> int:
 def compare(
     trace: Sequence[TraceRequest], machine: Machine, scaling: Scaling, slo: SloLimits, draws: int
 ) -> dict[str, dict[str, float]]:
-    """By way: the share of requests within both limits, TTFT p99, the share computed locally."""
+    """Return, by way, the share of requests within both limits, TTFT p99, and the local share."""
     found: dict[str, dict[str, float]] = {}
     for way in WAYS:
         asked: list[SimulatedRequest] = []

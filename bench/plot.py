@@ -14,7 +14,7 @@ NUM_TICKS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve; `points` are (x, y), x ascending."""
+    """One curve; `points` are (x, y), with x ascending."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -31,7 +31,7 @@ class Panel:
 
 
 def svg(panels: Sequence[Panel]) -> str:
-    """All panels side by side, one SVG document."""
+    """Return one SVG document with all panels side by side."""
     width = len(panels) * (LEFT + WIDTH + GAP)
     height = TOP + HEIGHT + 2 * GAP
     size = f'width="{width}" height="{height}"'

@@ -1,11 +1,14 @@
 """What rounding costs and gains: `python -m bench.quantization [--model DIR]`.
 
 Every weight scheme, heads of each, and KV precision on one model, against float32 on the same
-tokens: the relative error of the logits (|a - b| / |b| over all entries), how often the greedy
-token is another one, the perplexity of the answers of the demo glossary (the questions as chat;
-only the answers count; the demo model knows them by heart), that of a text it never saw (this
-repository's LICENSE), the bytes of weights and of one token's KV, and the time of a decode step and
-of a prefill chunk.
+tokens. Measured are:
+    the relative error of the logits (|a - b| / |b| over all entries)
+    how often the greedy token differs
+    the perplexity of the answers of the demo glossary (the questions as chat; only the answers
+        count; the demo model knows them by heart)
+    the perplexity of a text that the model never saw (this repository's LICENSE)
+    the bytes of weights and of one token's KV
+    the time of a decode step and of a prefill chunk
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNSEEN, UNSEEN_TOKENS = ROOT / "LICENSE", 1000
 GLOSSARY = ROOT / "tools" / "demo_corpus" / "en.md"
 BLOCK_SIZE = 32
-# (weights, head, KV): what is measured, in each dtype
+# The (weights, head, KV) that are measured in each dtype.
 VARIANTS = (
     ("none", "none", "auto"), ("none", "int8", "auto"), ("none", "w8a8", "auto"),
     ("none", "int4", "auto"), ("int8", "none", "auto"), ("int8", "int8", "auto"),
@@ -47,14 +50,14 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """Token ids of one question and its answer; the answer starts at `first`."""
+    """Token ids of one question and its answer; the answer starts at index `first`."""
 
     ids: list[int]
     first: int
 
 
 class Measured:
-    """A loaded model over a pool of its own."""
+    """A loaded model over its own pool."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 256) -> None:
         self.loaded = loaded
@@ -65,12 +68,12 @@ class Measured:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Logits of all rows of one step."""
+        """Return the logits of all rows of one step."""
         step = flatten(chunks, self.attention, BLOCK_SIZE, self.loaded.device)
         return self.loaded.logits(self.loaded.forward(step.token_ids, step.positions, step.batch))
 
     def step_s(self, sequences: int, context: int, repetitions: int) -> float:
-        """Median seconds of a decode step of `sequences` of `context` tokens each."""
+        """Return the median seconds of a decode step of `sequences` of `context` tokens each."""
         per_sequence = -(-context // BLOCK_SIZE)
         chunks = [
             SequenceChunk(
@@ -82,14 +85,14 @@ class Measured:
         return median_s(lambda: self.run(chunks), repetitions)
 
     def prefill_s(self, tokens: int, repetitions: int) -> float:
-        """Median seconds of one chunk of `tokens`."""
+        """Return the median seconds of one chunk of `tokens` tokens."""
         prompt = random_prompt(tokens, 1, self.loaded.info.vocab_size)
         chunk = SequenceChunk("p", prompt, 0, (HeldBlocks(range(-(-tokens // BLOCK_SIZE))),))
         return median_s(lambda: self.run([chunk]), repetitions)
 
 
 def glossary(tokenizer: Tokenizer, every: int) -> Iterator[TimedAnswer]:
-    """Every `every`-th topic of the glossary that has a written question, as chat."""
+    """Yield every `every`-th topic of the glossary that has a written question, as chat."""
     topics = GLOSSARY.read_text(encoding="utf-8").split("\n## ")[1:]
     for topic in topics[::every]:
         lines = [line for line in topic.splitlines()[1:] if line and not line.startswith("#")]
@@ -103,7 +106,7 @@ def glossary(tokenizer: Tokenizer, every: int) -> Iterator[TimedAnswer]:
 
 
 def all_logits(model: Measured, answers: Sequence[TimedAnswer]) -> list[Tensor]:
-    """Logits of the rows that predict an answer's tokens, per answer."""
+    """Return, per answer, the logits of the rows that predict the answer's tokens."""
     found: list[Tensor] = []
     for answer in answers:
         blocks = range(-(-len(answer.ids) // BLOCK_SIZE))
@@ -113,7 +116,7 @@ def all_logits(model: Measured, answers: Sequence[TimedAnswer]) -> list[Tensor]:
 
 
 def perplexity(logits: Sequence[Tensor], answers: Sequence[TimedAnswer]) -> float:
-    """exp of the mean negative log likelihood of the answers' tokens."""
+    """Return exp of the mean negative log likelihood of the answers' tokens."""
     losses = [
         -rows.log_softmax(-1).gather(1, torch.tensor(answer.ids[answer.first :])[:, None])
         for rows, answer in zip(logits, answers, strict=True)
@@ -122,12 +125,12 @@ def perplexity(logits: Sequence[Tensor], answers: Sequence[TimedAnswer]) -> floa
 
 
 def load(path: Path, **options: Any) -> Measured:
-    """On the CPU, or where the machine has one on its GPU."""
+    """Load a model on the GPU if the machine has one, else on the CPU."""
     return Measured(load_model(EngineConfig(model=str(path), **options)))
 
 
 def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> TimedPart:
-    """One row per dtype and variant."""
+    """Return one row per dtype and variant."""
     tokenizer = Tokenizer.load(path)
     answers = list(glossary(tokenizer, every))
     text = UNSEEN.read_text(encoding="utf-8")
@@ -165,7 +168,7 @@ def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> 
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = arguments_parser("quantization", __doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "demo_model")
     given = parser.parse_args()

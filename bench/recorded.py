@@ -1,8 +1,9 @@
-"""Recorded request traces as workloads: who asks how much, and when. Pure but for reading a file.
+"""Recorded request traces as workloads: who asks how much, and when. Pure, except for reading
+files.
 
 A trace is scaled twice: lengths, so that a small model on few cores meets the same shape of load,
-and time, so that requests arrive at the rate under test with the trace's own bursts. Columns of the
-files: bench/traces/README.md.
+and time, so that requests arrive at the rate under test with the trace's own bursts.
+bench/traces/README.md describes the columns of the files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MIX: Final = 2_654_435_761  # Knuth's multiplicative hash
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """As recorded, before any scaling."""
+    """A request as recorded, before any scaling."""
 
     at_ms: float
     input_tokens: int
@@ -35,8 +36,8 @@ class TraceRequest:
 class Scaling:
     """How a trace becomes a workload.
 
-    `input_mean`, `output_mean`: tokens, of the scaled trace; `max_tokens`: longest prompt and
-    answer together; `vocabulary`: token ids are drawn from [first, last).
+    `input_mean`, `output_mean`: tokens, after scaling. `max_tokens`: the most of prompt and answer
+    together. `vocabulary`: token ids are drawn from [first, last).
     """
 
     rate: float
@@ -48,12 +49,12 @@ class Scaling:
 
 
 def bundled() -> dict[str, Path]:
-    """The traces that come along, by name."""
+    """Return the traces in this repository, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.csv"))}
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """In order of arrival. Raises ConfigError for a file of another form."""
+    """Return the trace's requests in order of arrival. Raises ConfigError for a malformed file."""
     try:
         with path.open(newline="") as file:
             found = [_request(row) for row in csv.DictReader(file)]
@@ -71,16 +72,16 @@ def _request(row: dict[str, str]) -> TraceRequest:
 
 
 def _runs(text: str) -> Iterator[int]:
-    """`3 7-9` is 3, 7, 8, 9."""
+    """Yield 3, 7, 8, 9 for `3 7-9`."""
     for run in text.split():
         first, _, last = run.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def plan_trace(trace: Sequence[TraceRequest], scaling: Scaling, seed: int) -> list[PlannedRequest]:
-    """`rate * duration_s` requests from the place `seed` of the trace on, around its end.
+    """Return `rate * duration_s` requests from the place `seed` of the trace on, around its end.
 
-    The same arguments give the same list; another seed other requests with other prompts.
+    The same arguments give the same list; another seed gives other requests with other prompts.
     """
     count = max(2, round(scaling.rate * scaling.duration_s))
     start = seed * 97 % len(trace)
@@ -100,7 +101,7 @@ def plan_trace(trace: Sequence[TraceRequest], scaling: Scaling, seed: int) -> li
 
 
 def _arrivals(trace: Sequence[TraceRequest], start: int, count: int, rate: float) -> list[float]:
-    """Seconds from the first; the trace's own gaps, stretched until their mean is 1 / rate."""
+    """Return seconds from the first arrival: the trace's gaps, stretched to the mean 1 / rate."""
     gaps: list[float] = []
     for index in range(start, start + count - 1):
         here, after = trace[index % len(trace)], trace[(index + 1) % len(trace)]
@@ -115,7 +116,7 @@ def _arrivals(trace: Sequence[TraceRequest], start: int, count: int, rate: float
 def _prompt(
     request: TraceRequest, length: int, scale: float, salt: int, vocabulary: tuple[int, int]
 ) -> Iterator[int]:
-    """Token ids; those of a prefix block depend on its id (and the salt) alone."""
+    """Yield token ids; those of a prefix block depend only on its id and the salt."""
     first, last = vocabulary
     per_block = max(1, round(BLOCK * scale))
     for index in range(length):

@@ -1,7 +1,7 @@
 """What a script costs the router: ScriptQueue beside redis.asyncio's pipeline, in turns.
 
 `python -m bench.redis_scripts` prints microseconds of this process' CPU per script, the median of
-ROUNDS, for turns of the event loop in which 1, 4 or 16 requests ask for one. Redis is real.
+ROUNDS, for turns of the event loop in which 1, 4 or 16 requests ask for a script. Redis is real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ ARGUMENTS: Final = ("1", "0", "7", "3", "17,18,19", "")
 
 
 async def measure(url: str) -> dict[int, tuple[float, float]]:
-    """Scripts per turn -> microseconds per script, by the queue and by a pipeline."""
+    """Return, by scripts per turn, the microseconds per script with the queue and with a
+    pipeline.
+    """
     client = Redis.from_url(url)
     script = client.register_script("return ARGV[1]")
     queue = ScriptQueue(client, Patience(SystemClock(), 5.0, 5.0))

@@ -1,8 +1,8 @@
-"""A roofline: what the machine's two limits allow at each intensity, and where measured rows stand.
+"""A roofline: what the machine's two limits allow at each intensity, and where measured rows are.
 
-Both axes are logarithmic: FLOPs per byte that the work needs, FLOP/s reached. Under the roof a row
-is bound by memory on its slope, by products on its flat part; the distance to it is what is left.
-Pure: rows as bench/engine.py tells them in, SVG text out.
+Both axes are logarithmic: FLOPs per byte that the work needs, and FLOP/s reached. Below the roof's
+slope a row is bound by memory, below its flat part by products; the distance to the roof is what
+could be gained. Pure: rows of bench/engine.py in, SVG text out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured row: FLOPs per byte, FLOP/s of Baton and of what it is compared with."""
+    """One measured row: FLOPs per byte, and the FLOP/s of Baton and of its opponent."""
 
     name: str
     intensity: float
@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """One picture. Limits in bytes/s and FLOP/s."""
+    """One picture. Limits are in bytes/s and FLOP/s."""
 
     title: str
     read_bytes_per_s: float
@@ -40,13 +40,13 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """The intensity from which on products are the limit."""
+        """The intensity above which products are the limit."""
         return self.flops_per_s / self.read_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Decades [low, high) laid over pixels."""
+    """Decades [low, high) mapped to pixels."""
 
     low: int
     high: int
@@ -63,7 +63,7 @@ class _Axis:
 
 
 def svg(picture: Roofline) -> str:
-    """The picture as one SVG document, its points numbered and named beside it."""
+    """Return the picture as one SVG document, with numbered points and their names beside it."""
     reached = [p.flops_per_s for p in picture.points]
     reached += [p.compared_flops_per_s for p in picture.points if p.compared_flops_per_s]
     xs = [*(p.intensity for p in picture.points), picture.ridge]
@@ -101,7 +101,7 @@ def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
 
 
 def _roof(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
-    """The slope from where it enters the picture, up to the ridge, and the flat part."""
+    """Draw the slope from where it enters the picture up to the ridge, and the flat part."""
     enters = max(10.0**x.low, 10.0**y.low / picture.read_bytes_per_s)
     corners = [
         (enters, enters * picture.read_bytes_per_s),
@@ -119,7 +119,7 @@ def _roof(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
 
 
 def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
-    """Filled: Baton's; hollow: what it is compared with, a line between the two."""
+    """Draw Baton's points filled, those of its opponent hollow, and a line between the two."""
     left, top = LEFT + WIDTH + 20, TOP + 56
     yield f'<circle cx="{left + 4}" cy="{top - 4}" r="4" fill="{OURS}"/>'
     yield _text(left + 16, top, "Baton", anchor="start")
@@ -144,7 +144,9 @@ def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
 
 
 def _free(at: float, high: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Where a point's number may stand: the first place around it that nothing else has."""
+    """Return where a point's number may stand: the first place around it that nothing else
+    takes.
+    """
     around = [(13, 0), (-13, 0), (0, -14), (0, 14), (13, -13), (-13, -13), (13, 13), (-13, 13)]
     places = [(at + far * dx, high + far * dy) for far in (1, 2, 3) for dx, dy in around]
     for place in places:

@@ -1,20 +1,20 @@
 """The router alone, measured: `python -m bench.router [--json] [--quick] [--parts ...]`.
 
-Fake nodes in a process of their own answer at once over real sessions (bench/router_nodes.py), a
-load generator of raw sockets asks (bench/router_load.py), Redis is real. The router has a core to
+Fake nodes in their own process answer at once over real sessions (bench/router_nodes.py), a load
+generator with raw sockets asks (bench/router_load.py), and Redis is real. The router has a core to
 itself; everything else shares the others. Parts:
 
-    requests   not streamed, answers per second, with and without Redis, beside a bare Starlette
-               echo under the router's uvicorn settings, one that asks two nodes over gRPC, and
-               that one with the prompt rendered and encoded: what libraries alone cost
+    requests   non-streaming answers per second, with and without Redis, beside three yardsticks
+               under the router's uvicorn settings: a bare Starlette echo; one that asks two nodes
+               over gRPC; and that one with the prompt rendered and encoded (what libraries cost)
     tokens     streamed tokens per second, beside vLLM-style chunks by pydantic (no nodes behind)
     first      time to the first byte at a fixed rate: all of it is the router's and the wires'
     streams    many streams at a steady pace, begun one after another, 256 at most on a decode node:
                errors, lag of each token behind its node's step, memory; then again beside clients
                that never read
 
-Machines are shared: next to each rate stands the rate per second of CPU time that the process took,
-which neighbours change little. docs/router.md explains the figures, docs/log/ keeps them.
+Machines are shared. So next to each rate stands the rate per second of CPU time that the process
+took, which neighbours change little. docs/router.md explains the figures, docs/log/ keeps them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCH: Final = 256  # most streams of a decode node, as in real deployments
 
 @dataclass(frozen=True, slots=True)
 class RouterSize:
-    """How much is measured: the whole, or a smoke test of seconds."""
+    """How much is measured: everything, or a smoke test of seconds."""
 
     rounds: int
     seconds: float
@@ -72,7 +72,9 @@ class Bench:
     folder: Path
 
     async def ask(self, server: Program, mode: str, **flags: object) -> dict[str, Any]:
-        """One run of the load generator, with the server's CPU time and peak memory."""
+        """Run the load generator once; return its results with the server's CPU time and peak
+        memory.
+        """
         given = [mode, "--port", str(server.port)]
         for name, value in flags.items():
             given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -86,7 +88,7 @@ class Bench:
 
 
 async def requests(bench: Bench) -> dict[str, Any]:
-    """Alternating rounds, medians: echo, relay, least, router with Redis, router without."""
+    """Return medians over alternating rounds: echo, relay, least, router with and without Redis."""
     names = ("echo", "relay", "least", "router", "router, no Redis")
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     shape = {"seconds": bench.size.seconds, "connections": 32, "words": 16, "tokens": 16}
@@ -110,7 +112,9 @@ async def requests(bench: Bench) -> dict[str, Any]:
 
 @asynccontextmanager
 async def relay(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
-    """The least that a request costs whoever asks two nodes over gRPC, and in libraries."""
+    """Run the server with the least that a request to two nodes over gRPC costs, and in
+    libraries.
+    """
     async with AsyncExitStack() as stack:
         nodes = [
             await stack.enter_async_context(program("bench.router_relay", [], plan.others))
@@ -122,7 +126,7 @@ async def relay(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
 
 
 async def tokens(bench: Bench) -> dict[str, Any]:
-    """Alternating rounds, medians: 64 streams as fast as they are read."""
+    """Return medians over alternating rounds: 64 streams as fast as they are read."""
     rows: dict[str, list[dict[str, Any]]] = {"pydantic chunks": [], "router": []}
     shape = {"connections": 64, "tokens": 2 * bench.size.stream_tokens, "words": 16}
     for _ in range(bench.size.rounds):
@@ -134,14 +138,14 @@ async def tokens(bench: Bench) -> dict[str, Any]:
 
 
 async def first(bench: Bench) -> dict[str, Any]:
-    """A tenth of what a router can do, so that nothing queues."""
+    """Measure at a tenth of what a router can do, so that nothing queues."""
     async with cluster(replace(bench.plan, step_ms=10.0)) as server:
         shape = {"seconds": 2 * bench.size.seconds, "rate": 20, "connections": 8, "words": 100}
         return await bench.ask(server, "first", **shape)
 
 
 async def streams(bench: Bench) -> dict[str, Any]:
-    """The lag of each token, without and with clients that never read."""
+    """Return the lag of each token, without and with clients that never read."""
     size = bench.size
     return {
         "steady": await _lags(bench, connections=size.streams, tokens=size.stream_tokens),
@@ -191,7 +195,7 @@ def _medians(runs: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
 
 
 def goals(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
-    """(name, value, limit, at least) of what was measured."""
+    """Return (name, value, limit, whether it is a lower limit) of what was measured."""
     rows: list[tuple[str, float, float, bool]] = []
     if "requests" in found:
         router = found["requests"]["router"]
@@ -214,7 +218,7 @@ def passed(value: float, limit: float, at_least: bool) -> bool:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Everything as tables."""
+    """Print everything as tables."""
     for part in ("requests", "tokens"):
         if part in found:
             table = Table(part, "per s", "min - max", "per CPU s", "failed", box=box.SIMPLE)
@@ -240,7 +244,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 async def run(parts: Sequence[str], size: RouterSize, model: Path, folder: Path) -> dict[str, Any]:
-    """Measure `parts`; JSON-ready."""
+    """Measure `parts`; return values for JSON."""
     cores = sorted(os.sched_getaffinity(0))
     others = frozenset(cores[1:] or cores)
     work = {"requests": requests, "tokens": tokens, "first": first, "streams": streams}
@@ -257,7 +261,9 @@ async def run(parts: Sequence[str], size: RouterSize, model: Path, folder: Path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: 0 when everything ran, whatever the goals say; 1 when a part could not."""
+    """Run the command. Return 0 if everything ran, whatever the goals say; 1 if a part could
+    not.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m bench.router", description=(__doc__ or "").partition("\n")[0]
     )

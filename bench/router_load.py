@@ -1,14 +1,14 @@
-"""The clients of bench/router.py: `python -m bench.router_load MODE`, a process of its own.
+"""The clients of bench/router.py: `python -m bench.router_load MODE`, in their own process.
 
-Raw HTTP/1.1 over asyncio protocols that look for marks instead of parsing, because they share a
-core with the fake nodes and must not be what is measured. Modes:
+They use raw HTTP/1.1 over asyncio protocols that look for marks instead of parsing, because they
+share a core with the fake nodes and must not be what is measured. Modes:
 
-    whole     keep-alive connections, each sends its next request when the answer is there
-    streams   one streamed request per connection, to its end; --slow more that never read
+    whole     keep-alive connections; each sends its next request when the answer has come
+    streams   one streamed request per connection, to its end; `--slow` adds some that never read
     first     streamed requests at a fixed rate over kept connections: time to the first byte
 
-Tokens are counted as spaces: every token of the fake nodes and of the yardstick is a word with one
-before it, and there is no other in a frame than the one after `data:`.
+Tokens are counted as spaces: every token of the fake nodes and of the yardstick is a word after a
+space, and a frame has no other space than the one after `data:`.
 
 Prints one JSON object.
 """
@@ -43,7 +43,7 @@ _ID: Final = re.compile(rb'"id":"([^"]+)"')
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to ask of whom. `words` of prompt, `tokens` of answer."""
+    """What to ask, and whom. Prompts have `words` words, answers `tokens` tokens."""
 
     host: str
     port: int
@@ -71,7 +71,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class RouterFigures:
-    """What all connections have seen. Times in seconds."""
+    """What all connections have seen. Times are in seconds."""
 
     answers: int = 0
     failures: int = 0
@@ -83,7 +83,9 @@ class RouterFigures:
 
 
 class Connection(asyncio.Protocol):
-    """Shared by both kinds: sends `request`, notes what comes, tells `answered` at its end."""
+    """The base of both kinds: sends `request`, notes what comes, and calls `answered` at its
+    end.
+    """
 
     def __init__(self, request: bytes, found: RouterFigures) -> None:
         self._parts = request.partition(NUMBER)
@@ -97,7 +99,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def send(self) -> None:
-        """The next request; the answer to the one before is there."""
+        """Send the next request; the answer to the last one has come."""
         assert self._transport is not None, "connected"
         self.ended.clear()
         self.began = time.monotonic()
@@ -123,7 +125,7 @@ class Connection(asyncio.Protocol):
 
 
 class WholeAnswer(Connection):
-    """Answers with a content-length; at each end the next request, until `stop_at`."""
+    """Reads answers with a content-length; at the end of each sends the next, until `stop_at`."""
 
     def __init__(self, request: bytes, found: RouterFigures, stop_at: float) -> None:
         super().__init__(request, found)
@@ -153,7 +155,7 @@ class WholeAnswer(Connection):
 
 
 class Stream(Connection):
-    """A streamed answer: counts frames, ends at [DONE]."""
+    """Reads a streamed answer: counts frames, and ends at [DONE]."""
 
     def __init__(self, request: bytes, found: RouterFigures, with_times: bool = False) -> None:
         super().__init__(request, found)
@@ -214,7 +216,7 @@ async def connect(plan: LoadPlan, connection: Connection) -> None:
 
 
 async def whole(plan: LoadPlan) -> dict[str, Any]:
-    """Closed loop: as many requests under way as connections."""
+    """Run a closed loop: as many requests at once as connections."""
     found = RouterFigures()
     stop_at = time.monotonic() + plan.seconds
     connections = [
@@ -242,7 +244,7 @@ class Crowd:
 
 
 async def streams(plan: LoadPlan, crowd: Crowd) -> dict[str, Any]:
-    """All streams to their end, each after its share of the ramp."""
+    """Run all streams to their end; each begins after its share of the ramp."""
     found, ignored = RouterFigures(), RouterFigures()
     idle = [Stream(plan.request(True), ignored) for _ in range(crowd.slow)]
     for connection in idle:
@@ -269,7 +271,7 @@ async def streams(plan: LoadPlan, crowd: Crowd) -> dict[str, Any]:
 
 
 async def first(plan: LoadPlan, rate: float) -> dict[str, Any]:
-    """Requests at `rate` per second in all, each connection one at a time."""
+    """Send requests at `rate` per second in all; each connection has one at a time."""
     found = RouterFigures()
     connections = [Stream(plan.request(True), found) for _ in range(plan.connections)]
     for connection in connections:
@@ -293,7 +295,7 @@ async def first(plan: LoadPlan, rate: float) -> dict[str, Any]:
 
 
 def report(found: RouterFigures, lasted_s: float) -> dict[str, Any]:
-    """The counts, and distributions in milliseconds."""
+    """Return the counts, and the distributions in milliseconds."""
     result: dict[str, Any] = {
         "seconds": lasted_s,
         "answers": found.answers,

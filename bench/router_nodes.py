@@ -2,10 +2,10 @@
 
 Real sessions (baton/node/service.py) in a process of their own, for bench/router.py. The prefill
 node answers a prompt with handle and token 1 in one message. The decode node answers with all its
-tokens at once, or with one token per running request and step, a message per step, as an engine's
-batch would: as fast as routers read, or every `--step-ms`, several decode nodes (`--decode-nodes`)
-one after the other. Prints one JSON line when ready. SIGTERM ends it; with --times it then writes
-when each step left, for the lag that a client sees.
+tokens at once, or step by step as an engine's batch would: one token per running request, one
+message per step. Steps come as fast as routers read, or every `--step-ms`. With several decode
+nodes (`--decode-nodes`) their steps come one after the other. Prints one JSON line when ready.
+SIGTERM ends it; with --times it then writes when each step left, for the lag that a client sees.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNREAD_S: Final = 0.0002  # between two looks; not at once, this core has others
 
 @dataclass(slots=True)
 class Running:
-    """A request in the decode node's batch: its next position."""
+    """A request in the decode node's batch, with its next position."""
 
     request: Request
     session: RouterSession
@@ -55,8 +55,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """`step_s` None: a request's tokens all at once; 0: a step as soon as routers have read.
-    `phase_s`: of the steps, in [0, step_s)."""
+    """When steps come.
+
+    `step_s` None: all tokens of a request at once; 0: a step as soon as routers have read.
+    `phase_s`: when steps begin, in [0, step_s).
+    """
 
     step_s: float | None
     words: tuple[int, ...]
@@ -76,7 +79,7 @@ class StepTimes:
 
 
 class InstantNode:
-    """What stands behind a session: see the module. `pace.words`: its tokens. Event loop only."""
+    """The shell behind sessions; see the module. `pace.words` are its tokens. Event loop only."""
 
     def __init__(
         self, role: Role, name: str, pace: StepPace, times: StepTimes | None = None
@@ -135,7 +138,7 @@ class InstantNode:
     # ---- the work ----
 
     async def run(self) -> None:
-        """Steps, until cancelled."""
+        """Make steps until cancelled."""
         step_s, due = self._pace.step_s or 0.0, 0.0
         while True:
             if not self._running:
@@ -152,7 +155,7 @@ class InstantNode:
                 await asyncio.sleep(UNREAD_S)
 
     def _step(self) -> None:
-        """One token for every running request; one message per router."""
+        """Send one token for every running request, in one message per router."""
         steps: dict[RouterSession, list[TokenEvent]] = {}
         positions: dict[str, int] = {}
         for request_id, it in list(self._running.items()):
@@ -175,7 +178,7 @@ class InstantNode:
             session.send(NodeStep(tokens=tuple(events)))
 
     def _prefilled(self, request: Request) -> NodeStep:
-        """Handle and token 1, at once."""
+        """Return handle and token 1 in one message."""
         self._exports += 1
         record = self.record()
         handle = KVHandle(
@@ -197,7 +200,7 @@ class InstantNode:
         return NodeStep(handles=(ready,), tokens=(token,))
 
     def _decode(self, session: RouterSession, request: Request) -> None:
-        """Token 1 again, as real decode nodes do, and whatever follows."""
+        """Repeat token 1, as real decode nodes do, and begin what follows."""
         subscribed = (Subscribed(request.id, request.epoch),)
         if self._pace.step_s is not None:
             self._answer(session, NodeStep(subscribed=subscribed))
@@ -212,7 +215,7 @@ class InstantNode:
         self._answer(session, NodeStep(subscribed=subscribed, tokens=(event,)))
 
     def _answer(self, session: RouterSession, step: NodeStep) -> None:
-        """Send `step` with whatever else this turn of the loop brings, as an engine would."""
+        """Send `step` together with other answers of this turn of the loop, as an engine would."""
         waiting = self._answers.setdefault(session, [])
         waiting.append(step)
         if len(waiting) == 1:
@@ -234,7 +237,7 @@ class InstantNode:
 
 
 async def serve(pace: StepPace, num_decode: int, times_file: Path | None) -> None:
-    """All nodes, until SIGTERM."""
+    """Serve all nodes until SIGTERM."""
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     times = StepTimes() if times_file is not None else None
@@ -264,7 +267,7 @@ def _announce(nodes: Sequence[InstantNode]) -> None:
 
 
 def some_words(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that are one word with one space before it: bench/router_load.py counts the spaces."""
+    """Return tokens that are one word after one space: bench/router_load.py counts the spaces."""
     texts = ((token_id, tokenizer.decode([token_id])) for token_id in range(tokenizer.vocab_size))
     return tuple(token_id for token_id, text in texts if _WORD.fullmatch(text))[:NUM_WORDS]
 

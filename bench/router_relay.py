@@ -1,7 +1,7 @@
 """The node behind `/relay` (bench/router_yardsticks.py): `python -m bench.router_relay`.
 
-Sends every message of a stream back as it came, in one event loop. Prints one JSON line when ready;
-SIGTERM ends it.
+It sends every message of a stream back unchanged, in one event loop. Prints one JSON line when
+ready; SIGTERM ends it.
 """
 
 from __future__ import annotations

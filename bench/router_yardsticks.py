@@ -1,14 +1,15 @@
-"""What a router is held against: `python -m bench.router_yardsticks`, one plain Starlette program.
+"""Yardsticks for a router: `python -m bench.router_yardsticks`, one plain Starlette program.
 
     POST /echo                  reads the body and sends it back: what uvicorn and Starlette cost
     POST /relay                 sends the body through two open gRPC streams, one after the other,
                                 and back to the client
-    POST /least                 the same, after what libraries do with a chat: its body is parsed,
-                                rendered by its template, encoded; no checks, no choice, no Redis
+    POST /least                 the same as /relay, after what libraries do with a chat: the body is
+                                parsed, rendered by its template, encoded; no checks, no choice, no
+                                Redis
     POST /v1/chat/completions   streams tokens as vLLM's server does: a queue per request, a
                                 pydantic object per token, Starlette's StreamingResponse
 
-Same uvicorn settings as the router's. Prints one JSON line when ready; SIGTERM ends it.
+It has the router's uvicorn settings. Prints one JSON line when ready; SIGTERM ends it.
 Source: vllm/entrypoints/openai/serving_chat.py, chat_completion_stream_generator.
 """
 
@@ -100,9 +101,10 @@ class YardstickEngine:
 
 
 class Relay:
-    """Bodies through a stream to a node of bench/router_relay.py and back, each under a number.
+    """Sends bodies, each with a number, through a stream to bench/router_relay.py and back.
 
-    What waits while a message is on its way goes with the next one, as a router's sessions do it.
+    Bodies that come while a message is on its way go with the next message, as in a router's
+    sessions.
     """
 
     def __init__(self, address: str) -> None:
@@ -140,7 +142,7 @@ class Relay:
 
 
 class Least:
-    """/relay and /least: what a router cannot do without. `start` on the event loop."""
+    """/relay and /least: what a router cannot do without. Call `start` on the event loop."""
 
     def __init__(self, addresses: Sequence[str], model: Path) -> None:
         self._addresses = addresses

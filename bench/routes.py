@@ -1,8 +1,9 @@
 """The lean route against the universal one: `python -m bench.routes [--threads 1]`.
 
-A random mixture with latent attention (DeepSeek-V3's structure, 25 million numbers, bfloat16), both
-routes in one process, in turns: decode steps of 1, 4 and 16 sequences of 256 tokens, and a prefill
-of 512. CPU time of a step, and how many times as fast the lean route is, by the median over rounds.
+A random mixture with latent attention (DeepSeek-V3's structure, 25 million numbers, bfloat16). Both
+routes run in one process, in turns: decode steps of 1, 4 and 16 sequences of 256 tokens, and a
+prefill of 512. Shown are the CPU time of a step, and how many times as fast the lean route is, by
+the median over rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STEPS: Final = {"decode 1": 1, "decode 4": 4, "decode 16": 16, f"prefill {PROMPT
 
 
 def write_mixture(path: Path) -> Path:
-    """A checkpoint of MIXTURE's sizes, with the demo model's tokenizer."""
+    """Write a checkpoint of MIXTURE's sizes, with the demo model's tokenizer."""
     torch.manual_seed(0)
     config: Any = AutoConfig.for_model("deepseek_v3", **MIXTURE)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -45,7 +46,7 @@ def write_mixture(path: Path) -> Path:
 
 
 def chunks_of(sequences: int, vocab_size: int) -> list[SequenceChunk]:
-    """A decode step of so many sequences, of 0: a prefill."""
+    """Return a decode step of `sequences` sequences; for 0 a prefill."""
     if not sequences:
         blocks = HeldBlocks(range(-(-PROMPT // BLOCK_SIZE)))
         return [SequenceChunk("p", random_prompt(PROMPT, 1, vocab_size), 0, (blocks,))]
@@ -58,7 +59,7 @@ def chunks_of(sequences: int, vocab_size: int) -> list[SequenceChunk]:
 
 @torch.inference_mode()
 def cpu_seconds(model: Measured, chunks: Sequence[SequenceChunk], repetitions: int) -> float:
-    """CPU time of a step, its sampled rows' logits included."""
+    """Return the CPU time of a step, including the logits of its sampled rows."""
     loaded, attention = model.loaded, model.attention
     start = time.process_time()
     for _ in range(repetitions):
@@ -69,7 +70,7 @@ def cpu_seconds(model: Measured, chunks: Sequence[SequenceChunk], repetitions: i
 
 
 def measure(path: Path, rounds: int, repetitions: int) -> TimedPart:
-    """One row per kind of step; the routes take turns."""
+    """Return one row per kind of step; the routes take turns."""
     lean, universal = (
         load(path, dtype="bfloat16", model_impl=impl) for impl in ("lean", "transformers")
     )
@@ -98,7 +99,7 @@ def measure(path: Path, rounds: int, repetitions: int) -> TimedPart:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = arguments_parser("routes", __doc__)
     given = parser.parse_args()
     prepare(given)

@@ -1,12 +1,12 @@
 """Open-loop serving benchmark: `baton bench serve`, or `python -m bench.serve`.
 
-Against any OpenAI-compatible URL: TTFT, TPOT, ITL, throughput and goodput for given SLOs, as a
+It measures any OpenAI-compatible URL: TTFT, TPOT, ITL, throughput and goodput for given SLOs, as a
 table and as JSON; for Baton also the hand-over time. `--compare` starts `baton up` in two ways on
-the same cores, prefill and decode apart and `--colocated`, in alternating rounds, and prints the
-ratios; `--peer CMD` and `--peer-url URL` add other systems' servers to every round
-(serve_peers.py). `--interference` and `--goodput` start it in both ways, too: long prompts beside
-running streams (serve_interference.py), recorded traces at rising rates (serve_goodput.py). What
-follows `--` goes to `baton up` as it is.
+the same cores, disaggregated (`apart`) and `--colocated`, in alternating rounds, and prints the
+ratios. `--peer CMD` and `--peer-url URL` add other systems' servers to every round
+(serve_peers.py). `--interference` and `--goodput` start `baton up` in both ways, too: long prompts
+beside running streams (serve_interference.py), recorded traces at rising rates (serve_goodput.py).
+Arguments after `--` go to `baton up` unchanged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Every flag of the benchmark."""
+    """The flags of the benchmark."""
 
     url: str = option("http://127.0.0.1:8000", "server to measure (not with --compare)")
     model: str | None = option(None, "model name (default: the first that the server lists)")
@@ -133,7 +133,7 @@ class ServeOptions:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Labels of the other systems."""
+        """The labels of the other systems."""
         return tuple(label_of(each) for each in (*self.peer, *self.peer_url))
 
     @property
@@ -151,7 +151,7 @@ class ServeOptions:
         )
 
     def interference_plan(self, rate: float) -> InterferencePlan:
-        """Raises ConfigError."""
+        """Return the plan of --interference. Raises ConfigError."""
         return InterferencePlan(
             streams=self.streams,
             idle_s=self.idle_s,
@@ -163,7 +163,7 @@ class ServeOptions:
         )
 
     def sweep(self) -> Sweep:
-        """Raises ConfigError."""
+        """Return the sweep of --goodput. Raises ConfigError."""
         rates = numbers_of(self.rates)
         scaling = Scaling(
             rates[0], self.sweep_s, self.input_mean, self.output_mean, self.max_tokens,
@@ -174,7 +174,7 @@ class ServeOptions:
 
 
 def numbers_of(text: str) -> list[float]:
-    """`4,8` as numbers. Raises ConfigError unless all are above 0."""
+    """Return `4,8` as numbers. Raises ConfigError unless all are above 0."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -185,7 +185,7 @@ def numbers_of(text: str) -> list[float]:
 
 
 def pair_of(text: str) -> tuple[int, int]:
-    """`300,4000`, ascending. Raises ConfigError."""
+    """Return the two ascending numbers of `300,4000`. Raises ConfigError."""
     numbers = [int(number) for number in numbers_of(text)]
     if len(numbers) != 2 or numbers[0] >= numbers[1]:
         raise ConfigError(f"{text!r} must be two ascending numbers")
@@ -193,10 +193,10 @@ def pair_of(text: str) -> tuple[int, int]:
 
 
 async def measure(options: ServeOptions, url: str, label: str, seed: int) -> Summary:
-    """Warm up, then one whole run against `url`."""
+    """Warm up, then make one whole run against `url`."""
     target = options.target(url)
     if options.warm_up:
-        # Another seed: the measured prompts must not find their prefixes cached.
+        # Another seed, because the measured prompts must not find their prefixes cached.
         await run_workload(
             target, plan_requests(options.workload(options.warm_up, seed + 1_000_003))
         )
@@ -214,7 +214,7 @@ Start = Callable[[], AbstractAsyncContextManager[str]]
 
 
 def systems(options: ServeOptions, up_flags: Sequence[str]) -> dict[str, Start]:
-    """What a round of --compare measures, by label, in turn. Raises ConfigError for two alike."""
+    """Return what a round of --compare measures, by label. Raises ConfigError for equal labels."""
 
     @asynccontextmanager
     async def baton(flags: Sequence[str]) -> AsyncGenerator[str, None]:
@@ -237,7 +237,7 @@ def systems(options: ServeOptions, up_flags: Sequence[str]) -> dict[str, Start]:
 async def compare(
     options: ServeOptions, up_flags: Sequence[str], console: Console
 ) -> list[Summary]:
-    """Every system, `rounds` times, alternating, so that drift of the machine hits all."""
+    """Measure every system `rounds` times, alternating, so that drift of the machine hits all."""
     summaries: list[Summary] = []
     compared = systems(options, up_flags)
     for index in range(options.rounds):
@@ -251,7 +251,7 @@ async def compare(
 async def interfere(
     options: ServeOptions, up_flags: Sequence[str], console: Console
 ) -> dict[str, Any]:
-    """Both modes, alternating; all rounds at the rate that the first one (apart) found."""
+    """Measure both modes in turns; all rounds have the rate that the first one (apart) found."""
     rounds: list[dict[str, Any]] = []
     rate = options.arriving_rate
     for index in range(options.rounds):
@@ -269,7 +269,7 @@ async def interfere(
 async def sweep_rates(
     options: ServeOptions, up_flags: Sequence[str], console: Console
 ) -> dict[str, Any]:
-    """Each mode over all traces and rates, `rounds` times: the modes take turns."""
+    """Measure each mode over all traces and rates, `rounds` times, in turns."""
     sweep = options.sweep()
     traces = sweep.load()
     rows: list[dict[str, Any]] = []
@@ -290,7 +290,7 @@ async def sweep_rates(
 
 
 def table_of(summaries: Sequence[Summary]) -> Table:
-    """One column per run, so that even six of them fit a terminal."""
+    """Return a table with one column per run, so that even six of them fit a terminal."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("")
     for each in summaries:
@@ -302,7 +302,7 @@ def table_of(summaries: Sequence[Summary]) -> Table:
 
 
 def rows_of(summary: Summary) -> dict[str, str]:
-    """What is shown of one run, in order."""
+    """Return what is shown of one run, in order."""
     rows = {"requests": str(summary.requests), "failed": str(summary.failed)}
     times = (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl))
     for name, values in times:
@@ -317,7 +317,7 @@ def rows_of(summary: Summary) -> dict[str, str]:
 
 
 def figures(summary: Summary) -> dict[str, float]:
-    """The compared quantities of one run; those without a value are absent."""
+    """Return the compared quantities of one run; those without a value are missing."""
     found = {"tokens/s": summary.token_rate, "goodput": summary.goodput}
     for name, values in (("ttft", summary.ttft), ("tpot", summary.tpot)):
         if values is not None:
@@ -332,7 +332,7 @@ def figures(summary: Summary) -> dict[str, float]:
 def ratios(
     summaries: Sequence[Summary], over: str = "apart", under: str = "colocated"
 ) -> dict[str, dict[str, float]]:
-    """`over` / `under` per quantity: median over rounds, and the spread (smallest, largest)."""
+    """Return `over` / `under` per quantity: median over rounds, and the spread (least, most)."""
     upper = [figures(each) for each in summaries if each.label == over]
     lower = [figures(each) for each in summaries if each.label == under]
     result: dict[str, dict[str, float]] = {}
@@ -381,7 +381,7 @@ def goodput_table(compared: Sequence[dict[str, Any]]) -> Table:
 
 
 def show(summaries: Sequence[Summary], options: ServeOptions, console: Console) -> dict[str, Any]:
-    """Print the tables; returns everything as JSON-ready values."""
+    """Print the tables; return everything as values for JSON."""
     console.print(f"goodput: TTFT {options.slo_ttft_ms:g} ms, TPOT {options.slo_tpot_ms:g} ms")
     console.print("times in ms")
     console.print(table_of(summaries))
@@ -403,7 +403,7 @@ def show(summaries: Sequence[Summary], options: ServeOptions, console: Console) 
 
 
 def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
-    """Our options, and what follows `--`. Raises ConfigError."""
+    """Return our options, and the arguments after `--`. Raises ConfigError."""
     given = list(arguments)
     passed_on: list[str] = []
     if "--" in given:

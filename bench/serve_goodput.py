@@ -1,8 +1,9 @@
 """Goodput over a rate sweep of recorded traces: `baton bench serve --goodput`.
 
-Per trace and rate, the requests per second that met both limits (time to the first token, time per
-token), on the same cores, the same requests at the same times: Baton apart with every prompt on the
-prefill node (`remote`), apart with a decision per request (`auto`), and `--colocated`.
+Per trace and rate it measures the requests per second that met both limits (time to the first
+token, time per token), on the same cores, with the same requests at the same times. Three modes:
+Baton disaggregated with every prompt on the prefill node (`remote`), disaggregated with a decision
+per request (`auto`), and `--colocated`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bench.recorded import Scaling, TraceRequest, plan_trace, read_trace
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`scaling.rate` is replaced by each of `rates`; requests per second."""
+    """What to sweep. `scaling.rate` is replaced by each of `rates` (requests per second)."""
 
     traces: dict[str, Path]
     rates: Sequence[float]
@@ -28,7 +29,7 @@ class Sweep:
     slo: SloLimits
 
     def load(self) -> dict[str, list[TraceRequest]]:
-        """Raises ConfigError for a file that is no trace."""
+        """Read the traces. Raises ConfigError for a file that is no trace."""
         return {name: read_trace(path) for name, path in self.traces.items()}
 
 
@@ -39,8 +40,10 @@ async def measure(
     mode: str,
     turn: int = 0,
 ) -> list[dict[str, Any]]:
-    """Every trace at every rate against one running server; JSON-ready rows. Each `turn` sends
-    other requests, the same ones in each mode."""
+    """Run every trace at every rate against one running server; return rows for JSON.
+
+    Each `turn` sends other requests, which are the same in each mode.
+    """
     rows: list[dict[str, Any]] = []
     for name, trace in traces.items():
         for index, rate in enumerate(sweep.rates):
@@ -77,8 +80,11 @@ def _at_rate(scaling: Scaling, rate: float) -> Scaling:
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per trace and rate: each mode's mean goodput, its least and most (`spread`), whether that of
-    `auto` reaches that of `colocated`, and the least and most that it was above, round by round."""
+    """Compare the modes per trace and rate.
+
+    A row has each mode's mean goodput, its least and most (`spread`), whether `auto` reaches
+    `colocated`, and the least and most difference between these two, round by round.
+    """
     table: dict[tuple[str, float], dict[str, list[float]]] = {}
     for row in rows:
         modes = table.setdefault((row["trace"], row["rate"]), {})
@@ -98,7 +104,7 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(compared: Sequence[dict[str, Any]], slo: SloLimits) -> str:
-    """One panel per trace, one line per mode, as SVG."""
+    """Return an SVG with one panel per trace and one line per mode."""
     limits = f"TTFT {slo.ttft_s * 1e3:g} ms, TPOT {slo.tpot_s * 1e3:g} ms"
     panels: list[Panel] = []
     for trace in dict.fromkeys(row["trace"] for row in compared):

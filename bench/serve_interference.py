@@ -1,9 +1,9 @@
 """What arriving prompts do to running streams: `baton bench serve --interference`.
 
-Some streams decode all the time. First nothing else happens, then long prompts keep arriving; the
-same streams, the same process. The ratio of their p99 time per token, loaded over idle, is what
-separation of prefill and decode is for: apart and `--colocated` take turns on the same cores, at
-the same rate of arrivals.
+Some streams decode all the time. First nothing else happens; then long prompts keep arriving,
+beside the same streams in the same process. The result is the ratio of the streams' p99 time per
+token, loaded over idle, which disaggregation is meant to keep low. `apart` and `--colocated` take
+turns on the same cores, at the same rate of arrivals.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class InterferencePlan:
 
 @dataclass(slots=True)
 class Gaps:
-    """Times between tokens of all streams in one phase; seconds."""
+    """Times between tokens of all streams in one phase, in seconds."""
 
     single: list[float] = field(default_factory=list[float])
     pieces: list[float] = field(default_factory=list[float])  # means of PIECE gaps in a row
     begun: float = 0.0
 
     def row(self) -> dict[str, float]:
-        """Milliseconds per token: p50 and p99 of the means, and of single gaps."""
+        """Return milliseconds per token: p50 and p99 of the means, and of single gaps."""
         found: dict[str, float] = {"tokens": float(len(self.single))}
         for name, values in (("tpot", self.pieces), ("gap", self.single)):
             ordered = sorted(values)
@@ -59,7 +59,7 @@ class Gaps:
 
 
 class Streams:
-    """Requests that decode without end; `phase` is where their gaps are counted now."""
+    """Requests that decode without end. `phase` is where their gaps are counted now."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, plan: InterferencePlan) -> None:
         self._client = client
@@ -71,7 +71,7 @@ class Streams:
         self.all_begun = asyncio.Event()
 
     def body(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-        """A request whose prompt nobody has asked before."""
+        """Return a request whose prompt nobody has sent before."""
         first, last = self._plan.vocabulary
         prompt = [self._draw.randrange(first, last) for _ in range(prompt_tokens)]
         return {
@@ -80,7 +80,7 @@ class Streams:
         }  # fmt: skip
 
     async def run_one(self) -> None:
-        """Until cancelled: one request after the other."""
+        """Send one request after the other, until cancelled."""
         while True:
             last: float | None = None
             row: list[float] = []
@@ -100,7 +100,7 @@ class Streams:
                 last = now
 
     async def pieces(self, body: dict[str, Any]) -> AsyncIterator[float]:
-        """Times of the pieces of one answer. Raises StreamError, httpx.HTTPError."""
+        """Yield the times of the pieces of one answer. Raises StreamError, httpx.HTTPError."""
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             if not response.is_success:
                 await response.aread()
@@ -110,7 +110,7 @@ class Streams:
                     yield time.monotonic()
 
     async def first_s(self, body: dict[str, Any]) -> float:
-        """Seconds until the first piece of an answer, which is waited for to its end."""
+        """Return the seconds until the first piece of an answer; wait for the answer's end."""
         began = time.monotonic()
         times = [now - began async for now in self.pieces(body)]
         if not times:
@@ -124,7 +124,7 @@ class Streams:
 
 
 async def measure(target: LoadTarget, plan: InterferencePlan) -> dict[str, Any]:
-    """Both phases against one server, as JSON-ready values."""
+    """Measure both phases against one server; return values for JSON."""
     async with open_client(target) as client:
         streams = Streams(client, await find_model(client, target), plan)
         rate = plan.rate or await _fitting_rate(streams, plan)
@@ -148,13 +148,13 @@ async def measure(target: LoadTarget, plan: InterferencePlan) -> dict[str, Any]:
 
 
 async def _fitting_rate(streams: Streams, plan: InterferencePlan) -> float:
-    """Prompts per second that keep one prefill node busy for BUSY of the time."""
+    """Return the prompts per second that keep one prefill node busy for BUSY of the time."""
     seconds = [await streams.first_s(streams.body(plan.prompt_tokens, 1)) for _ in range(3)]
     return BUSY / min(seconds)
 
 
 async def _arrive(streams: Streams, plan: InterferencePlan, rate: float) -> list[float]:
-    """Prompts at `rate`, evenly: the same load in every round. Their times to the first token."""
+    """Send prompts at `rate`, evenly, so that rounds have equal load; return their TTFTs."""
     ttfts: list[float] = []
 
     async def ask() -> None:
@@ -169,7 +169,7 @@ async def _arrive(streams: Streams, plan: InterferencePlan, rate: float) -> list
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per mode, the median over rounds of the ratio loaded / idle, and its spread."""
+    """Return, per mode, the median over rounds of the ratio loaded / idle, and its spread."""
     found: dict[str, Any] = {}
     for mode in dict.fromkeys(each["mode"] for each in rounds):
         mine = [each for each in rounds if each["mode"] == mode]

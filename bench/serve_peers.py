@@ -1,9 +1,9 @@
 """Other systems' servers beside Baton's in `baton bench serve`: `--peer CMD`, `--peer-url URL`.
 
-Both are any OpenAI-compatible server. CMD is started anew for each of its rounds, on the port put
-in place of `{port}`, and ended after it; what runs at URL stays there, idle while others have their
-turn. A server that we did not write does not say when it is ready: it is asked for one token until
-it answers.
+Both are any OpenAI-compatible server. CMD is started anew for each of its rounds, on the port that
+replaces `{port}`, and ended after it. A server at URL keeps running, idle while others have their
+turn. A server that we did not write does not say when it is ready, so it is asked for one token
+until it answers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ STOP_S: Final = 40.0
 
 
 def label_of(peer: str) -> str:
-    """What a table calls it: a command by its program, a URL by its host and port."""
+    """Return the name in tables: of a command its program, of a URL its host and port."""
     return urlsplit(peer).netloc or Path(shlex.split(peer)[0]).name
 
 
 @contextlib.asynccontextmanager
 async def peer_server(command: str, target: LoadTarget) -> AsyncGenerator[str, None]:
-    """The URL of a server that `command` starts, once it answers; ended with the context.
+    """Start `command` and yield the server's URL once it answers; end it with the context.
 
-    `target`: model and key as every request will have them. Raises ConfigError if it does not
-    start.
+    `target` has the model and the key that every request will use. Raises ConfigError if the server
+    does not start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

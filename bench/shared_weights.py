@@ -7,8 +7,9 @@ weights and with shared ones, in turns:
     memory   sum of both processes' proportional set sizes (PSS), MB: what the host really holds
     decode   milliseconds per token of one greedy sequence in the second process, the first one idle
 
-Whatever else runs shows in the figures, so they are medians of `--rounds`, with their range; ratios
-are within a round. `--model` is a checkpoint of at least 64 MiB (`python -m bench.models FOLDER`).
+Other work on the machine shows in the figures, so they are medians of `--rounds`, with their range;
+ratios are within a round. `--model` is a checkpoint of at least 64 MiB (`python -m bench.models
+FOLDER` writes one).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROGRAM: Final = "bench.shared_weights"
 
 @dataclass(slots=True)
 class SharingFigures:
-    """SharingFigures of the rounds, by name."""
+    """The figures of the rounds, by name."""
 
     values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -43,7 +44,7 @@ class SharingFigures:
         self.values.setdefault(name, []).append(value)
 
     def lines(self) -> list[str]:
-        """Median and range of each."""
+        """Return a line per figure, with median and range."""
         return [
             f"{name:<28} {statistics.median(v):8.2f}   ({min(v):.2f}-{max(v):.2f})"
             for name, v in self.values.items()
@@ -63,14 +64,14 @@ class Loaded:
         self.load_s = float(self._told()["load_s"])
 
     def decode_ms(self) -> float:
-        """Per token, measured now."""
+        """Return the milliseconds per token, measured now."""
         assert self._process.stdin is not None
         self._process.stdin.write("decode\n")
         self._process.stdin.flush()
         return float(self._told()["decode_ms"])
 
     def pss(self) -> float:
-        """MB."""
+        """Return the process' proportional set size in MB."""
         text = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text()
         return int(text.partition("\nPss:")[2].split()[0]) / 1024
 
@@ -84,7 +85,7 @@ class Loaded:
 
 
 def one_round(model: Path, quantization: str, found: SharingFigures) -> None:
-    """Private and shared, one after the other."""
+    """Measure private weights, then shared ones."""
     memory: dict[str, float] = {}
     decode: dict[str, float] = {}
     for name in ("private", "shared"):
@@ -107,7 +108,7 @@ def one_round(model: Path, quantization: str, found: SharingFigures) -> None:
 
 
 def child(model: Path, quantization: str, shared: bool) -> None:
-    """Load, say so, then decode at every line of stdin."""
+    """Load the model, report it, then decode at every line of stdin."""
     start = time.perf_counter()
     options: dict[str, Any] = {"quantization": quantization, "shared_weights": shared}
     llm = LLM(str(model), dtype="bfloat16", num_kv_blocks=64, measure_limits=False, **options)
@@ -133,7 +134,7 @@ def _say(**found: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--quantization", default="none")

@@ -1,6 +1,6 @@
-"""Reading an OpenAI-style event stream: one line in, one chunk out. No socket here.
+"""Reads an OpenAI-style event stream: one line in, one chunk out. No socket here.
 
-For any server that speaks OpenAI's API; errors inside a stream (HTTP 200 already sent) are raised.
+It is for any server that speaks OpenAI's API. An error inside a stream, after HTTP 200, is raised.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class StreamError(Exception):
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """One line of the stream: a chunk, or None for comments, blank lines, ids and the end marker.
+    """Return the chunk of a line; None for comments, blank lines, ids and the end marker.
 
-    Raises StreamError for an error object and for what is not JSON.
+    Raises StreamError for an error object, and for text that is not JSON.
     """
     if not line.startswith("data:"):
         return None
@@ -40,7 +40,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def parse_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """All chunks of a stream. Raises StreamError when it ends without its end marker."""
+    """Yield all chunks of a stream. Raises StreamError if it ends without its end marker."""
     for line in lines:
         if _is_end(line):
             return
@@ -51,7 +51,7 @@ def parse_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 async def parse_lines_async(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    """`parse_lines` for an asynchronous client."""
+    """Do `parse_lines` for an asynchronous client."""
     async for line in lines:
         if _is_end(line):
             return
@@ -62,7 +62,7 @@ async def parse_lines_async(lines: AsyncIterator[str]) -> AsyncIterator[dict[str
 
 
 def text_of(chunk: dict[str, Any]) -> str:
-    """The new text in a chunk of a chat or of a plain completion; "" when it has none."""
+    """Return the new text in a chunk of a chat or of a plain completion; "" if it has none."""
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta")
         text = delta.get("content") if isinstance(delta, dict) else choice.get("text")

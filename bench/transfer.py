@@ -1,10 +1,10 @@
 """KV transfer, measured: `python -m bench.transfer [--json] [--quick] [--lanes grpc,stream]`.
 
-Three parts (`--parts`), each in one run against its own baseline, several alternating rounds,
-medians and spreads; what a part should reach is printed beside it with pass or fail:
+Three parts (`--parts`), each in one run against its own baseline; several alternating rounds,
+medians and spreads. What a part should reach is printed beside it, with pass or fail:
     throughput   224 MiB between two processes, per lane, against memcpy, sockets, a bare gRPC
     tail         a real engine: token 1 sampled -> decode may start, layer-wise and whole
-    client       TTFT apart against local prefill, and token 2 against a decode step
+    client       TTFT disaggregated against local prefill, and token 2 against a decode step
 What digests and mTLS cost (`overheads`) follows from the first two, if both were measured.
 docs/kv_transfer.md explains the figures, docs/log/ keeps them.
 """
@@ -42,7 +42,7 @@ TAIL_GOAL_MS: Final = {"stream": 5.0, "stream tcp": 5.0, "shm": 5.0, "grpc": 15.
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure should reach; `value` and `limit` in the same unit."""
+    """What a figure should reach; `value` and `limit` have the same unit."""
 
     name: str
     value: float
@@ -59,7 +59,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class TransferSize:
-    """How much is measured: the whole, or a smoke test of seconds."""
+    """How much is measured: everything, or a smoke test of seconds."""
 
     shape: LoadShape
     rounds: int
@@ -80,7 +80,9 @@ QUICK: Final = TransferSize(
 
 
 def throughput_goals(found: dict[str, Any]) -> list[Goal]:
-    """stream against the socket below it, grpc against the bare one, shm in place."""
+    """Return the goals: stream against the socket below it, grpc against the bare one, shm in
+    place.
+    """
     rows = {row["way"]: row for row in found["rows"]}
     rate = {name: row["gb_per_s"]["median"] for name, row in rows.items()}
     goals: list[Goal] = []
@@ -113,8 +115,11 @@ def tail_goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def client_goals(found: dict[str, Any]) -> list[Goal]:
-    """Each model and lane by itself. The shortest prompt has a fixed bound; a longer one shares P's
-    core with its lane, so what that took before token 1 comes on top."""
+    """Return the goals of each model and lane.
+
+    The shortest prompt has a fixed limit. A longer prompt shares P's core with its lane, so the
+    time of the lane before token 1 is added to the limit.
+    """
     goals: list[Goal] = []
     if not found["rows"]:
         return goals
@@ -134,7 +139,9 @@ def client_goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def overheads(throughput: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
-    """Digests as a share of prefill and hand-over together, both sides' time added up."""
+    """Return digests as a share of prefill and hand-over together, with both sides' time added
+    up.
+    """
     per_byte = throughput["digest_s"] / throughput["bytes"]
     tail_bytes = tail["bytes"]
     prefill_ms = tail["rows"][0]["prefill_ms"]["median"] if tail["rows"] else 0.0
@@ -154,7 +161,7 @@ def overheads(throughput: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Everything as tables."""
+    """Print everything as tables."""
     if "throughput" in result:
         console.print(_throughput_table(result["throughput"]))
     if "tail" in result:
@@ -218,7 +225,7 @@ def _rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def _shown(value: Any) -> str:
-    """A spread by its median, and what that may be at 95 % or else half the range."""
+    """Return a spread as text: its median, and the 95 % interval of it or else half the range."""
     if not isinstance(value, dict):
         return str(value)
     if "low" in value:
@@ -230,7 +237,9 @@ def _shown(value: Any) -> str:
 
 
 def split(cores: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The cores of P and of D, as the local launcher gives them; shared when there is only one."""
+    """Return the cores of P and of D, as the local launcher gives them; shared if there is only
+    one.
+    """
     half = len(cores) // 2
     return (list(cores[:half]), list(cores[half:])) if half else (list(cores), list(cores))
 
@@ -238,7 +247,7 @@ def split(cores: Sequence[int]) -> tuple[list[int], list[int]]:
 async def run(
     ways: list[str], parts: Sequence[str], size: TransferSize, folder: Path
 ) -> dict[str, Any]:
-    """Measure the parts asked for, with `folder` for what they need; JSON-ready."""
+    """Measure the parts asked for, with `folder` for their files; return values for JSON."""
     cores = split(sorted(os.sched_getaffinity(0)))
     result: dict[str, Any] = {}
     goals: list[Goal] = []
@@ -274,7 +283,9 @@ async def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: 0 when everything ran, whatever the goals say; 1 when a part could not."""
+    """Run the command. Return 0 if everything ran, whatever the goals say; 1 if a part could
+    not.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m bench.transfer", description=(__doc__ or "").partition("\n")[0]
     )

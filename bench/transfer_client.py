@@ -1,13 +1,13 @@
 """Figure 3 of the transfer benchmark: what a client sees of the hand-over on an idle system.
 
-Per lane and model: one prefill node, one decode node, a second decode node on the prefill node's
-own cores, and two routers before them: `apart` knows the first two, `local` the third alone, which
-prefills itself. Prompts of one length go to both, one request at a time, alternating. So
+Per lane and model there are a prefill node, a decode node, a second decode node on the prefill
+node's own cores, and two routers: `apart` knows the first two nodes, `local` only the third, which
+prefills itself. Prompts of one length go to both routers, one request at a time, alternating. So
 TTFT(apart) - TTFT(local), pair by pair and computed by the same cores, is what the hand-over costs
-token 1, and the second gap of a stream less its later ones is what it costs token 2. CPU time tells
-the cause from a busy machine: what the prefill node had spent when token 1 was there, less what
-the other had spent for the same alone. A small model shows what a request costs whatever it
-computes; beside the seconds of a large one, two equal processes differ by more than that.
+token 1. The second gap of a stream less its later ones is what it costs token 2. CPU time separates
+the hand-over from other load: what the prefill node had spent when token 1 was there, less what the
+third node had spent for the same prompt alone. A small model shows what a request costs whatever it
+computes; beside the seconds of a large model, two equal processes differ by more than that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIRST_TOKEN: Final = 300  # plain words, whatever the demo tokenizer keeps below
 
 @dataclass(frozen=True, slots=True)
 class ClientPlan:
-    """`lane` and `name` name the rows. `lane_flags`: of all nodes, such as --kv-lanes."""
+    """What to run. `lane` and `name` name the rows. `lane_flags` are flags of all nodes."""
 
     name: str
     model: str
@@ -74,7 +74,7 @@ class Seen:
 
 @asynccontextmanager
 async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], None]:
-    """`python -m module`; yields its READY line. Raises ConfigError if it does not come up."""
+    """Run `python -m module`; yield its READY line. Raises ConfigError if it does not come up."""
     with tempfile.TemporaryFile() as log:
         running = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *flags),
@@ -99,7 +99,7 @@ async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], No
 async def two_routers(
     plan: ClientPlan, cores: tuple[list[int], list[int]]
 ) -> AsyncGenerator[dict[str, ClientWay], None]:
-    """The routers `apart` and `local` before their nodes."""
+    """Run the routers `apart` and `local` with their nodes."""
     model = ("--model", plan.model, "--served-model-name", "m", "--log-level", "warning")
     node = (
         *model, "--num-kv-blocks", "256", "--drain-s", "0",
@@ -129,7 +129,7 @@ async def two_routers(
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that the live threads of a process have spent."""
+    """Return the CPU seconds that the live threads of a process have spent."""
     total = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -140,8 +140,11 @@ def cpu_s(pid: int) -> float:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], pid: int) -> tuple[list[float], float]:
-    """Send one prompt; seconds from the question to each piece of its answer, and the CPU seconds
-    that `pid` spent until the first one."""
+    """Send one prompt.
+
+    Return the seconds from the question to each piece of its answer, and the CPU seconds that `pid`
+    spent until the first piece.
+    """
     body = {
         "model": "m", "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "stream": True,
         "ignore_eos": True,
@@ -162,7 +165,9 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], pid: int) -> tuple[l
 
 
 def note(times: list[float], spent_s: float, seen: Seen) -> None:
-    """Pieces without text are not seen, so gaps are only taken of whole answers."""
+    """Add one answer to `seen`. Gaps are taken of complete answers only: pieces without text are
+    unseen.
+    """
     seen.ttft.append(times[0] * 1e3)
     seen.cpu.append(spent_s * 1e3)
     if len(times) == OUTPUT:
@@ -172,14 +177,14 @@ def note(times: list[float], spent_s: float, seen: Seen) -> None:
 
 
 def confident(values: Sequence[float]) -> dict[str, float]:
-    """`spread`, and between which values the true median lies at 95 % (order statistics)."""
+    """Return `spread`, and the 95 % interval of the true median (order statistics)."""
     ordered, count = sorted(values), len(values)
     outside = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
     return {**spread(values), "low": ordered[outside], "high": ordered[count - 1 - outside]}
 
 
 def row(plan: ClientPlan, length: int, apart: Seen, local: Seen) -> dict[str, Any]:
-    """One length of one model on one lane, as JSON-ready values (ms)."""
+    """Return one length of one model on one lane, as values for JSON (ms)."""
     added = [a - b for a, b in zip(apart.ttft, local.ttft, strict=True)]
     cpu = [a - b for a, b in zip(apart.cpu, local.cpu, strict=True)]
     found: dict[str, Any] = {
@@ -202,7 +207,7 @@ def row(plan: ClientPlan, length: int, apart: Seen, local: Seen) -> dict[str, An
 
 
 async def measure(plan: ClientPlan, cores: tuple[list[int], list[int]]) -> dict[str, Any]:
-    """All lengths; both routers in turn, the first of each pair alternating too."""
+    """Measure all lengths; both routers in turns, and each is first in every second pair."""
     draw = random.Random(0)
     vocab = int(json.loads((Path(plan.model) / "config.json").read_text())["vocab_size"])
     rows: list[dict[str, Any]] = []
@@ -230,8 +235,10 @@ async def measure_lanes(
     lanes: Sequence[str],
     cores: tuple[list[int], list[int]],
 ) -> dict[str, Any]:
-    """`measure` for each model (name, folder, lengths) and lane; lanes that nodes cannot open here
-    are in `missing`, with why."""
+    """Call `measure` for each model (name, folder, lengths) and lane.
+
+    Lanes that nodes cannot open here are in `missing`, with the reason.
+    """
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     for name, model, lengths in models:

@@ -1,6 +1,7 @@
 """A real engine that exports its prompts as a prefill node does, for the transfer benchmark.
 
-And a model of Qwen3-0.6B's shape with random weights, written in seconds: only the shape matters.
+This module also writes, in seconds, a model of Qwen3-0.6B's shape with random weights: only the
+shape matters.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ SHAPE: Final[dict[str, Any]] = {
 
 
 def write_model(path: Path, **overrides: Any) -> Path:
-    """A whole checkpoint of SHAPE in the folder `path`; `overrides` replace keys of its config."""
+    """Write a whole checkpoint of SHAPE into the folder `path`, and return that folder.
+
+    `overrides` replace keys of its config.
+    """
     config = {**SHAPE, **overrides}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
@@ -105,7 +109,10 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """On the machine's monotonic clock: first step, KV of the last layer written, token 1."""
+    """Three times on the machine's monotonic clock.
+
+    They are: the first step began, the KV of the last layer was written, token 1 was sampled.
+    """
 
     began: float
     last_layer: float
@@ -113,7 +120,10 @@ class PrefillTimes:
 
 
 class PrefillEngine:
-    """One engine; prompts one at a time, each on a thread, exported by the prefill node's hooks."""
+    """One engine, which computes one prompt at a time on a thread.
+
+    The prefill node's hooks export the prompts.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self.engine = assemble(parts, self)
@@ -125,7 +135,10 @@ class PrefillEngine:
 
     @classmethod
     def load(cls, model: str, tokens: int, threads: int, memory: MakeMemory) -> PrefillEngine:
-        """`tokens`: the longest prompt; `memory`: where the pool lies. Raises ConfigError."""
+        """Load the engine for prompts of at most `tokens` tokens; `memory` makes its pool.
+
+        Raises ConfigError.
+        """
         blocks = -(-tokens // 32)
         config = EngineConfig(
             model, block_size=32, num_kv_blocks=4 * blocks, threads=threads,
@@ -134,11 +147,11 @@ class PrefillEngine:
         return cls(load_parts(config, memory))
 
     def attach(self, connector: Connector) -> None:
-        """Export through `connector`, whose memory is this engine's arena."""
+        """Export from now on through `connector`, whose memory is this engine's arena."""
         self._exports = PrefillExports(connector, self._exported, self._lost)
 
     def unpin(self, blocks: BlockLists) -> None:
-        """An export's blocks are free again, from the next prompt on. Any thread."""
+        """Free the blocks of an export; the next prompt may use them. Any thread may call this."""
         self._freed.append(blocks)
 
     # ---- EngineHooks -----------------------------------------------------------------------------
@@ -166,7 +179,10 @@ class PrefillEngine:
 
     # ---- one prompt ------------------------------------------------------------------------------
     async def begin(self, seed: int, tokens: int) -> KVHandle:
-        """Start to compute; returns when the export exists, before the first layer."""
+        """Start to compute a prompt; return its handle as soon as the export exists.
+
+        That is before the first layer is computed.
+        """
         prompt = random_prompt(tokens, seed, self.engine.info.vocab_size)
         params = SamplingParams(max_tokens=4, seed=1, temperature=0, ignore_eos=True)
         loop = asyncio.get_running_loop()
@@ -179,7 +195,7 @@ class PrefillEngine:
         return await self._admitted
 
     async def ended(self) -> PrefillTimes:
-        """Wait for token 1."""
+        """Wait for token 1 and return the times."""
         assert self._running is not None, "begin a prompt first"
         return await self._running
 

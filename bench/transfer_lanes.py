@@ -1,9 +1,9 @@
 """The lanes of the transfer benchmark, some of them in two ways, and the memory they need.
 
-A way is a lane and how it is set up: `stream` picks a Unix socket between processes of one host, so
-TCP alone and TCP under TLS stand beside it; TLS needs the `openssl` command for its certificates.
-Direct lanes (`shm`, `nixl`) read the pool of the other process: it must lie in a `LanePlace`. By
-`shm` the bytes are copied once, or (`shm adopted`) used where they lie.
+A way is a lane and how it is set up. Between processes of one host, `stream` picks a Unix socket,
+so there are two more ways: TCP alone, and TCP under TLS. TLS needs the `openssl` command for its
+certificates. Direct lanes (`shm`, `nixl`) read the pool of the other process, so the pool must lie
+in a `LanePlace`. By `shm` the bytes are copied once, or (`shm adopted`) used where they lie.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ OPENSSL_S: Final = 30
 
 
 class LanePlace:
-    """Where the benchmark's pool lies: in a shared file where there can be one, so that all lanes
-    may use the same pool."""
+    """Where the benchmark's pool lies: in a shared file if that is possible.
+
+    Then all lanes can use the pool.
+    """
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
         self._directory = directory
@@ -49,7 +51,7 @@ class LanePlace:
         self._memory: torch.Tensor | None = None
 
     def memory(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
-        """For KVArena."""
+        """Return the pool's memory; KVArena calls this."""
         try:
             self._shared = ShmArena(os.urandom(16).hex(), num_bytes, page_bytes, self._directory)
         except ConfigError as error:
@@ -61,7 +63,7 @@ class LanePlace:
         return self._memory
 
     def lane(self, name: str, arena: KVArena, timing: Timing) -> Lane:
-        """A direct lane over the pool in here. Raises ConfigError if it cannot be had."""
+        """Return a direct lane over the pool in this place. Raises ConfigError if there is none."""
         memory = self._memory
         if memory is None:
             raise ConfigError(f"lane {name}: the pool lies elsewhere")
@@ -78,32 +80,32 @@ class LanePlace:
         return NixlLane(inner, NixlPool(memory, pool_map), timing)
 
     def pages(self, ids: Sequence[int]) -> memoryview:
-        """A copy of these pages, other pools' among them, one after the other."""
+        """Return a copy of these pages, one after the other. They may belong to another pool."""
         assert self._shared is not None, "only shared pools have pages in reach"
         return self._shared.pages()[list(ids)].flatten().numpy().data
 
     def close(self) -> None:
-        """Remove the file. Idempotent."""
+        """Remove the shared file. A second call does nothing."""
         if self._shared is not None:
             self._shared.close()
 
 
 def all_ways() -> list[str]:
-    """Every way there is, best lane first."""
+    """Return every way, the best lane first."""
     two_sided = ["stream", TCP, "stream tls", "grpc", "grpc tls", "dist"]
     known = {lane_of(way) for way in two_sided} | set(DIRECT)
     return ["shm", ADOPTED, *two_sided, "nixl", *(name for name in MAKERS if name not in known)]
 
 
 def lane_of(way: str) -> str:
-    """The name under which nodes announce it."""
+    """Return the lane of `way`: the name under which nodes announce it."""
     return way.partition(" ")[0]
 
 
 def make_way(way: str, timing: Timing, tls: Path | None) -> Lane:
-    """A two-sided lane. `tls`: folder of `write_certificates`.
+    """Return the lane of a two-sided `way`. `tls` is the folder of `write_certificates`.
 
-    Raises ConfigError if it cannot be had here.
+    Raises ConfigError if this machine cannot have it.
     """
     name = lane_of(way)
     if way not in all_ways():
@@ -123,7 +125,10 @@ def make_way(way: str, timing: Timing, tls: Path | None) -> Lane:
 
 
 def write_certificates(folder: Path) -> Path | None:
-    """A CA and one certificate for 127.0.0.1, in `folder`; None without the openssl command."""
+    """Write a CA and one certificate for 127.0.0.1 into `folder`.
+
+    Return the folder, or None without the openssl command.
+    """
     openssl = shutil.which("openssl")
     if openssl is None:
         return None

@@ -1,8 +1,8 @@
 """A child process of the transfer benchmark, and the questions put to it.
 
-`ShapedLink.spawn` starts `python -m bench.transfer_peer`; each question is one JSON line with a
-number, so that a long answer (a fetch that waits for a prefill) does not hold up the next question.
-Knows no torch: `baton doctor` uses it too.
+`ShapedLink.spawn` starts `python -m bench.transfer_peer`. Each question is one JSON line with a
+number, so a long answer (a fetch that waits for a prefill) does not hold up the next question.
+This module does not import torch, because `baton doctor` uses it, too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ STOP_S: Final = 20.0
 
 
 class PeerError(BatonError):
-    """The child could not do what it was asked; the message is its own."""
+    """The child could not do what it was asked; the message is the child's."""
 
 
 class ShapedLink:
-    """One child. Any number of questions may be open at once; event loop only."""
+    """One child. Any number of questions may be open at once. Only the event loop may use this."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -38,7 +38,7 @@ class ShapedLink:
     @classmethod
     @contextlib.asynccontextmanager
     async def spawn(cls, cores: Sequence[int] = ()) -> AsyncGenerator[ShapedLink, None]:
-        """A child on `cores` (all when empty), ended with the context."""
+        """Start a child on `cores` (all cores if empty) and end it with the context."""
         flags = ["--cores", ",".join(map(str, cores))] if cores else []
         threads = str(max(1, len(cores)))
         process = await asyncio.create_subprocess_exec(
@@ -55,7 +55,9 @@ class ShapedLink:
             await link.close()
 
     async def ask(self, command: str, **given: Any) -> dict[str, Any]:
-        """The answer. Raises PeerError with the child's own words, or if it is gone."""
+        """Return the answer. Raises PeerError, with the child's words or because the child is
+        gone.
+        """
         self._count += 1
         number = self._count
         answer = self._open[number] = asyncio.get_running_loop().create_future()
@@ -76,7 +78,10 @@ class ShapedLink:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """End the child: by closing its input, at last by force. Idempotent."""
+        """End the child: close its input, and use force if that is not enough.
+
+        A second call does nothing.
+        """
         assert self._process.stdin is not None, "it was given a pipe"
         self._process.stdin.close()
         await ended(self._process, STOP_S)
@@ -99,7 +104,9 @@ class ShapedLink:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest. Raises InternalError without values."""
+    """Return the median, the smallest and the largest value. Raises InternalError without
+    values.
+    """
     if not values:
         raise InternalError("nothing was measured")
     ordered = sorted(values)

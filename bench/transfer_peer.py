@@ -1,8 +1,8 @@
 """One side of a transfer benchmark in a process of its own: `python -m bench.transfer_peer`.
 
-Reads questions as JSON lines on stdin, answers on stdout (transfer_link.py is the other end), and
-ends with its input. The life: `pool` or `engine` makes the memory -> `open` starts a connector for
-each way asked for -> any number of `export`, `fetch`, `prefill` ... -> end of input.
+It reads questions as JSON lines on stdin and answers on stdout (transfer_link.py is the other end).
+It ends when its input ends. The order is: `pool` or `engine` makes the memory -> `open` starts a
+connector for each way asked for -> any number of `export`, `fetch`, `prefill` and other questions.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from kv_transfer.protocol.frames import MAX_PAYLOAD
 
 BLOCK_SIZE: Final = 32
 DTYPE: Final = "bfloat16"
-# A whole 224 MiB export on a loaded machine, and a prefill of seconds: patience is no part of this.
+# A whole 224 MiB export on a loaded machine and a prefill take seconds: these limits must not
+# decide a measurement.
 TIMING: Final = Timing(kv_lease_s=120.0, kv_progress_s=60.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What is transferred: `num_tokens` tokens in the first blocks of an arena."""
+    """The memory that is transferred: `num_tokens` tokens in the first blocks of an arena."""
 
     arena: KVArena
     num_tokens: int
@@ -67,12 +68,12 @@ class Pool:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes of those blocks, page after page."""
+        """Return the bytes of those blocks, page after page."""
         return self.arena.buffer().cast("B")[: len(self.blocks[0].ids) * self.arena.page_bytes]
 
 
 class TransferPeer:
-    """All that one process of a benchmark can be asked; `answer_*` are the questions."""
+    """Answers every question to one process of a benchmark; `answer_*` are the questions."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -86,8 +87,10 @@ class TransferPeer:
     async def answer_pool(
         self, layers: int, heads: int, dim: int, tokens: int, directory: str = ""
     ) -> dict[str, Any]:
-        """An arena for `tokens` tokens (whole blocks), every page of it touched; `directory`: where
-        its shared file lies."""
+        """Make an arena for `tokens` tokens (whole blocks) and touch every page of it.
+
+        Its shared file lies in `directory`.
+        """
         if directory:
             self._place = LanePlace(Path(directory))
         if tokens % BLOCK_SIZE:
@@ -99,17 +102,17 @@ class TransferPeer:
         return {"bytes": len(pool.memory)}
 
     async def answer_fill(self, seed: int) -> dict[str, Any]:
-        """Other bytes everywhere: what arrives can be told from what was there."""
+        """Fill the memory with other bytes, so that a test can tell which bytes have arrived."""
         generator = torch.Generator().manual_seed(seed)
         torch.frombuffer(self.pool.memory, dtype=torch.int64).random_(generator=generator)
         return {}
 
     async def answer_digest(self) -> dict[str, Any]:
-        """Over the transferred bytes of all layers."""
+        """Answer with the digest of the transferred bytes of all layers."""
         return {"digest": xxhash.xxh3_64_hexdigest(self.pool.memory)}
 
     async def answer_engine(self, model: str, tokens: int, threads: int) -> dict[str, Any]:
-        """A real engine; its arena is the memory. Answers with its layers' shape."""
+        """Load a real engine, whose arena is the memory. Answer with the shape of its layers."""
         self._engine = await asyncio.to_thread(self._load, model, tokens, threads)
         engine: Engine = self._engine.engine
         self._pool = Pool(engine.arena, tokens)
@@ -121,7 +124,9 @@ class TransferPeer:
 
     # ---- lanes -----------------------------------------------------------------------------------
     async def answer_open(self, ways: list[str], tls: str | None) -> dict[str, Any]:
-        """A connector for each of `ways` that can be had here; the others with why not."""
+        """Open a connector for each of `ways` that this machine has; answer why the others are
+        missing.
+        """
         arena = self.pool.arena
         missing: dict[str, str] = {}
         for way in ways:
@@ -153,7 +158,7 @@ class TransferPeer:
             self._engine.unpin(blocks)
 
     async def answer_export(self, way: str, tokens: int) -> dict[str, Any]:
-        """Offer the first `tokens` tokens, all layers and token 1 there."""
+        """Offer the first `tokens` tokens. All layers and token 1 are there."""
         connector = self._connectors[way]
         request = Request(os.urandom(8).hex(), (1,), SamplingParams(seed=1))
         export = connector.export(request, 0, self.pool.blocks, tokens)
@@ -164,8 +169,11 @@ class TransferPeer:
         return {"handle": _told(export)}
 
     async def answer_fetch(self, way: str, handle: str, look: bool = False) -> dict[str, Any]:
-        """Fetch what was exported the same way. Times are on the clock that processes share;
-        `bytes` is what was copied. `look`: `digest` of what can be read in adopted pages."""
+        """Fetch what the other side exported by `way`.
+
+        The times are on the clock that processes share; `bytes` counts what was copied. With
+        `look`, the answer has the `digest` of what can be read in adopted pages.
+        """
         export = handle_from_bytes(bytes.fromhex(handle))
         connector = self._connectors[way]
         before = connector.stats.total_received
@@ -183,13 +191,13 @@ class TransferPeer:
 
     # ---- the engine ------------------------------------------------------------------------------
     async def answer_prefill(self, way: str, seed: int, tokens: int) -> dict[str, Any]:
-        """Begin to compute a prompt of random tokens; answers as soon as the export exists."""
+        """Begin to compute a prompt of random tokens; answer as soon as the export exists."""
         assert self._engine is not None, "ask for an engine first"
         self._engine.attach(self._connectors[way])
         return {"handle": _told(await self._engine.begin(seed, tokens))}
 
     async def answer_prefilled(self) -> dict[str, Any]:
-        """Wait until token 1 is sampled; when the last layer was written, and when token 1 was."""
+        """Wait for token 1; answer when it was sampled and when the last layer was written."""
         assert self._engine is not None, "ask for an engine first"
         times = await self._engine.ended()
         return {"began_at": times.began, "layer_at": times.last_layer, "ended_at": times.ended}
@@ -205,7 +213,9 @@ class TransferPeer:
         return {"seconds": time.monotonic() - began}
 
     async def answer_memcpy(self) -> dict[str, Any]:
-        """One thread, from the memory to as much memory beside it."""
+        """Copy the memory, with one thread, to as much memory beside it. Answer with the
+        seconds.
+        """
         memory = self.pool.memory
         if self._copy is None:
             self._copy = memoryview(bytearray(len(memory)))
@@ -215,7 +225,7 @@ class TransferPeer:
         return {"seconds": time.monotonic() - began}
 
     async def answer_digest_rate(self) -> dict[str, Any]:
-        """Seconds to digest the memory once, in pieces of a frame's size."""
+        """Answer with the seconds to digest the memory once, in pieces of a frame's size."""
         began = time.monotonic()
         memory = self.pool.memory
         for start in range(0, len(memory), MAX_PAYLOAD):
@@ -225,8 +235,10 @@ class TransferPeer:
     async def answer_facts(
         self, kv_lanes: str = NodeConfig().kv_lanes, kv_adopt: bool = True
     ) -> dict[str, Any]:
-        """What only a process with torch knows: its threads, kernels, GPU, and the lanes; those
-        that nodes with these flags would take are `preferred`."""
+        """Answer what only a process with torch knows: its threads, kernels, GPU and lanes.
+
+        `preferred` are the lanes that nodes with these flags would take.
+        """
         shm = ADOPTED if kv_adopt else SHM
         return {
             "torch": torch.__version__,
@@ -239,7 +251,7 @@ class TransferPeer:
         }
 
     async def answer_usage(self) -> dict[str, Any]:
-        """CPU seconds of this process since its start, all threads."""
+        """Answer with the CPU seconds of all threads of this process since its start."""
         return {"cpu_s": time.process_time()}
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -280,7 +292,7 @@ def _told(handle: KVHandle) -> str:
 
 
 def questions(peer: TransferPeer) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
-    """What may be asked, by name: a name from outside never picks an attribute."""
+    """Return the questions by name, so that a name from outside never picks an attribute."""
     listed = (
         peer.answer_pool, peer.answer_fill, peer.answer_digest, peer.answer_engine,
         peer.answer_open, peer.answer_export, peer.answer_fetch,
@@ -291,7 +303,7 @@ def questions(peer: TransferPeer) -> dict[str, Callable[..., Awaitable[dict[str,
 
 
 async def serve() -> None:
-    """Answer until stdin ends; every question runs on its own."""
+    """Answer until stdin ends; every question runs in a task of its own."""
     peer = TransferPeer()
     known = questions(peer)
     running: set[asyncio.Task[None]] = set()
@@ -323,7 +335,7 @@ async def _answer(
 
 
 def main() -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.transfer_peer")
     parser.add_argument("--cores", help="cores of this process, e.g. 0,1")
     given = parser.parse_args()

@@ -1,7 +1,8 @@
-"""What the lanes are measured against: a bare socket, a bare gRPC stream of raw bytes.
+"""The baselines of the lanes: a bare socket and a bare gRPC stream of raw bytes.
 
-No frames, digests, leases or sessions: the same bytes from the memory of one process to their place
-in the memory of another, by the plainest code that each medium allows. Both ends are here.
+They have no frames, digests, leases or sessions. The bytes go from the memory of one process to
+their place in the memory of another, by the plainest code that each medium allows. Both ends are in
+this module.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ METHOD: Final = "/bench.Raw/Read"
 
 
 def pieces(memory: memoryview) -> Iterator[memoryview]:
-    """Slices of at most CHUNK."""
+    """Yield slices of at most CHUNK bytes."""
     for start in range(0, len(memory), CHUNK):
         yield memory[start : start + CHUNK]
 
 
 class RawServer:
-    """Gives `memory` to whoever asks, in three ways."""
+    """Sends `memory` to every client, in three ways."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -96,7 +97,7 @@ def _unix_server(path: Path) -> socket.socket:
 
 
 def read_raw(kind: str, address: str, memory: memoryview) -> None:
-    """Fill `memory`; `kind` is one of KINDS."""
+    """Fill `memory` from the server; `kind` is one of KINDS."""
     if kind == "bare grpc":
         _read_grpc(address, memory)
         return

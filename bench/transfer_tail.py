@@ -1,7 +1,8 @@
 """Figure 2 of the transfer benchmark: from "prefill finished" until the decode node may decode.
 
-A real engine in P computes a prompt and publishes layer by layer, D is another process. Layer-wise:
-D subscribes when P starts. Whole: D asks when P has finished. Both clocks are the machine's.
+A real engine in process P computes a prompt and publishes it layer by layer; D is another process.
+Layer-wise: D subscribes when P starts. Whole: D asks when P has finished. P and D use the clock of
+the machine.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class TailPlan:
 
 @dataclass(slots=True)
 class Tails:
-    """Of one lane, milliseconds, a value per round.
+    """Times of one lane in milliseconds, a value per round.
 
-    `layer_wise` and `whole` count from token 1 (for whole: from D's question, just after it);
-    `from_last_layer` is the layer-wise one from the last layer's KV, so it includes the rest of
-    that layer, the head and the sampler.
+    `layer_wise` and `whole` count from token 1 (`whole` from D's question, just after token 1).
+    `from_last_layer` is the layer-wise time from the KV of the last layer, so it includes the rest
+    of that layer, the head and the sampler.
     """
 
     layer_wise: list[float] = field(default_factory=list[float])
@@ -53,7 +54,7 @@ class Tails:
 async def measure(
     ways: list[str], plan: TailPlan, cores: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
-    """All ways, alternating, as JSON-ready values."""
+    """Measure all ways in turn, and return JSON-ready values."""
     async with ShapedLink.spawn(cores[0]) as p, ShapedLink.spawn(cores[1]) as d:
         shape = await p.ask("engine", model=plan.model, tokens=plan.tokens, threads=plan.threads)
         await d.ask("pool", tokens=plan.tokens, **shape)

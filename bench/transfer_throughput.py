@@ -1,8 +1,8 @@
-"""Figures 1 and 7 of the transfer benchmark: a whole export at line rate, and what guards it costs.
+"""Figures 1 and 7 of the transfer benchmark: a whole export at line rate, and the cost of guards.
 
-Two processes with an arena each. Every way in turn, several rounds, so that the machine's mood hits
-all: memcpy, bare sockets, a bare gRPC stream (transfer_raw.py), then each lane. A lane's time is a
-whole fetch: open, handshake, every digest, END, ACK.
+There are two processes with an arena each. Several rounds take every way in turn, so a slow moment
+of the machine meets all of them: memcpy, bare sockets, a bare gRPC stream (transfer_raw.py), then
+each lane. A lane's time is a whole fetch: open, handshake, every digest, END, ACK.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONE_SIDED: Final = ("shm", ADOPTED, "nixl")  # digests over what is said, not ov
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """What is transferred: all layers of `tokens` tokens, bfloat16."""
+    """The shape of what is transferred: all layers of `tokens` tokens, in bfloat16."""
 
     tokens: int = 2048
     layers: int = 28
@@ -32,7 +32,7 @@ class LoadShape:
 
 @dataclass(frozen=True, slots=True)
 class Contested:
-    """`cores`: of P and of D."""
+    """What to measure, and where: `cores` are those of P and those of D."""
 
     shape: LoadShape
     rounds: int
@@ -41,7 +41,7 @@ class Contested:
 
 @dataclass(slots=True)
 class LoadWay:
-    """One way of moving the bytes, round by round; seconds of wall clock and of both CPUs."""
+    """One way of moving the bytes: per round, seconds of wall clock and of both processes' CPUs."""
 
     name: str
     seconds: list[float] = field(default_factory=list[float])
@@ -49,7 +49,7 @@ class LoadWay:
     moved: int = 0  # most bytes that were copied at a time; 0 = handed over in place
 
     def row(self, num_bytes: int) -> dict[str, Any]:
-        """GB/s, CPU seconds per GB and milliseconds, each with its spread."""
+        """Return GB/s, CPU seconds per GB and milliseconds, each with its spread."""
         gigabytes = num_bytes / 1e9
         return {
             "way": self.name,
@@ -62,7 +62,10 @@ class LoadWay:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Seconds, and bytes that were copied; `digest` of what can be read in place instead."""
+    """One move: its seconds and the bytes that were copied.
+
+    `digest` is set instead if the bytes can be read in place.
+    """
 
     seconds: float
     num_bytes: int
@@ -83,7 +86,7 @@ class Contest:
         self._addresses: dict[str, str] = {}
 
     async def prepare(self, ways: list[str], tls: Path | None) -> None:
-        """Memory on both sides, all servers up, each lane proven once to carry the right bytes."""
+        """Make memory on both sides, start all servers, check that each lane carries the bytes."""
         shape = self._shape
         for link in (self._p, self._d):
             made = await link.ask(
@@ -102,7 +105,7 @@ class Contest:
             self.intact[name] = there == sent
 
     async def round(self) -> None:
-        """Each way once."""
+        """Take each way once."""
         for name, way in self.ways.items():
             for _ in range(HAND_OVERS if name == ADOPTED else 1):
                 before = await self._cpu_s()
@@ -112,7 +115,7 @@ class Contest:
                 way.moved = max(way.moved, moved.num_bytes)
 
     async def digest_s(self) -> float:
-        """Seconds to digest everything once on one side."""
+        """Return the seconds to digest everything once on one side."""
         return (await self._d.ask("digest_rate"))["seconds"]
 
     async def _move(self, name: str, look: bool = False) -> Moved:
@@ -133,7 +136,7 @@ class Contest:
 async def open_ways(
     p: ShapedLink, d: ShapedLink, ways: list[str], tls: Path | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Those of `ways` that both sides have, and why the others are missing."""
+    """Return those of `ways` that both sides have, and why the others are missing."""
     folder = None if tls is None else str(tls)
     offered = await p.ask("open", ways=ways, tls=folder)
     wanted = await d.ask("open", ways=offered["ways"], tls=folder)
@@ -141,7 +144,7 @@ async def open_ways(
 
 
 async def measure(ways: list[str], tls: Path | None, plan: Contested) -> dict[str, Any]:
-    """The whole contest, as JSON-ready values."""
+    """Run the whole contest and return JSON-ready values."""
     async with ShapedLink.spawn(plan.cores[0]) as p, ShapedLink.spawn(plan.cores[1]) as d:
         contest = Contest(p, d, plan.shape)
         await contest.prepare(ways, tls)

@@ -1,6 +1,7 @@
-"""What a benchmark asks, and when: pure and seeded, so two servers get the very same requests.
+"""What a benchmark asks, and when: pure and seeded, so two servers get equal requests.
 
-Open loop: arrivals are a Poisson process that does not wait for answers, as users do not.
+The load is an open loop: arrivals are a Poisson process, which does not wait for answers, as users
+do not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WORDS = TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """`length_spread` 0.5 draws lengths uniformly from 50 % to 150 % of the mean."""
+    """How many requests of what size; a `length_spread` of 0.5 draws 50 % to 150 % of the mean."""
 
     num_requests: int
     rate: float  # requests per second; 0 = all at once
@@ -51,7 +52,7 @@ class PlannedRequest:
 
 
 def plan_requests(spec: WorkloadSpec) -> list[PlannedRequest]:
-    """The whole run, in order of arrival. The same spec gives the same list."""
+    """Return the whole run, in order of arrival. Equal specs give equal lists."""
     generator = random.Random(spec.seed)
     prefix = " ".join(generator.choices(WORDS, k=spec.shared_prefix_words))
     planned: list[PlannedRequest] = []

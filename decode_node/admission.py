@@ -1,11 +1,11 @@
-"""FetchAdmission: which hand-over may reserve blocks next. A bounded queue before the block pool.
+"""FetchAdmission: a bounded queue that decides which hand-over may reserve blocks next.
 
-Life of a ticket: admission.ticket() -> admit(try_reserve) -> ... fetch ... -> release(). The KV
-waits in the prefill node's leased memory: a hand-over that waits here holds no blocks. The queue is
-strictly first come, first served, so that short prompts never starve a long one. A fetch that
-begins at once streams along with the prefill, so it is as slow as the prefill and takes none of the
-few slots. A fetch that had to wait (or whose prefill is known to be over) runs at line rate and
-needs a slot. Event loop only.
+Life of a ticket: admission.ticket() -> admit(try_reserve) -> ... fetch ... -> release(). A
+hand-over that waits here holds no blocks: its KV stays in the prefill node's leased memory. The
+queue is strictly first come, first served, so that short prompts never starve a long one. A fetch
+that can begin at once receives KV while the prefill computes it. It is as slow as the prefill, and
+takes none of the few slots. A fetch that had to wait (or whose prefill is known to be over) runs at
+line rate and needs a slot. Event loop only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FetchAdmission:
 
     @property
     def num_active(self) -> int:
-        """The number of fetches under way or waiting."""
+        """The number of fetches that run or wait."""
         return self._active
 
     @property
@@ -45,8 +45,9 @@ class FetchAdmission:
         self._room.set()
 
     def ticket(self, *, ready: bool) -> FetchTicket:
-        """Return a ticket at the end of the queue. `ready`: the prefill is over. Raises
-        Overloaded.
+        """Return a ticket at the end of the queue. Raises Overloaded if the queue is full.
+
+        `ready`: the prefill is over.
         """
         if len(self._line) >= self._max_queued:
             raise Overloaded(f"{self._max_queued} hand-overs wait here already")
@@ -67,7 +68,7 @@ class FetchAdmission:
     ) -> Reservation:
         """Try to reserve now, and again whenever blocks become free, until it succeeds."""
         while True:
-            # cleared before the try, so that blocks freed during it are not missed
+            # Cleared before the try, so that blocks freed during the try are not missed.
             self._room.clear()
             reservation = await try_reserve()
             if reservation is not None:
@@ -85,7 +86,7 @@ class FetchAdmission:
 
 
 class FetchTicket:
-    """One hand-over's place in the queue, then its slot. `release` is idempotent and ends both."""
+    """One hand-over's place in the queue, then its slot. `release` ends both; twice is safe."""
 
     def __init__(self, admission: FetchAdmission, ready: bool) -> None:
         self.first = asyncio.Event()
@@ -95,7 +96,7 @@ class FetchTicket:
         self._released = False
 
     async def admit(self, try_reserve: Callable[[], Awaitable[Reservation | None]]) -> Reservation:
-        """Return blocks for the hand-over, once it is this ticket's turn and there is room."""
+        """Wait for this ticket's turn and for room; then return blocks for the hand-over."""
         waited = await self._admission.wait_for_turn(self)
         if not (waited or self._ready):
             reservation = await try_reserve()

@@ -1,17 +1,18 @@
 """DecodeRole: reserve blocks, fetch the KV, admit the request as computed, stream tokens.
 
 Life of a request with a handle:
-    ticket in line  -> its lease on the exporter is renewed while it waits for blocks
-    reserved        -> Subscribed goes to the router: now the exporter's death is ours to report
-    fetched         -> every digest was checked and END held: only now do the blocks count
-    added           -> forks to its samples; their first events repeat END's tokens, then token 2
-                       of each follows
+    ticket in line  -> the lease on the exporter is renewed while the request waits for blocks
+    reserved        -> Subscribed goes to the router: from now on this node reports the exporter's
+                       death
+    fetched         -> every digest was checked and END confirmed the lease: now the blocks count
+    added           -> it forks to its samples; their first events repeat END's tokens, then token 2
+                       of each sample follows
 
-Without a handle the prompt is computed here (local prefill). Every exit frees blocks, place in the
-queue and slot.
+Without a handle the prompt is computed here (local prefill). Every exit frees the blocks, the place
+in the queue and the slot.
 
 A running request may move to another decode node: `hand_on` exports its blocks as a prefill node
-would, complete at once.
+would, and the export is complete at once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 class Seat:
-    """What one request holds in the engine. Engine thread only, so its steps are in order."""
+    """What one request holds in the engine. Used on the engine thread only, so in order."""
 
     def __init__(self, entry: NodeRequest) -> None:
         self._entry = entry
@@ -60,7 +61,7 @@ class Seat:
     ) -> Reservation | None:
         """Reserve blocks for KV that comes from elsewhere; return None if there is no room.
 
-        `precision`: the precisions that the KV has passed through on its way here, None if none.
+        `precision`: the precisions through which the KV has passed on its way here; None if none.
         `adopting`: full blocks can stay where they are.
         """
         request = self._entry.request
@@ -82,7 +83,7 @@ class Seat:
         self._added = True
 
     def leave(self, engine: Engine) -> None:
-        """Free whatever is held; nothing if the request has ended by itself."""
+        """Free what the request holds; do nothing if the request has ended by itself."""
         if self._added:
             engine.abort(self._entry.request.id)
         elif self._reservation is not None:
@@ -154,8 +155,9 @@ class DecodeRole:
     async def _admitted(
         self, entry: NodeRequest, handle: KVHandle, seat: Seat, ticket: FetchTicket
     ) -> Reservation:
-        """Return blocks for the export when it is time to fetch: of a small export, after
-        token 1.
+        """Return blocks for the export when it is time to fetch.
+
+        For a small export that is after token 1.
         """
         connector = self._context.connector
         precision, adopting = connector.precision_of(handle), connector.adopts(handle)
@@ -173,16 +175,14 @@ class DecodeRole:
         context = self._context
 
         def release() -> None:
-            # the loop is closed: the end of the lease frees the export
+            # If the loop is closed, the end of the lease frees the export.
             with contextlib.suppress(RuntimeError):
                 context.loop.call_soon_threadsafe(lambda: context.spawn(held.release()))
 
         return Adoption(request_id, pages, release, held.safe, held.wanted)
 
     async def _while_leased(self, handle: KVHandle, epoch: int, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` while the lease is renewed; raise the error that ends the lease, if that
-        comes first.
-        """
+        """Await `work` while the lease is renewed; if the lease ends first, raise its error."""
         loop = asyncio.get_running_loop()
         keeper = loop.create_task(self._keep_lease(handle, epoch))
         worker = loop.create_task(work)
@@ -198,9 +198,10 @@ class DecodeRole:
             await asyncio.gather(keeper, worker, return_exceptions=True)
 
     async def _keep_lease(self, handle: KVHandle, epoch: int) -> None:
-        """Renew the lease each third of it. Raises KVError when it is lost.
+        """Renew the lease every third of its length. Raises KVError when the lease is lost.
 
-        One renewal without an answer is no loss yet: the exporter may be busy for a moment.
+        A single renewal without an answer is no loss, because the exporter may be busy for a
+        moment.
         """
         lease_s = handle.lease_ms / 1000
         renewed_at = self._context.clock.monotonic()
@@ -234,7 +235,7 @@ class DecodeRole:
         try:
             handle = connector.export(request, 0, departure.blocks, num_tokens)
         except Exception:
-            engine.unpin(departure.blocks)  # no export exists that could return them
+            engine.unpin(departure.blocks)  # there is no export that would return them
             raise
         for layer in range(len(engine.info.layers)):
             connector.publish(handle, layer, num_tokens)
@@ -258,15 +259,15 @@ class DecodeRole:
 
     def _leave(self, engine: Engine, seat: Seat) -> None:
         seat.leave(engine)
-        # This request may have been the one that waited for room, and no step may follow to report
-        # it.
+        # This request may have been the one that waited for room. Perhaps no step follows that
+        # would report it.
         self._context.connector.want_back(engine.short_of_room)
         self._context.loop.call_soon_threadsafe(self.blocks_freed)
 
 
 def check_handle(request: Request, handle: KVHandle) -> None:
-    """Raise InvalidRequest for a handle of another request, or of more tokens than the
-    request has.
+    """Raise InvalidRequest for a handle of another request, or with more tokens than the
+    request.
     """
     if handle.request_id != request.id or handle.epoch > request.epoch:
         raise InvalidRequest("the handle belongs to another request or epoch", field="handle")

@@ -1,7 +1,7 @@
-"""`baton batch in.jsonl out.jsonl`: many requests from a file, answers to a file, resumable.
+"""`baton batch in.jsonl out.jsonl`: answers a file of requests into a file, and can be resumed.
 
-Against a running router, or one engine in this process (deploy/batch_engine.py); both are an
-httpx.AsyncClient here. Run again with the same files, it goes on where it was.
+The requests go to a running router, or to one engine in this process (deploy/batch_engine.py); here
+both are an httpx.AsyncClient. A second run with the same files continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from router.config import RouterConfig
 
 
 def server_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """A client of a running server with a connection for every worker."""
+    """Return a client of a running server, with a connection for each worker."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     return httpx.AsyncClient(base_url=url, headers=headers, limits=limits)
 
 
 async def show_batch(plan: BatchPlan, client: httpx.AsyncClient, console: Console) -> Outcome:
-    """`run_batch` with a progress bar."""
+    """Call `run_batch` and show a progress bar."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TimeRemainingColumn(),
@@ -60,14 +60,17 @@ def batch(
     api_key: str | None,
     console: Console,
 ) -> int:
-    """The command: against `url`, or with an `engine` of our own and the API's options for it; the
-    exit status."""
+    """Run the command and return its exit status.
+
+    The requests go to `url`, or to an `engine` of our own; `engine` has its options and those of
+    its API.
+    """
 
     async def run() -> Outcome:
         if engine is None:
             async with server_client(url, api_key, plan.concurrency) as client:
                 return await show_batch(plan, client, console)
-        from deploy.batch_engine import engine_app  # only this way needs torch
+        from deploy.batch_engine import engine_app  # a late import: only this way needs torch
 
         async with engine_app(*engine) as app:
             transport = httpx.ASGITransport(app)

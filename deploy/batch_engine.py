@@ -1,7 +1,8 @@
 """One engine behind the router's own HTTP app, in this process: no network, no nodes, no store.
 
-For `baton batch --model DIR`: every endpoint, check and error is the router's; only the dispatcher
-is another. The life: `async with engine_app(...) as app`, then requests by httpx.ASGITransport.
+It is for `baton batch --model DIR`. Every endpoint, check and error is the router's; only the
+dispatcher is replaced. Use: `async with engine_app(...) as app`, then requests by
+httpx.ASGITransport.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ NODE: Final = "engine"
 
 
 class EngineDispatcher:
-    """The part of a Dispatcher that front doors use, over one local engine. Event loop only."""
+    """The methods of a Dispatcher that front doors use, over one local engine. Event loop only."""
 
     def __init__(self, engine: Engine) -> None:
         self.streams = TokenStreams(engine, self._blocks_freed)
-        self.gate = Gate(SystemClock(), GateSettings())  # of vectors; tokens wait in the engine
+        self.gate = Gate(SystemClock(), GateSettings())  # for vectors; tokens wait in the engine
         self.pools = EnginePools(self)
 
     @property
@@ -61,7 +62,9 @@ class EngineDispatcher:
     async def run(
         self, request: Request, trace: RequestTrace | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the request's tokens to the end of every sample; closing it early aborts it."""
+        """Yield the request's tokens to the end of every sample; closing it early aborts the
+        request.
+        """
         trace = trace or RequestTrace()
         trace.decode_node, trace.local_prefill = NODE, True
         try:
@@ -83,12 +86,14 @@ class EngineDispatcher:
         self.streams.stop_sample(request_id, sample)
 
     def abort(self, request_id: str) -> bool:
-        """End a request from outside; its `run` raises Cancelled."""
+        """End a request from outside; its `run` then raises Cancelled."""
         return self.streams.cancel(request_id)
 
 
 class EnginePools:
-    """Pools over the same engine: vectors between its steps, a group of prompts after the other."""
+    """Computes vectors on the same engine: between its steps, one group of prompts after the
+    other.
+    """
 
     def __init__(self, dispatcher: EngineDispatcher) -> None:
         self.desk = PoolingDesk(dispatcher)
@@ -116,8 +121,10 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 class EngineRegistry:
-    """What front doors ask of a NodeRegistry: there is one model, and one node that can serve it
-    and its adapters."""
+    """What front doors ask of a NodeRegistry.
+
+    There is one model, and one node, which can serve the model and its adapters.
+    """
 
     def __init__(self, model: ServedModel, record: NodeRecord) -> None:
         self._model = model
@@ -134,7 +141,7 @@ class EngineRegistry:
 
 
 def record_of(engine: Engine, model: ServedModel) -> NodeRecord:
-    """What a decode node with this engine would say of itself; nobody ever fetches its KV."""
+    """Return the record of a decode node with this engine. Nobody ever fetches its KV."""
     block_size = engine.pool.block_size
     return NodeRecord(
         node_id=NODE,
@@ -153,8 +160,10 @@ def record_of(engine: Engine, model: ServedModel) -> NodeRecord:
 
 @asynccontextmanager
 async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[ASGIApp]:
-    """The HTTP app over a loaded engine; `api` names the same model. Raises ConfigError,
-    ModelRefused."""
+    """Load an engine and yield the HTTP app over it; `api` must name the same model.
+
+    Raises ConfigError, ModelRefused.
+    """
     engine = await asyncio.to_thread(build_engine, config)
     dispatcher = EngineDispatcher(engine)
     info = engine.info
@@ -163,9 +172,9 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
     )
     template = ChatTemplate.load(api.model, api.chat_template)
     clock = SystemClock()
-    known = cast(Dispatcher, dispatcher)  # the part of it that front doors use
+    known = cast(Dispatcher, dispatcher)  # it has the methods that front doors use
     services = RouterServices(
-        config=replace(api, stored_responses_mb=0),  # nobody could ask for one
+        config=replace(api, stored_responses_mb=0),  # nobody could ask for a stored response
         dispatcher=known,
         registry=cast(NodeRegistry, EngineRegistry(model, record_of(engine, model))),
         store=StoreGuard(MemoryStore(NODE, Timing(), clock), Timing()),

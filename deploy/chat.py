@@ -1,6 +1,6 @@
 """A small OpenAI chat client for the terminal: `baton chat`, and the first question of `baton up`.
 
-Works against any OpenAI-compatible URL. Synchronous: one person, one question at a time.
+It works with any OpenAI-compatible URL. It is synchronous: one person, one question at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NODE = re.compile(r'[{,]node="([^"]+)"')
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """What is sent with each question. None = the server's default."""
+    """Values that are sent with each question; None = the server's default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -43,8 +43,11 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """A whole answer, with its times in seconds: until the first piece of its text and, of a model
-    that thinks, of its thought; None without one."""
+    """A complete answer, with its times in seconds.
+
+    `first_text_s` and `first_thought_s` are the times until the first piece of text and of thought;
+    None if there was none.
+    """
 
     text: str
     first_text_s: float | None
@@ -54,14 +57,14 @@ class StreamedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """Until something came, thought or text."""
+        """Seconds until the first piece of thought or text; `total_s` if there was none."""
         came = [at for at in (self.first_thought_s, self.first_text_s) if at is not None]
         return min(came, default=self.total_s)
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """The messages so far; a failed question leaves no trace in it."""
+    """The messages so far. A failed question is not among them."""
 
     messages: list[Message] = field(default_factory=list[Message])
 
@@ -78,7 +81,7 @@ class ChatClient:
     def __init__(
         self, url: str, api_key: str | None = None, trust: ssl.SSLContext | None = None
     ) -> None:
-        """`trust` None: the CAs that httpx knows, for https."""
+        """Make a client of `url`. `trust` is for https; None = the CAs that httpx knows."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
@@ -88,9 +91,10 @@ class ChatClient:
         )
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when `/ready` says 200. Raises StreamError with the last answer otherwise.
+        """Return when `/ready` answers 200; after `timeout_s` raise StreamError with the last
+        answer.
 
-        HTTP has no event to wait on, so this asks every 100 ms; only a starting launcher does it.
+        HTTP has no event to wait on, so this asks every 100 ms. Only a starting launcher calls it.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -106,13 +110,13 @@ class ChatClient:
             time.sleep(READY_PAUSE_S)
 
     def nodes(self) -> set[str]:
-        """Ids of the nodes that the server's metrics tell of."""
+        """Return the ids of the nodes that the server's metrics name."""
         response = self._http.get("/metrics")
         _raise_for_status(response)
         return set(_NODE.findall(response.text))
 
     def first_model(self) -> str:
-        """The first model that the server lists."""
+        """Return the first model that the server lists."""
         with self._reaching():
             response = self._http.get("/v1/models")
         _raise_for_status(response)
@@ -128,8 +132,10 @@ class ChatClient:
         show: Callable[[str], None],
         think: Callable[[str], None] = lambda _: None,
     ) -> StreamedAnswer:
-        """Stream one answer; `show` gets each piece of text as it comes, `think` each piece of a
-        thought before it."""
+        """Stream one answer and return it.
+
+        `show` gets each piece of text as it comes, `think` each piece of a thought before the text.
+        """
         body: dict[str, object] = {
             "model": settings.model or self.first_model(),
             "messages": list(messages),
@@ -147,7 +153,7 @@ class ChatClient:
 
     @contextmanager
     def _reaching(self) -> Generator[None, None, None]:
-        """A server that is not there, or goes away, is a StreamError with a plain sentence."""
+        """Turn the errors of a server that is not there, or goes away, into a StreamError."""
         try:
             yield
         except httpx.ConnectError as error:
@@ -200,13 +206,13 @@ class ChatClient:
 
 
 def thought_of(chunk: dict[str, Any]) -> str:
-    """What a chunk tells of a thought, under vLLM's newer or older name."""
+    """Return the text of a thought in a chunk, under vLLM's newer or older name."""
     deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or []]
     return "".join(each.get("reasoning") or each.get("reasoning_content") or "" for each in deltas)
 
 
 def _raise_for_status(response: httpx.Response) -> None:
-    """Raises StreamError with the server's own message for a 4xx or 5xx."""
+    """Raise StreamError with the server's own message for a 4xx or 5xx."""
     if response.is_success:
         return
     response.read()
@@ -218,7 +224,7 @@ def _raise_for_status(response: httpx.Response) -> None:
 
 
 def describe(answer: StreamedAnswer) -> str:
-    """One line about the speed of an answer."""
+    """Return one line about the speed of an answer."""
     thought, text = answer.first_thought_s, answer.first_text_s
     named = [("thought", thought), ("token" if thought is None else "text", text)]
     parts = [f"first {name} {at * 1000:.0f} ms" for name, at in named if at is not None]
@@ -231,8 +237,7 @@ def describe(answer: StreamedAnswer) -> str:
 def ask_and_show(
     client: ChatClient, messages: Sequence[Message], settings: ChatSettings, console: Console
 ) -> StreamedAnswer:
-    """Ask, print the answer while it streams, its thoughts dimmed, then one line about its
-    speed."""
+    """Ask, print the answer while it streams (thoughts are dimmed), then a line about its speed."""
     thoughtful = False
 
     def show(text: str, style: str | None = None) -> None:
@@ -258,7 +263,7 @@ def ask_and_show(
 
 
 def chat(client: ChatClient, settings: ChatSettings, console: Console) -> None:
-    """Questions and answers until Ctrl-D or Ctrl-C; what begins with / is a command (HELP)."""
+    """Ask and answer until Ctrl-D or Ctrl-C. Input that begins with / is a command (see HELP)."""
     model = settings.model or client.first_model()
     console.print(f"{model} at {client.url}; /help lists commands, Ctrl-D ends.", style="dim")
     settings = ChatSettings(model, settings.max_tokens, settings.temperature, settings.seed)

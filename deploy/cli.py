@@ -1,14 +1,16 @@
-"""The `baton` command. Parses, then hands over; a command imports what only it needs.
+"""The `baton` command: parses the command line and calls the command.
+
+A module that only one command needs is imported by that command.
 
 baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
 baton chat | status              talk to a running router
-baton batch                      a file of requests, against a router or one engine here
-baton doctor                     KV lanes between two nodes, and what this machine is
-baton bench serve | engine       measure a server, or the engine in a process of its own
+baton batch                      a file of requests, for a router or one engine here
+baton doctor                     KV lanes between two nodes, and facts about this machine
+baton bench serve | engine       measure a server, or the engine in its own process
 baton convert                    safetensors for a checkpoint that has none
-baton estimate                   what a model needs, the best that a machine could do with it
-baton kernels build              compile the CPU kernels ahead, for images
+baton estimate                   what a model needs, and the best that a machine could do with it
+baton kernels build              compile the CPU kernels in advance, for images
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
 DEMO_NAME = "baton-demo"
 DEMO_POOL = "256MB"
-LANES = ("kv_lanes", "kv_shm_dir", "kv_adopt")  # what says which lane two nodes take
+LANES = ("kv_lanes", "kv_shm_dir", "kv_adopt")  # options that decide which lane two nodes take
 POOL_SIZES = {"kv_cache_memory", "num_kv_blocks"}
 PROCESSES = {
     "router": "router",
@@ -59,7 +61,7 @@ Handler = Callable[[argparse.Namespace], int]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands but the ones that become another program (`split_passed_on`)."""
+    """Return a parser of all commands, except those that become another program."""
     parser = argparse.ArgumentParser(
         prog="baton", description="Serves large language models, prefill and decode apart."
     )
@@ -171,7 +173,7 @@ def installed_version() -> str:
 
 
 def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, object]]:
-    """The launcher's options, and the other flags that were given. Raises ConfigError."""
+    """Return the launcher's options, and the other flags that were given. Raises ConfigError."""
     flags = given_flags(arguments, UpOptions)
     options = load(UpOptions, arguments, os.environ)
     if "model" not in flags:
@@ -184,12 +186,12 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
         if "BATON_SERVED_MODEL_NAME" not in os.environ:
             flags.setdefault("served_model_name", (DEMO_NAME,))
         if not POOL_SIZES & flags.keys():
-            # A quarter of a gigabyte holds 40 thousand of its tokens and is ready at once.
+            # A quarter of a gigabyte holds 40 thousand tokens of this model and is ready at once.
             flags["kv_cache_memory"] = DEMO_POOL
     else:
         given = str(flags["model"])
         flags["model"] = str(local_model(given))
-        # Not the cache's folder, but the file's name or the hub's.
+        # The model's name is that of the file or the hub, not that of the cache's folder.
         if is_gguf(given):
             flags.setdefault("served_model_name", (Path(given).stem,))
         elif "/" in given and not Path(given).expanduser().is_dir():
@@ -223,14 +225,14 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """0 when every request was answered well, else 1."""
+    """Run `baton batch`. Return 0 if every request was answered well, else 1."""
     from deploy.batch import BatchPlan, batch
 
-    with arguments.source.open("rb"):  # whether it can be read, before an engine is loaded
+    with arguments.source.open("rb"):  # raises before a model is loaded
         pass
     if not arguments.target.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {arguments.target.parent}", field="target")
-    # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
+    # Only a --model decides. BATON_MODEL may have been set for other commands.
     engine = None
     model = given_options(EngineConfig, arguments).get("model")
     if model is not None:
@@ -253,12 +255,12 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """0 when the two can hand over in any way, else 1."""
+    """Run `baton doctor`. Return 0 if the two nodes can hand over by some lane, else 1."""
     from deploy.doctor import NodeAccess, doctor, show
 
     files = (arguments.node_tls_cert, arguments.node_tls_key, arguments.node_tls_ca)
     access = NodeAccess(os.environ.get("BATON_SECRET", ""), TlsFiles.of(*files, "node_tls"))
-    # What is not said is as `baton up` has it.
+    # Options that are not given have the values of `baton up`.
     told = {"BATON_KV_LANES": UpOptions().kv_lanes, **os.environ}
     given = {name: value for name, value in vars(arguments).items() if name in LANES}
     flags = load(NodeConfig, given, told)
@@ -271,7 +273,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def split_passed_on(arguments: Sequence[str]) -> list[str] | None:
-    """The program that this command line becomes, or None when `baton` itself handles it."""
+    """Return the program that this command line becomes, or None if `baton` itself handles it."""
     if not arguments:
         return None
     command, rest = arguments[0], list(arguments[1:])
@@ -286,11 +288,11 @@ def split_passed_on(arguments: Sequence[str]) -> list[str] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the `baton` script. Returns the exit status."""
+    """Run the `baton` script. Return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     program = split_passed_on(given)
     if program is not None:
-        os.execv(program[0], program)  # signals and status are the program's own
+        os.execv(program[0], program)  # so the program itself gets signals and sets the status
     try:
         parsed = parse(build_parser(), given)
         return parsed.handler(parsed)

@@ -1,10 +1,10 @@
-"""`baton doctor`: which KV lanes work between two nodes, how fast, and what this machine is.
+"""`baton doctor`: which KV lanes work between two nodes, how fast, and facts about this machine.
 
 Without addresses two probe processes on this machine play the nodes. With --from and --to it talks
-to running nodes as a router would: a prompt is prefilled on one, then decoded on the other with a
-handle that offers a single lane; the time until the decode node goes on is the lane's. Nothing is
-left behind: every probe is an ordinary request of two tokens.
-Imports no torch: probing is done by other processes.
+to running nodes as a router would: one node prefills a prompt, and the other decodes it with a
+handle that offers a single lane. The time until the decode node continues is the lane's. Nothing is
+left behind, because every probe is an ordinary request of two tokens.
+It does not import torch: other processes do the probing.
 """
 
 from __future__ import annotations
@@ -56,22 +56,29 @@ PROBE: Final = {"layers": 8, "heads": 8, "dim": 128, "tokens": LARGE_TOKENS}  # 
 
 @dataclass(frozen=True, slots=True)
 class NodeAccess:
-    """What lets a router in at the nodes: the deployment's secret, and certificates if they have
-    TLS."""
+    """What a router needs to be let in at the nodes.
+
+    It is the deployment's secret, and certificates if the nodes use TLS.
+    """
 
     secret: str = ""
     tls: TlsFiles | None = None
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Raises ConfigError for a file that cannot be used."""
+        """Return the credentials, None without TLS. Raises ConfigError for a file that cannot be
+        used.
+        """
         return None if self.tls is None else self.tls.channel_credentials()
 
 
 @dataclass(frozen=True, slots=True)
 class LaneReport:
-    """One lane between the two. `latency_ms`: a hand-over of a few tokens. `gb_per_s` is of bytes
-    that were copied, None if none were; `adopted_bytes`: what one large hand-over left where it
-    lies, to be read there."""
+    """The report about one lane between the two nodes.
+
+    `latency_ms` is the time of a hand-over of a few tokens. `gb_per_s` is the rate of copied bytes,
+    None if none were copied. `adopted_bytes` are the bytes of a large hand-over that the decode
+    node reads where they lie.
+    """
 
     lane: str
     available: bool
@@ -85,7 +92,10 @@ class LaneReport:
     def measured(
         cls, lane: str, small_s: float, large_s: float, copied: float, adopted: float
     ) -> LaneReport:
-        """Of a small and a large hand-over, and the bytes of the large one."""
+        """Return the report of an available lane, from a small and a large hand-over.
+
+        `copied` and `adopted` are bytes of the large one.
+        """
         rate = copied / 1e9 / large_s if copied else None
         return cls(lane, True, "", rate, small_s * 1e3, round(adopted))
 
@@ -107,10 +117,10 @@ class Diagnosis:
 async def diagnose(
     source: str | None, target: str | None, access: NodeAccess, redis: str, flags: NodeConfig
 ) -> Diagnosis:
-    """Between the nodes at `source` and `target`, or between two local probes when both are None.
+    """Diagnose the nodes at `source` and `target`, or two local probes if both are None.
 
-    `flags`: those of the nodes that the probes stand for. Raises ConfigError for one address alone
-    or nodes that cannot hand over; NodeLost.
+    `flags` are those of the nodes that the probes stand for. Raises ConfigError for a single
+    address or for nodes that cannot hand over, and NodeLost.
     """
     if (source is None) != (target is None):
         raise ConfigError("--from and --to come together")
@@ -127,7 +137,7 @@ async def diagnose(
 
 
 def choose(found: Sequence[LaneReport], preferred: Sequence[str]) -> tuple[LaneReport, ...]:
-    """Mark the first of `preferred` that is available: what two nodes would agree on."""
+    """Mark the first of `preferred` that is available: two nodes would agree on that lane."""
     available = {lane.lane for lane in found if lane.available}
     best = next((name for name in preferred if name in available), None)
     return tuple(replace(lane, chosen=lane.lane == best) for lane in found)
@@ -172,7 +182,7 @@ async def _fetch_s(p: ShapedLink, d: ShapedLink, way: str, tokens: int) -> float
 
 
 async def _best_s(measure: Callable[[], Coroutine[Any, Any, float]]) -> float:
-    """The median of a few, after one that warms up."""
+    """Return the median of a few measurements, after one that warms up."""
     await measure()
     return statistics.median([await measure() for _ in range(REPEATS)])
 
@@ -181,14 +191,14 @@ async def _best_s(measure: Callable[[], Coroutine[Any, Any, float]]) -> float:
 
 
 class NoLog:
-    """router.nodes.session.StepLog: nothing is logged of a probe."""
+    """A router.nodes.session.StepLog that logs nothing."""
 
     async def append(self, events: Sequence[TokenEvent]) -> None:
         return
 
 
 class ProbedNode:
-    """A session with one running node, as a router's."""
+    """A session with one running node, like a router's."""
 
     def __init__(self, address: str, access: NodeAccess) -> None:
         self._changed = asyncio.Event()
@@ -200,14 +210,14 @@ class ProbedNode:
         self.session = NodeSession(address, context)
 
     def _admit(self, address: str, record: NodeRecord) -> None:
-        """Whoever answers is looked at."""
+        """Accept every node."""
 
     @classmethod
     @asynccontextmanager
     async def connect(
         cls, address: str, access: NodeAccess, patience_s: float = PATIENCE_S
     ) -> AsyncGenerator[ProbedNode, None]:
-        """Raises NodeLost if nobody answers there, or not to this secret."""
+        """Connect to a node. Raises NodeLost if none answers there, or not to this secret."""
         node = cls(address, access)
         running = asyncio.create_task(node.session.run(), name=f"doctor-{address}")
         try:
@@ -232,7 +242,7 @@ class ProbedNode:
     async def request(
         self, request: Request, message: RouterMessage
     ) -> AsyncGenerator[asyncio.Queue[NodeEvent], None]:
-        """Send `message` and yield the queue of what the node says of the request."""
+        """Send `message` and yield the queue of the node's events about the request."""
         events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self.session.attach(Attempt(request.id, request.epoch, events.put_nowait))
         try:
@@ -244,7 +254,7 @@ class ProbedNode:
 
 
 async def expect(events: asyncio.Queue[NodeEvent]) -> HandleReady | TokenEvent:
-    """The next event that brings something. Raises NodeLost, or ConfigError with what failed."""
+    """Return the next handle or token event. Raises NodeLost, or ConfigError with what failed."""
     while True:
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -263,7 +273,7 @@ async def expect(events: asyncio.Queue[NodeEvent]) -> HandleReady | TokenEvent:
 
 
 async def probe_nodes(source: str, target: str, access: NodeAccess) -> tuple[LaneReport, ...]:
-    """Every lane that either announces. Raises ConfigError, NodeLost."""
+    """Probe every lane that either node announces. Raises ConfigError, NodeLost."""
     async with ProbedNode.connect(source, access) as p:
         preferred = [lane.name for lane in p.record.endpoint.lanes]
         async with ProbedNode.connect(target, access) as d:
@@ -283,7 +293,7 @@ async def probe_nodes(source: str, target: str, access: NodeAccess) -> tuple[Lan
 
 
 def refuse_pair(p: NodeRecord, d: NodeRecord) -> None:
-    """Raises ConfigError for two nodes that may not hand over."""
+    """Raise ConfigError for two nodes that may not hand over."""
     if p.role is not Role.PREFILL or d.role is not Role.DECODE:
         raise ConfigError(f"--from is a {p.role.value} node and --to a {d.role.value} node")
     if p.endpoint.layout_fingerprint != d.endpoint.layout_fingerprint:
@@ -291,7 +301,10 @@ def refuse_pair(p: NodeRecord, d: NodeRecord) -> None:
 
 
 async def _probe_lane(p: ProbedNode, target: tuple[str, NodeAccess], name: str) -> LaneReport:
-    """D's counters are read from its hello, so it is called anew before and after."""
+    """Probe one lane.
+
+    The decode node's counters come with its hello, so a new session is opened before and after.
+    """
     tokens = min(LARGE_TOKENS, p.record.max_model_len - 8)
     async with ProbedNode.connect(*target) as d:
         before = d.record.load
@@ -307,7 +320,7 @@ async def _probe_lane(p: ProbedNode, target: tuple[str, NodeAccess], name: str) 
 
 
 async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> float:
-    """Seconds from the router's word to D until D goes on, when P has long finished."""
+    """Return the seconds from the order to D until D continues, when P has long finished."""
     vocabulary = range(1, p.record.vocab_size)
     prompt = tuple(random.SystemRandom().choices(vocabulary, k=tokens))
     params = SamplingParams(max_tokens=2, seed=1, temperature=0, ignore_eos=True)
@@ -326,7 +339,7 @@ async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> 
             await expect(events)
             return time.monotonic() - began
     finally:
-        if handle is not None:  # fetched or not: nothing stays pinned
+        if handle is not None:  # released whether fetched or not, so that nothing stays pinned
             p.session.send(ReleaseExport(handle, "the probe is over"))
 
 
@@ -336,7 +349,7 @@ async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> 
 def doctor(
     source: str | None, target: str | None, access: NodeAccess, redis: str, flags: NodeConfig
 ) -> Diagnosis:
-    """`diagnose`, to its end."""
+    """Run `diagnose` to its end."""
     return asyncio.run(diagnose(source, target, access, redis, flags))
 
 
@@ -345,7 +358,7 @@ def show(found: Diagnosis, console: Console) -> None:
 
 
 def view(found: Diagnosis) -> RenderableType:
-    """The lanes, and the machine."""
+    """Return the tables of lanes and machine."""
     title = f"KV lanes from {found.between[0]} to {found.between[1]}"
     lanes = Table(title=title, box=box.SIMPLE, title_justify="left")
     for name in ("lane", "GB/s", "latency", ""):

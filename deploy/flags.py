@@ -1,9 +1,10 @@
-"""Which process of `baton up` gets which flag: every option of router, nodes and engine, no list.
+"""Which process of `baton up` gets which flag: rules for every option of router, nodes and engine.
 
-A flag of the router alone goes to the router, one of engine or nodes to every node, one of both to
-both; what the launcher has an option of its own for (UpOptions), it decides itself. What makes no
-sense for several processes on one machine is refused, with the sentence why. Flags that are added
-to a configuration are flags of `baton up` from then on (tests/deploy/test_flags.py).
+A flag that only the router has goes to the router. A flag of engine or nodes goes to every node,
+and a flag that both have goes to both. An option of the launcher itself (UpOptions) is decided by
+the launcher. A flag that makes no sense for several processes on one machine is refused, with a
+sentence why. A flag that is added to a configuration becomes a flag of `baton up` without further
+work (tests/deploy/test_flags.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ONE_PORT: Final = "several nodes cannot share a port; each takes a free one, an
 
 
 def option_names(options: type) -> frozenset[str]:
-    """Fields of a configuration that are flags, or secrets of the environment."""
+    """Return the fields of a configuration that are flags, or secrets of the environment."""
     return frozenset(spec.name for spec in fields(options) if "help" in spec.metadata)
 
 
@@ -49,17 +50,20 @@ REFUSED: Final[Mapping[str, str]] = {
 
 
 def to_router(own: type) -> frozenset[str]:
-    """Flags that the router gets as they were given. `own`: the launcher's options."""
+    """Return the flags that the router gets unchanged. `own` are the launcher's options."""
     return ROUTER - option_names(own) - REFUSED.keys()
 
 
 def to_nodes(own: type) -> frozenset[str]:
-    """Flags that every node gets as they were given; a port is one process's, so no node's."""
+    """Return the flags that every node gets unchanged.
+
+    There is no port among them, because only one process can have a port.
+    """
     return ENGINE | (NODE - option_names(own) - REFUSED.keys() - _SINGLE_PORTS)
 
 
 def add_flags(parser: argparse.ArgumentParser, own: type) -> None:
-    """Every flag of `baton up`; `own`: the launcher's options."""
+    """Add every flag of `baton up`. `own` are the launcher's options."""
     add_config(parser)
     router, nodes = to_router(own) - ENGINE, to_nodes(own) - ENGINE
     add_options(parser.add_argument_group("launcher"), own)
@@ -73,10 +77,12 @@ def add_flags(parser: argparse.ArgumentParser, own: type) -> None:
 
 
 def given_flags(arguments: argparse.Namespace, own: type) -> dict[str, object]:
-    """What was given of the flags that are passed on. Raises ConfigError for what makes no sense
-    here."""
+    """Return the given flags that are passed on.
+
+    Raises ConfigError for a flag that makes no sense here.
+    """
     told = vars(arguments)
-    for config in (EngineConfig, NodeConfig, RouterConfig):  # of the file, too
+    for config in (EngineConfig, NodeConfig, RouterConfig):  # those in the file, too
         told = given(config, arguments, os.environ) | told
     for name, reason in REFUSED.items():
         if name in told:

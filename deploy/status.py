@@ -1,4 +1,4 @@
-"""`baton status`: a live table of nodes, their load, and requests by state; asked over gRPC."""
+"""`baton status`: a live table of nodes, their load, and requests by state. It asks over gRPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.runtime.tls import ClientTls
 
 REFRESH_S = 1.0
 BAR_CELLS = 10
-WIDE_COLUMNS = 100  # from here on there is room for the bar
+WIDE_COLUMNS = 100  # least width of a screen with room for the bar
 ABOVE_LIMITS = (
     "above 100%: the machine's limits were measured while it was busy (a node measures again once "
     "it is idle), or its caches hold the model; --memory-bandwidth and --peak-flops state them"
@@ -30,7 +30,7 @@ def status(
     console: Console,
     tls: ClientTls | None = None,
 ) -> int:
-    """Show the table until Ctrl-C, or one time. Raises BatonError when the first question fails."""
+    """Show the table until Ctrl-C, or once. Raises BatonError if the first question fails."""
     with Client(address, admin_key or "", timeout_s=5.0, tls=tls) as client:
         info = client.server_info()
         if once:
@@ -47,7 +47,7 @@ def status(
 
 
 def _ask_again(client: Client, address: str, width: int) -> RenderableType:
-    """A router that is away for a moment does not end the display."""
+    """Return the table, or the error of a router that is away, which does not end the display."""
     try:
         return view(client.server_info(), address, width)
     except BatonError as error:
@@ -55,7 +55,7 @@ def _ask_again(client: Client, address: str, width: int) -> RenderableType:
 
 
 def view(info: ServerInfo, address: str, width: int) -> RenderableType:
-    """Everything on one screen of `width` columns."""
+    """Return everything on one screen of `width` columns."""
     models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
     head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
     lines: list[RenderableType] = [head, nodes_table(info, width >= WIDE_COLUMNS)]
@@ -69,9 +69,9 @@ def view(info: ServerInfo, address: str, width: int) -> RenderableType:
 
 
 def nodes_table(info: ServerInfo, wide: bool) -> Table:
-    """One row per node, prefill first. A narrow screen gets no bars, and whole addresses."""
+    """Return a table with a row per node, prefill first. A narrow screen gets no bars."""
     table = Table(box=box.SIMPLE, padding=(0, 1 if wide else 0), pad_edge=wide)
-    table.add_column("node", overflow="fold")  # what gives way: the name is the user's own
+    table.add_column("node", overflow="fold")  # this column shrinks: the name is the user's own
     for name in ("role", "address"):
         table.add_column(name, no_wrap=True)
     measured = any(node.mbu or node.mfu for node in info.nodes)
@@ -90,12 +90,12 @@ def nodes_table(info: ServerInfo, wide: bool) -> Table:
 
 
 def above_limits(node: Node) -> bool:
-    """Whether a share that is shown cannot be."""
+    """Whether a share is above 100 %, which cannot be."""
     return max(node.mbu, node.mfu) >= 1.005
 
 
 def usage(node: Node, with_bar: bool) -> Text:
-    """A bar and the numbers behind it, or these alone in the bar's colour."""
+    """Return a bar and its numbers, or without a bar the numbers in the bar's colour."""
     used = node.total_blocks - node.free_blocks
     share = used / node.total_blocks if node.total_blocks else 0.0
     filled = round(share * BAR_CELLS)
@@ -110,7 +110,7 @@ def usage(node: Node, with_bar: bool) -> Text:
 
 
 def precision_lines(info: ServerInfo) -> list[Text]:
-    """One for each role whose nodes would not compute the same tokens."""
+    """Return a line for each role whose nodes would not compute the same tokens."""
     lines: list[Text] = []
     for role in ("prefill", "decode"):
         nodes = [node for node in info.nodes if node.role == role and node.precision]
@@ -122,7 +122,7 @@ def precision_lines(info: ServerInfo) -> list[Text]:
 
 
 def requests_line(info: ServerInfo) -> Text:
-    """`requests: 3 decode, 1 prefill`."""
+    """Return a line such as `requests: 3 decode, 1 prefill`."""
     counts = [
         f"{count} {state}" for state, count in sorted(info.requests_by_state.items()) if count
     ]
@@ -130,7 +130,9 @@ def requests_line(info: ServerInfo) -> Text:
 
 
 def migrations_line(moves: Migrations) -> Text:
-    """`migrations: 3 done (1204 tokens, 18 ms each), 1 given back, 0 failed`."""
+    """Return a line such as `migrations: 3 done (1204 tokens, 18 ms each), 1 given back, 0
+    failed`.
+    """
     each_ms = 1000 * moves.seconds / moves.done if moves.done else 0.0
     done = f"{moves.done} done ({moves.tokens} tokens, {each_ms:.0f} ms each)"
     return Text(f"migrations: {done}, {moves.given_back} given back, {moves.failed} failed")

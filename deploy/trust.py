@@ -1,7 +1,8 @@
-"""Whom the command line trusts: TLS towards front doors, as its options say.
+"""How the command line checks the TLS certificates of front doors.
 
-`baton up` asks its own router, whose certificate may be anybody's and name any host: it trusts that
-very file and no name. `baton chat` and `baton status` check names and chains, as clients do.
+`baton up` asks its own router, whose certificate may be issued by any CA and name any host. So it
+trusts exactly that file and checks no name. `baton chat` and `baton status` check names and chains,
+as other clients do.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from baton.runtime.tls import ClientTls
 
 
 def trusting(cert: str) -> ssl.SSLContext:
-    """Of a client that believes whoever holds this certificate (PEM). Raises ConfigError."""
+    """Return the context of a client that trusts exactly this certificate (PEM).
+
+    Raises ConfigError.
+    """
     context = _context(cert)
     context.check_hostname = False
     return context
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """The options that `trust_of` and `client_tls` read."""
+    """Add the options that `trust_of` and `client_tls` read."""
     text = "PEM certificates that the server's is checked by (default: the system's)"
     parser.add_argument("--tls-ca", metavar="FILE", help=text)
     text = "PEM certificate to present, where the server wants one"
@@ -31,7 +35,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def trust_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
-    """For https; None for httpx's own. Raises ConfigError."""
+    """Return the context for https; None means that of httpx. Raises ConfigError."""
     _check_pair(arguments)
     if not (arguments.tls_ca or arguments.tls_cert):
         return None
@@ -46,7 +50,10 @@ def trust_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 def client_tls(arguments: argparse.Namespace, wanted: bool = False) -> ClientTls | None:
-    """For gRPC; None: without TLS. `wanted`: with TLS, also if no file says so."""
+    """Return the TLS options for gRPC; None means without TLS.
+
+    `wanted`: use TLS even if no file is given.
+    """
     _check_pair(arguments)
     files = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     if not any(files) and not wanted:
@@ -60,7 +67,7 @@ def _context(ca: str | None) -> ssl.SSLContext:
     except OSError as error:
         text = f"cannot use the certificates in {ca}: {error}"
         raise ConfigError(text, field="tls_ca") from error
-    # A file that is given is believed as it is: also a certificate whose CA is not in it.
+    # Certificates in a given file are trusted as they are, even if their CA is not in the file.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 

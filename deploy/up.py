@@ -1,7 +1,7 @@
 """`baton up` as a person sees it: progress, URL, a curl to paste, the first answer, Ctrl-C.
 
-The processes themselves are deploy/local.py. When stdout is not a terminal, one JSON line follows
-the last text ({"ready": true, "url": ...}), for programs that start a cluster.
+deploy/local.py runs the processes. If stdout is not a terminal, one JSON line follows the last text
+({"ready": true, "url": ...}), for programs that start a cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deploy.redis_server import require_answer
 from deploy.trust import trusting
 
 READY_TIMEOUT_S = 30.0
-YOUR_CERT, YOUR_KEY = "CLIENT.pem", "CLIENT.key"  # only they know where these are
+YOUR_CERT, YOUR_KEY = "CLIENT.pem", "CLIENT.key"  # placeholders: only the user knows the paths
 FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
 FIRST_ANSWER = ChatSettings(max_tokens=120, temperature=0.0)
@@ -46,16 +46,17 @@ LOG_WIDTH = 90
 LOG_PREFIX = re.compile(
     r"\S+ [A-Z]+ +\S+ \[[^]]*\] \S+: "
 )  # baton/runtime/log.py: when, who, where
-ONE_REQUEST_S = 1.0  # signals this close are one wish: a terminal and a supervisor may both send
+ONE_REQUEST_S = 1.0  # signals closer than this count once: terminal and supervisor may both send
 INTRODUCTION_STOP_S = 2.0
 
 
 class Interrupts:
-    """The first signal calls `ask`; one that comes while the launcher stops calls `kill`.
+    """The first signal calls `ask`; a signal that comes while the launcher stops calls `kill`.
 
-    Both are called by a thread of its own, which reads what the C handler writes (set_wakeup_fd).
-    Python's handlers would not do: they run when the main thread next runs Python, and a signal
-    that comes just before it waits for its queue would be heard when the wait is over: never.
+    A thread of its own calls them; it reads what the C handler writes (set_wakeup_fd). Python's
+    handlers would not do: they run only when the main thread next runs Python. If a signal came
+    just before the main thread waits for its queue, the handler would never run, because the wait
+    would never end.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Interrupts:
         kill: Callable[[], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`now`: seconds of any monotonic clock."""
+        """Prepare the handlers. `now` returns the seconds of any monotonic clock."""
         self._ask = ask
         self._kill = kill
         self._now = now
@@ -80,12 +81,12 @@ class Interrupts:
         return (signal.SIGINT, signal.SIGTERM)
 
     def begin_stop(self) -> None:
-        """The launcher stops by itself: from here on a signal kills what is left."""
+        """Note that the launcher stops by itself: from now on a signal kills what is left."""
         if self._stops_since is None:
             self._stops_since = self._now()
 
     def _listen(self) -> None:
-        while received := self._reader.recv(64):  # one byte per signal; none: the end
+        while received := self._reader.recv(64):  # one byte per signal; empty at the end
             for number in received:
                 if number in self._numbers():
                     self._heard()
@@ -120,7 +121,10 @@ class Interrupts:
 
 @dataclass(frozen=True, slots=True)
 class StartingView:
-    """What is still starting, since when, the last line of its log. Drawn by rich's thread."""
+    """Shows which members are starting, for how long, and the last line of each log.
+
+    rich's thread draws it.
+    """
 
     cluster: Cluster
 
@@ -140,7 +144,7 @@ class StartingView:
 def up(
     options: UpOptions, flags: Mapping[str, object], environ: Mapping[str, str], console: Console
 ) -> int:
-    """Run a cluster until a signal. Returns the exit status. Raises ConfigError."""
+    """Run a cluster until a signal. Return the exit status. Raises ConfigError."""
     began = time.monotonic()
     cores = wanted_cores(options)
     options = with_own_key(options)
@@ -178,7 +182,7 @@ def up(
 
 
 def wanted_cores(options: UpOptions) -> list[int]:
-    """The cores to split among the nodes. Raises ConfigError."""
+    """Return the cores to split among the nodes. Raises ConfigError."""
     if not options.cores:
         return sorted(os.sched_getaffinity(0))
     cores = parse_cores(options.cores, "--cores")
@@ -187,12 +191,12 @@ def wanted_cores(options: UpOptions) -> list[int]:
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:
-    """A new folder per run below the user's cache. Raises OSError."""
+    """Return a new folder per run below the user's cache. Raises OSError."""
     return cache_folder("runs", environ) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def made_run_dir(options: UpOptions, environ: Mapping[str, str]) -> Path:
-    """Where logs and data go; it is there afterwards. Raises ConfigError."""
+    """Return the folder for logs and data, and make it if it is missing. Raises ConfigError."""
     try:
         folder = options.run_dir or default_run_dir(environ)
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +208,7 @@ def made_run_dir(options: UpOptions, environ: Mapping[str, str]) -> Path:
 
 
 def child_variables(options: UpOptions) -> dict[str, str]:
-    """Secrets travel in the environment, where `ps` does not show them."""
+    """Return the secrets for the environment of processes, where `ps` does not show them."""
     variables = {"BATON_SECRET": options.secret or secrets.token_hex(32)}
     for name, keys in options.keys.items():
         if any("," in key for key in keys):
@@ -216,14 +220,17 @@ def child_variables(options: UpOptions) -> dict[str, str]:
 
 
 def with_own_key(options: UpOptions) -> UpOptions:
-    """With a key for the launcher's own question, where only a file of other keys is given."""
+    """Return the options with a key for the launcher's own question.
+
+    One is drawn if keys are given only in a file.
+    """
     if options.api_keys is None or options.api_key:
         return options
     return replace(options, api_key=(secrets.token_urlsafe(32),))
 
 
 def announce_start(cluster: Cluster, flags: Mapping[str, object], console: Console) -> None:
-    """What is about to start, on which cores, and where the logs are."""
+    """Print what is about to start, on which cores, and where the logs are."""
     plan = cluster.plan
     console.print(f"[bold]baton[/bold] serves {flags['model']}", highlight=False, soft_wrap=True)
     for node in plan.nodes:
@@ -233,20 +240,24 @@ def announce_start(cluster: Cluster, flags: Mapping[str, object], console: Conso
 
 
 class Introduction:
-    """`introduce` on a thread: the launcher hears signals and sees dying nodes meanwhile."""
+    """Runs `introduce` on a thread, so that the launcher hears signals and sees nodes die
+    meanwhile.
+    """
 
     def __init__(self, cluster: Cluster, console: Console, began: float) -> None:
         self._cluster = cluster
         self._console = console
         self._began = began
-        # A daemon: it may wait for an answer that nobody will give.
+        # A daemon, because it may wait for an answer that never comes.
         self._thread = threading.Thread(target=self._run, name="introduction", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def join(self) -> None:
-        """After the cluster has stopped, when a question has nobody left to answer it."""
+        """Wait for the thread. Call it after the cluster has stopped, when no question is
+        answered.
+        """
         if self._thread.ident is not None:
             self._thread.join(INTRODUCTION_STOP_S)
 
@@ -258,9 +269,9 @@ class Introduction:
 
 
 def introduce(cluster: Cluster, console: Console, began: float) -> None:
-    """Wait until the router serves, ask the first question, print how to go on.
+    """Wait until the router serves, ask the first question, and print how to go on.
 
-    Raises StreamError when the router never becomes ready.
+    Raises StreamError if the router never becomes ready.
     """
     grpc, options = cluster.grpc, cluster.options
     model, first_answer_s = None, None
@@ -293,8 +304,10 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
 
 
 def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:
-    """Commands to paste: `chat`, and `status` where somebody may ask for it. Keys are looked for
-    in the environment."""
+    """Return commands to paste: `chat`, and `status` if its user can be allowed to ask.
+
+    Both find keys in the environment.
+    """
     trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
     trust += [] if options.tls_ca is None else ["--tls-cert", YOUR_CERT, "--tls-key", YOUR_KEY]
     commands = [["chat", "--url", url, *trust]]
@@ -305,17 +318,17 @@ def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:
 
 
 def with_keys(options: UpOptions) -> str:
-    """What the environment of those commands must have."""
+    """Return a text about the variables that those commands need; "" if they need none."""
     names = ["BATON_API_KEY"] if options.api_key or options.api_keys is not None else []
     names += ["BATON_ADMIN_KEY"] if options.admin_key or options.admin_keys is not None else []
     return f" that has {' and '.join(names)}" if names else ""
 
 
 def first_question(cluster: Cluster, console: Console, began: float) -> tuple[str, float | None]:
-    """Wait for all routers and nodes; the model's name, and seconds from `began` to the first
-    token.
+    """Wait for all routers and nodes, and ask the first question.
 
-    Raises StreamError when they never become ready.
+    Return the model's name, and the seconds from `began` to the first token (None if nothing was
+    asked). Raises StreamError if they never become ready.
     """
     options = cluster.options
     trust = None if options.tls_cert is None else trusting(options.tls_cert)
@@ -329,7 +342,7 @@ def first_question(cluster: Cluster, console: Console, began: float) -> tuple[st
 
 
 def baton_command() -> list[str]:
-    """How a shell in this folder starts `baton`: it need not be on PATH."""
+    """Return how a shell in this folder starts `baton`, which need not be on PATH."""
     python = Path(sys.executable)
     script = python.with_name("baton")
     program, rest = (script, []) if script.exists() else (python, ["-m", "deploy.cli"])
@@ -338,9 +351,9 @@ def baton_command() -> list[str]:
 
 
 def wait_for_nodes(client: ChatClient, cluster: Cluster) -> None:
-    """Until the router knows every node: `/ready` says yes at the first one that can serve.
+    """Wait until the router knows every node; `/ready` says yes when the first node can serve.
 
-    Raises StreamError. Asked again every 100 ms, as `/ready` is.
+    It asks every 100 ms. Raises StreamError.
     """
     wanted = {node.name for node in cluster.plan.nodes}
     deadline = time.monotonic() + READY_TIMEOUT_S
@@ -351,9 +364,10 @@ def wait_for_nodes(client: ChatClient, cluster: Cluster) -> None:
 
 
 def warm_up(client: ChatClient, console: Console, began: float) -> float | None:
-    """One real question; its answer is shown. Returns seconds from `began` to its first token.
+    """Ask one real question and show its answer; return the seconds from `began` to its first
+    token.
 
-    None when the model cannot chat (a base model without a template is served all the same).
+    Return None if the model cannot chat (a base model without a template is served all the same).
     """
     console.print(f"\n[bold]> {FIRST_QUESTION}[/bold]", highlight=False)
     asked = time.monotonic()
@@ -367,7 +381,9 @@ def warm_up(client: ChatClient, console: Console, began: float) -> float | None:
 
 
 def with_tls(command: str, options: UpOptions) -> str:
-    """A curl command that trusts the certificate of the front door, and presents one if it must."""
+    """Return a curl command that trusts the front door's certificate, and presents one if
+    needed.
+    """
     if options.tls_cert is None:
         return command
     flags = ["--cacert", options.tls_cert]
@@ -376,7 +392,7 @@ def with_tls(command: str, options: UpOptions) -> str:
 
 
 def curl_command(url: str, model: str | None, with_key: bool) -> str:
-    """A streaming chat request, ready to paste into a shell. `model` None: the served one."""
+    """Return a streaming chat request to paste into a shell. `model` None: the served one."""
     body: dict[str, object] = {} if model is None else {"model": model}
     body |= {
         "messages": [{"role": "user", "content": PASTED_QUESTION}],

@@ -3,9 +3,9 @@
 Life of a request here:
     serve()          -> validated and added as Task.PREFILL (engine thread)
     admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
-    layer_written()  -> each layer of each chunk is published: a receiver may read it already
+    layer_written()  -> each layer of each chunk is published: a receiver may read it from then on
     on_step()        -> token 1 goes to the router with the step's message
-    written()        -> it is on the wire: the export is complete, and what was not sent yet follows
+    written()        -> token 1 is on the wire: the export is completed, and unsent parts follow
 
 The export outlives the request: the receiver's ACK, the router's release or the end of the lease
 unpins the blocks. Requests for vectors instead of tokens are served by baton/node/pooling.py.
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class PrefillExports:
-    """Implements EngineHooks: exports of prompts whose token 1 is not sampled yet. Engine thread
-    only.
+    """Implements EngineHooks: exports of prompts whose token 1 is not sampled yet.
 
-    It calls, on that thread, `exported(request, handle)` when an export begins, and `lost(request,
-    error)` when nobody can fetch it any more, so that computing on would be useless.
+    Engine thread only. On that thread it calls `exported(request, handle)` when an export begins,
+    and `lost(request, error)` when nobody can fetch it any more, so that further computing would be
+    useless.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PrefillExports:
         self._open: dict[str, tuple[Request, KVHandle]] = {}
 
     def may_admit(self, num_tokens: int, num_pending: int) -> bool:
-        """Whether there is room for one more export; a single one always fits.
+        """Whether there is room for one more export; a single export always fits.
 
         So prompts are computed only as fast as receivers take them.
         """
@@ -87,8 +87,8 @@ class PrefillExports:
     ) -> tuple[KVHandle, tuple[FirstToken, ...]] | None:
         """End the computing of an export with token 1 of each sample.
 
-        Return the arguments of `complete`, which puts those tokens into END (none, if all samples
-        have theirs already); None if the request has no export.
+        Return the arguments of `complete`, or None if the request has no export. `complete` puts
+        the tokens into END; there are none if all samples have theirs already.
         """
         _, handle = self._open.pop(request_id, (None, None))
         return None if handle is None else (handle, first_tokens(events))
@@ -102,8 +102,9 @@ class PrefillExports:
             self._connector.complete(*due)
 
     def give_up(self, request_id: str) -> KVHandle | None:
-        """Forget `request_id`, which is computed no further; return its unfinished export, to be
-        released.
+        """Forget `request_id`, which is computed no further; return its unfinished export.
+
+        The caller must release the export. Return None if there is none.
         """
         _, handle = self._open.pop(request_id, (None, None))
         return handle
@@ -145,8 +146,8 @@ class PrefillRole:
     def __init__(self, context: RoleContext, make_thread: MakeThread) -> None:
         self._context = context
         self._serving: dict[str, NodeRequest] = {}
-        # Computed exports whose token 1 is on its way to the router. Only the engine thread adds to
-        # it, and only the event loop removes from it.
+        # Computed exports whose token 1 is on its way to the router. Only the engine thread adds
+        # entries, and only the event loop removes them.
         self._unwritten: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
         self._exports = PrefillExports(context.connector, self._handle_ready, self._export_lost)
         self.thread = make_thread(self._exports)
@@ -173,7 +174,7 @@ class PrefillRole:
             entry.export = None  # from now on the export outlives the request
         finally:
             del self._serving[request.id]
-            # Idempotent, and after the add in the thread's order; after token 1 it finds nothing.
+            # This runs after the add, and does nothing if token 1 has been sampled.
             self.thread.post(lambda engine: self._gone(engine, request.id))
             if entry.export is not None:
                 self._release(entry.export)
@@ -182,7 +183,7 @@ class PrefillRole:
         return True  # all samples' events come in one step
 
     def written(self, events: Sequence[TokenEvent]) -> None:
-        # Not earlier: the data plane would send megabytes on the core that is to send token 1.
+        # Not earlier: the data plane would send megabytes on the core that should send token 1.
         for event in events:
             due = self._unwritten.pop((event.request_id, event.epoch), None)
             if due is not None:
@@ -195,7 +196,7 @@ class PrefillRole:
     # ---- engine thread ----
 
     def hand_on(self, engine: Engine, request: Request) -> KVHandle | None:
-        """Return None: what a prompt has computed is exported already, so nothing more can
+        """Return None: what is computed of a prompt is exported already, so nothing more can
         leave.
         """
         return None
@@ -221,8 +222,8 @@ class PrefillRole:
 
     def _gone(self, engine: Engine, request_id: str) -> None:
         self._leave(engine, request_id)
-        # This request may have been the one that waited for room, and no step may follow to report
-        # it.
+        # This request may have been the one that waited for room. Perhaps no step follows that
+        # would report it.
         self._context.connector.want_back(engine.short_of_room)
 
     def _handle_ready(self, request: Request, handle: KVHandle) -> None:

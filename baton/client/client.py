@@ -2,10 +2,10 @@
 
     with Client("127.0.0.1:50051") as client:
         for event in client.stream("What is prefill?", SamplingParams(temperature=0.0)):
-        ...
+            ...
 
-Several addresses, `Client("10.0.0.1:50051,10.0.0.2:50051")`, are tried in turn. When its router
-dies, a call with `resumable_s` continues at another one, with no token lost or sent twice. Without
+Several addresses, `Client("10.0.0.1:50051,10.0.0.2:50051")`, are tried in turn. If its router dies,
+a call with `resumable_s` continues at another router, and no token is lost or sent twice. Without
 SamplingParams a call sends none, and the server's defaults for the model apply. Both clients raise
 Baton's own errors (baton/protocol/errors.py). Protobuf stays inside this package.
 """
@@ -56,14 +56,14 @@ _CODE_OF: Final = {
     grpc.StatusCode.ABORTED: "fenced",
 }
 
-# Looked up by name, so that a call can be made again at another router.
+# Methods by name, so that a call can be made again at another router.
 _METHODS: Final[dict[str, Callable[[Any], Any]]] = {
     "Abort": lambda stub: stub.Abort,
     "Models": lambda stub: stub.Models,
     "ServerInfo": lambda stub: stub.ServerInfo,
 }
 
-# The text of gRPC (1.76 to 1.85) when no connection could be made, so no server has answered.
+# gRPC's text (1.76 to 1.85) if no connection could be made: no server has answered.
 _NOBODY_THERE: Final = "failed to connect to all addresses"
 
 
@@ -79,8 +79,9 @@ class Client:
         timing: Timing | None = None,
         tls: ClientTls | None = None,
     ) -> None:
-        """`address`: HOST:PORT, or several. `timeout_s` bounds models, server_info and abort.
-        `tls`: None = without TLS.
+        """Open channels to `address`, which is HOST:PORT or several of them.
+
+        `timeout_s` limits models, server_info and abort. `tls` None means without TLS.
         """
         self._addresses = addresses_of(address)
         options = channel_options(timing or CLIENT_TIMING)
@@ -115,8 +116,8 @@ class Client:
     ) -> Generator[GenerateEvent, None, None]:
         """Yield events as they come. Raises BatonError.
 
-        Closing the generator aborts the request or, with `resumable_s`, lets its grace period
-        begin.
+        Closing the generator aborts the request. With `resumable_s` it only begins the grace
+        period.
         """
         message = _prepared(prompt, params, options)
         attempts = _attempts(len(self._addresses), self._index, options)
@@ -147,7 +148,7 @@ class Client:
         return collect(list(self.stream(prompt, params, options)))
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request. Return False if it is not known (any more)."""
+        """Stop a request. Return False if the router does not know it (any more)."""
         return self._call("Abort", serve_pb2.AbortRequest(request_id=request_id)).found
 
     def models(self) -> list[Model]:
@@ -213,8 +214,8 @@ class AsyncClient:
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yield events as they come. Raises BatonError.
 
-        Closing the generator aborts the request or, with `resumable_s`, lets its grace period
-        begin.
+        Closing the generator aborts the request. With `resumable_s` it only begins the grace
+        period.
         """
         message = _prepared(prompt, params, options)
         attempts = _attempts(len(self._addresses), self._index, options)
@@ -245,7 +246,7 @@ class AsyncClient:
         return collect([event async for event in self.stream(prompt, params, options)])
 
     async def abort(self, request_id: str) -> bool:
-        """Stop a request. Return False if it is not known (any more)."""
+        """Stop a request. Return False if the router does not know it (any more)."""
         message = serve_pb2.AbortRequest(request_id=request_id)
         return (await self._call("Abort", message)).found
 
@@ -287,8 +288,9 @@ def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def _prepared(prompt: Prompt, params: SamplingParams | None, options: GenerateOptions) -> Any:
-    """Return the call's message; a resumable call gets a request id, by which to ask for it
-    again.
+    """Return the call's message.
+
+    A resumable call gets a request id, with which it can be asked for again.
     """
     if options.resumable_s and not options.request_id:
         options = replace(options, request_id=draw_request_id())
@@ -300,23 +302,19 @@ def _attempts(num_addresses: int, start: int, options: GenerateOptions) -> Attem
 
 
 def _from(message: Any, attempts: Attempts) -> Any:
-    """Set in `message` how many events of each sample were seen before the stream broke;
-    return it.
-    """
+    """Set in `message` how many events of each sample were seen so far, and return it."""
     if message.resumable_s:
         message.starting_after[:] = attempts.steps
     return message
 
 
 def _next_attempt(error: Any, attempts: Attempts, addresses: Sequence[str]) -> float:
-    """Return the seconds until the next attempt. Raises the BatonError of a call that failed for
-    good.
-    """
+    """Return the seconds until the next attempt, or raise the BatonError of a final failure."""
     nobody = error.code() is grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE in (
         error.details() or ""
     )
     if nobody:
-        # gRPC's own text fills a screen and says no more.
+        # gRPC's own text fills a screen and says no more than this.
         found: BatonError = Unavailable(
             f"no router at {' or '.join(addresses)}; is `./run up` running?"
         )

@@ -1,8 +1,8 @@
 """Attempts: how a client continues over several routers when a connection breaks. No I/O.
 
 A plain call goes to the next router only if no router answered at all. A resumable call is made
-again under its request id with the number of events it has seen, and continues there. If it hears
-nothing for as long as its grace period, the last failure is raised. Both clients of
+again under its request id, with the number of events that it has seen, and continues there. If no
+event comes for the length of its grace period, the last failure is raised. Both clients of
 baton/client/client.py use this.
 """
 
@@ -20,9 +20,7 @@ LAST_WAIT_S: Final = 1.0
 
 
 def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses of "HOST:PORT,HOST:PORT" or of a sequence. Raises ValueError for
-    none.
-    """
+    """Return the addresses of "HOST:PORT,HOST:PORT" or a sequence. Raises ValueError for none."""
     parts = given.split(",") if isinstance(given, str) else given
     found = tuple(part.strip() for part in parts if part.strip())
     if not found:
@@ -31,8 +29,9 @@ def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Attempts:
-    """The attempts of one call. `index`: the address to ask now. `steps`: events seen of each
-    sample.
+    """The attempts of one call.
+
+    `index`: the address to ask now. `steps`: the number of events seen of each sample.
     """
 
     def __init__(
@@ -68,8 +67,7 @@ class Attempts:
         self._failed = 0
 
     def failed(self, error: BatonError, *, nobody: bool, said: bool = True) -> float:
-        """Return the seconds to wait before the next attempt, at `index`; raise `error` if there is
-        none.
+        """Return the seconds to wait before the next attempt, at `index`, or raise `error`.
 
         `nobody`: no router answered at all. `said`: a router itself sent the error.
         """

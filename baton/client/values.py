@@ -1,5 +1,4 @@
-"""Arguments and results of the Python client's calls, and their protobuf forms
-(protos/serve.proto).
+"""Arguments and results of the Python client's calls, and their forms in protos/serve.proto.
 
 Calls, connections and errors are in baton/client/client.py.
 """
@@ -20,9 +19,9 @@ from protos import node_pb2, serve_pb2
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """Options of a call beside its prompt and SamplingParams.
+    """Options of a call, besides its prompt and SamplingParams.
 
-    `timeout_s` bounds the whole call. `resumable_s` > 0: routers keep the request for so many
+    `timeout_s` limits the whole call. With `resumable_s` > 0 routers keep the request for that many
     seconds while nobody reads it, and the client reconnects by itself.
     """
 
@@ -49,11 +48,11 @@ Logprobs = tuple[tuple[TokenLogprob, ...], ...]  # per token: itself first, then
 
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
-    """New tokens and text of one sample. `usage` comes with the last event of the request, else
-    None.
+    """New tokens and text of one sample.
 
-    `logprobs[i]` belongs to token_ids[i], `prompt_logprobs[i]` (in the first event) to prompt token
-    i + 1; both are empty unless the request asked for them.
+    `usage` is None except in the last event of the request. `logprobs[i]` belongs to token_ids[i],
+    `prompt_logprobs[i]` (in the first event) to prompt token i + 1; both are empty unless the
+    request asked for them.
     """
 
     request_id: str
@@ -105,7 +104,7 @@ class Node:
     free_blocks: int
     total_blocks: int
     draining: bool
-    # share of the memory's read bandwidth that the last steps used; 0 = not measured
+    # Share of the memory's read bandwidth that the last steps used; 0 = not measured.
     mbu: float = 0.0
     mfu: float = 0.0  # share of the rate of matrix products
     precision: str = ""  # dtypes of computing and of KV
@@ -116,8 +115,8 @@ class Migrations:
     """Running requests that moved to another decode node with their KV, since the router's start.
 
     `failed`: node or KV were lost on the way. `seconds`: the sum of the times from the order to
-    leave to the new node's first token. `given_back`: requests that moved without KV, having none
-    worth moving.
+    leave to the new node's first token. `given_back`: requests that moved without KV, because they
+    had none worth moving.
     """
 
     done: int = 0
@@ -142,8 +141,9 @@ Prompt = str | Sequence[int]
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, options: GenerateOptions
 ) -> serve_pb2.GenerateRequest:
-    """Build the message of a call. Without `params` their fields stay absent: the server's defaults
-    apply.
+    """Build the message of a call.
+
+    Without `params` the message has none of their fields, and the server's defaults apply.
     """
     message = serve_pb2.GenerateRequest(
         request_id=options.request_id,
@@ -156,7 +156,7 @@ def generate_request(
         resumable_s=options.resumable_s,
     )
     if params is not None:
-        # the stop texts of options and params are joined
+        # The stop texts of `options` and of `params` are joined.
         message.MergeFrom(_sampling_fields(params))
         message.skip_special_tokens &= params.skip_special_tokens
     if isinstance(prompt, str):
@@ -167,9 +167,7 @@ def generate_request(
 
 
 def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
-    """Build a message from `params`. Raises UnsupportedFeature for a parameter that has no field in
-    it.
-    """
+    """Build a message from `params`. Raises UnsupportedFeature for a parameter without a field."""
     if params.include_stop_str_in_output:
         field = "include_stop_str_in_output"
         raise UnsupportedFeature(f"{field} is not served over gRPC", field=field)

@@ -1,8 +1,8 @@
 """EngineConfig: the options of one engine, frozen; and the reading of memory sizes.
 
-Not here: anything about networks or roles (their own configs compose this one). Values that depend
-on the model or the machine stay None here; `Engine` resolves them (engine.config holds the resolved
-ones).
+Not here: anything about networks or roles, whose configurations contain this one. Values that
+depend on the model or the machine stay None here. `Engine` resolves them; engine.config holds the
+resolved values.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SpeculativeMethod = Literal["none", "ngram", "draft"]
-# The last three: as the checkpoint is stored (checkpoint.py).
+# The last three name formats in which a checkpoint can be stored (checkpoint.py).
 Quantization = Literal["none", "int8", "w8a8", "int4", "compressed-tensors", "gptq", "awq"]
 HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 
-# A head of 8 bits adds next to nothing to the error of rounded layers; of 4 it adds a fifth to that
-# of 4-bit layers and is most of that of others (docs/quantization.md).
+# An 8-bit head adds almost nothing to the error of quantized layers. A 4-bit head adds a fifth to
+# the error of 4-bit layers, and is most of the error beside others (docs/quantization.md).
 AUTO_HEADS: Final = {"int8": "int8", "w8a8": "w8a8", "int4": "int8"}
 
-# Measured on CPU: in paged decode attention blocks of 32 were 6 % faster than 16.
-# GPU kernels like 16.
+# Measured on a CPU: paged decode attention was 6 % faster with blocks of 32 than with 16. GPU
+# kernels prefer 16.
 DEFAULT_BLOCK_SIZE: Final = {"cpu": 32, "cuda": 16}
 MAX_BLOCK_SIZE: Final = 1024
 
@@ -186,7 +186,7 @@ class EngineConfig:
                 field="gpu_memory_utilization",
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
-            # Otherwise decode rows alone could fill every step and a prompt would never advance.
+            # Otherwise decode rows alone could fill every step, and prompts would never advance.
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not be below "
                 f"max_num_seqs ({self.max_num_seqs})",
@@ -197,10 +197,12 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The name that the API shows; never where the model lies on this machine."""
+        """Return the model's name in the API, which never tells where the model lies on this
+        machine.
+        """
         names = self.served_model_name
         if names:
-            return names if isinstance(names, str) else names[0]  # one text, from Python
+            return names if isinstance(names, str) else names[0]  # Python callers may pass one text
         path = Path(self.model).expanduser()
         if path.is_dir():
             return path.resolve().name
@@ -208,13 +210,12 @@ class EngineConfig:
 
 
 def head_quantization(head: str, weights: str) -> str:
-    """What `head`, "auto" or a scheme, means beside weights that are rounded to `weights` when
-    loading."""
+    """Return the scheme of the head: `head`, or what "auto" means beside weights in `weights`."""
     return AUTO_HEADS.get(weights, "none") if head == "auto" else head
 
 
 def parse_bytes(text: str, *, field: str) -> int:
-    """Bytes of "512MB", "4GiB" or "1000000". Raises ConfigError naming `field`."""
+    """Return the bytes of "512MB", "4GiB" or "1000000". Raises ConfigError naming `field`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _UNITS:

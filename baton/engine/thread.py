@@ -1,10 +1,12 @@
 """EngineThread: the only bridge between asyncio (or any other thread) and the engine's own thread.
 
 Its life: start() -> calls and steps in turn -> stop(). Between two steps it runs every call that
-has come in; without work, or when the engine is stalled, it waits on its inbox (an event, never
-polling). A step that raises fails the requests of that step and the engine lives on; nothing ends
-silently. In a data-parallel group (parallel/lockstep.py) the other ranks wait for this thread while
-a wave is on: without a step to make it then makes rounds, and runs calls between them.
+has come in. Without work, or when the engine is stalled, it waits on its inbox (an event, never
+polling). A step that raises fails the requests of that step, and the engine goes on. Every failure
+is reported or logged.
+
+In a data-parallel group (parallel/lockstep.py) the other ranks wait for this thread while a wave is
+on. Without a step to make, it then makes rounds, and runs calls between them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LEAVE_S: Final = 10.0  # until the other ranks of a group stop, too
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step yields. Handed to `on_step` on the engine thread."""
+    """The results of one step. `on_step` gets it on the engine thread."""
 
     events: list[TokenEvent]
     failed: list[RequestFailed]
@@ -44,16 +46,20 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class _EngineCall:
-    """Work for the engine thread; `refuse`, if a caller waits: raises there that it
-    never runs."""
+    """Work for the engine thread.
+
+    `refuse` is called if the work never runs, and raises in the waiting caller; None if none waits.
+    """
 
     run: Callable[[Engine], object]
     refuse: Callable[[], None] | None = None
 
 
 class EngineThread:
-    """Runs `engine` on one thread. After start() the engine is touched only through here; other
-    threads may read what never changes in it, or is replaced as a whole (config, info).
+    """Runs `engine` on one thread.
+
+    After start() other threads use the engine only through this object. They may read values that
+    never change in the engine, or are replaced as a whole (config, info).
 
     `on_step` runs on the engine thread after each step and must not block; it may use the engine.
     """
@@ -71,7 +77,7 @@ class EngineThread:
         self._inbox: deque[_EngineCall] = deque()
         self._stopping = False
         self._held = False
-        # Daemon: a process that dies without stop() must not hang in a model.
+        # A daemon thread, so that a process that ends without stop() does not wait for the model.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -81,20 +87,21 @@ class EngineThread:
 
     @property
     def held(self) -> bool:
-        """Calls run, steps do not."""
+        """Whether hold() has suspended steps. Calls still run."""
         return self._held
 
     def hold(self, held: bool) -> None:
-        """True: make no steps after the one under way, until hold(False). From any thread."""
+        """Suspend steps after the current one (True), or resume them (False). From any thread."""
         with self._condition:
             self._held = held
             self._condition.notify()
 
     def stop(self) -> None:
-        """End after the step under way and wait for it; calls still in the inbox raise Unavailable.
+        """End the thread after the current step, and wait for it.
 
-        Blocks for up to one step (from asyncio: `asyncio.to_thread(thread.stop)`), and in a
-        data-parallel group until all ranks stop, at most LEAVE_S. Twice is safe.
+        Calls still in the inbox raise Unavailable. It blocks for up to one step, and in a
+        data-parallel group until all ranks stop, at most LEAVE_S; from asyncio use
+        `asyncio.to_thread(thread.stop)`. Calling it twice is safe.
         """
         with self._condition:
             self._stopping = True
@@ -104,9 +111,9 @@ class EngineThread:
         self._close_inbox()
 
     def post(self, function: Callable[[Engine], object]) -> None:
-        """Run `function` on the engine thread between steps; from any thread, returns at once.
+        """Run `function` on the engine thread between steps; return at once. From any thread.
 
-        What it raises is logged. Nothing happens after stop().
+        What `function` raises is logged. After stop() nothing happens.
         """
         with self._condition:
             if not self._stopping:
@@ -118,11 +125,12 @@ class EngineThread:
         function: Callable[[Engine], T],
         undo: Callable[[Engine, T], object] | None = None,
     ) -> T:
-        """Run `function` on the engine thread between steps and return what it returns or raises.
+        """Run `function` on the engine thread between steps and return its result, or raise its
+        error.
 
         If the caller is cancelled, either `function` never runs, or it has run and `undo(engine,
-        result)` is posted: whoever reserves blocks passes the way to give them back. Raises
-        Unavailable when the thread is stopped.
+        result)` is posted. So a caller that reserves blocks passes a function that gives them back.
+        Raises Unavailable when the thread is stopped.
         """
         future: Future[T] = Future()
         self._submit(function, future)
@@ -180,7 +188,7 @@ class EngineThread:
             self._close_inbox()
 
     def _next_calls(self) -> list[_EngineCall] | None:
-        """What has come in, waiting for it if there is nothing to do; None = stop."""
+        """Return the calls that have come in; wait for one if nothing is to do. None = stop."""
         with self._condition:
             while not (self._inbox or self._stopping or self._may_step() or self._in_wave):
                 self._condition.wait()
@@ -229,7 +237,7 @@ class EngineThread:
             self._take_part()
 
     def _rest(self) -> None:
-        """Once there is no more to do, what can wait until then."""
+        """Call `when_idle` if the engine has no work left, and no rank of its group has."""
         if self.engine.has_work or self._in_wave or self.engine.when_idle is None:
             return
         try:
@@ -260,7 +268,7 @@ class EngineThread:
             self._end_unreported(report)
 
     def _end_unreported(self, report: StepReport) -> None:
-        """Nobody will hear of these tokens, so their requests end here, and that is reported."""
+        """Abort the requests whose tokens could not be reported, and report that they failed."""
         unreported = {(event.request_id, event.epoch) for event in report.events}
         for request_id, _ in unreported:
             self.engine.abort(request_id)
@@ -272,7 +280,7 @@ class EngineThread:
             log.exception("the receiver of engine steps failed again")
 
     def _fail_step(self, error: Exception) -> list[RequestFailed]:
-        # What went wrong inside is for the log; clients get an opaque message.
+        # Details of an internal error go to the log; clients get a general message.
         known = error if isinstance(error, BatonError) else InternalError("an engine step failed")
         failed = self.engine.fail_step()
         return [_ended(request.id, request.epoch, known.message) for request in failed]

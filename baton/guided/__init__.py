@@ -1,1 +1,1 @@
-"""Guided decoding: tokens that cannot continue a match of the grammar are masked out."""
+"""Guided decoding: masks out tokens that cannot continue a match of the grammar."""

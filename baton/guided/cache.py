@@ -1,11 +1,11 @@
-"""The compiled grammars of one engine, each compiled once, off every loop.
+"""The compiled grammars of one engine. Each is compiled once, outside of every event loop.
 
-submit(guided) -> a future: at once for a grammar that is kept, else from a thread of its own, at
-most WORKERS at a time and MAX_WAITING in line. A request waits for it outside of the engine, so it
-keeps nobody else from running. A compilation cannot be stopped from outside: llguidance bounds it
-by its own limits, and the router has tried it (trials.py). The wait has a budget, and threads are
-daemons, so that no exit waits for one. The tokenizer is loaded with the first grammar. Safe to use
-from several threads.
+`submit(guided)` returns a future. It is done at once for a grammar that is kept. Otherwise a thread
+of its own compiles the grammar: at most WORKERS threads compile at a time, and at most MAX_WAITING
+grammars wait. A request waits for its grammar outside of the engine, so it delays no other request.
+A compilation cannot be stopped: llguidance's own limits bound it, and the router has tried the
+grammar before (trials.py). The wait for it is limited, and the threads are daemons, so that no exit
+waits for them. The tokenizer is loaded with the first grammar. Any thread may use the cache.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 WORKERS: Final = 2
 MAX_WAITING: Final = 64
 MAX_KEPT: Final = 256
-COMPILE_S: Final = 30.0  # most that a request waits for its grammar, the tokenizer's loading too
+COMPILE_S: Final = 30.0  # the longest wait for a grammar, including the tokenizer's loading
 
 
 class GrammarCache:
-    """`load` gives the vocabulary (once, on a worker)."""
+    """The cache. `load` returns the vocabulary; a worker calls it once."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         self.num_compiled = 0
@@ -47,16 +47,19 @@ class GrammarCache:
         self._slots = threading.BoundedSemaphore(WORKERS)
         self._kept: OrderedDict[GuidedDecoding, Grammar] = OrderedDict()
         self._coming: dict[GuidedDecoding, Future[Grammar]] = {}
-        self._making = threading.Lock()  # vocabulary and compiler: made once, slowly
+        self._making = threading.Lock()  # held while vocabulary and compiler are made
         self._vocabulary: Vocabulary | None = None
         self._compiler: GrammarCompiler | None = None
         self._thoughts: dict[str, ThoughtEnd] = {}
 
     def submit(self, guided: GuidedDecoding) -> Future[Grammar]:
-        """The grammar, when it is compiled. Raises InvalidRequest (field `guided`) for what can be
-        seen to be none, Overloaded if too many wait; the future, what compiling raises."""
+        """Return a future of the compiled grammar; the future raises the errors of compiling.
+
+        Raises InvalidRequest (field `guided`) for a text that is obviously no grammar, Overloaded
+        if too many grammars wait.
+        """
         check_size(guided)
-        # The same grammar for all.
+        # These fields do not change the compiled grammar.
         guided = replace(guided, most_thought=None, thought_start="", backend="")
         with self._lock:
             grammar = self._kept.get(guided)
@@ -78,8 +81,11 @@ class GrammarCache:
         return future
 
     def get(self, guided: GuidedDecoding) -> Grammar:
-        """The grammar, with the limit of its thought; waits for it, within the budget. Raises as
-        `submit` and compiling do."""
+        """Return the compiled grammar, with the limit of its thought; wait for it within the
+        budget.
+
+        Raises the errors of `submit` and of compiling.
+        """
         try:
             grammar = self.submit(guided).result(COMPILE_S)
         except FutureTimeout as error:
@@ -89,11 +95,14 @@ class GrammarCache:
         return replace(grammar, limit=self._limit(guided, guided.most_thought))
 
     async def prepared(self, guided: GuidedDecoding) -> Grammar:
-        """Wait, from asyncio, until a grammar is compiled: `get` then has it at once. Whoever keeps
-        what this returns keeps it from being forgotten. Raises the same exceptions as `get`."""
+        """Wait, from asyncio, until a grammar is compiled, so that `get` then has it at once.
+
+        The cache may forget the grammar unless the caller keeps the result. Raises the errors of
+        `get`.
+        """
         compiling = asyncio.wrap_future(self.submit(guided))
         try:
-            # Shielded: others may wait for the same one.
+            # Shielded, because other requests may wait for the same compilation.
             return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_S)
         except TimeoutError as error:
             raise too_busy() from error

@@ -1,7 +1,7 @@
 """GuidedDecoding -> the text of one grammar as llguidance reads it.
 
 The router tries the text before a node hears of it (trials.py), and the nodes match tokens against
-the same text (matcher.py). White space in JSON is bounded: a model that cannot stop would fill its
+the same text (matcher.py). White space in JSON is limited: a model that cannot stop would fill its
 answer with line breaks.
 """
 
@@ -26,10 +26,11 @@ _NOTHING: Final = "no text matches the grammar"
 
 
 def llguidance_grammar(guided: GuidedDecoding, specials: Mapping[str, int] | None = None) -> str:
-    """The grammar for llguidance. `specials`: the vocabulary's special tokens by their text; None =
-    there is no vocabulary, so that special tokens are spelled out.
+    """Return the grammar for llguidance.
 
-    Raises InvalidRequest, UnsupportedFeature for structural tags that cannot be written.
+    `specials` maps the texts of the vocabulary's special tokens to their ids. None = there is no
+    vocabulary, so special tokens are written as text. Raises InvalidRequest, and UnsupportedFeature
+    for structural tags that cannot be written.
     """
 
     def with_options(schema: Any) -> Any:
@@ -43,7 +44,7 @@ def llguidance_grammar(guided: GuidedDecoding, specials: Mapping[str, int] | Non
         case "json_schema":
             return _of_schema(with_options(read_json(guided.grammar)))
         case "regex":
-            # \d and \w of ASCII, as in JSON schemas and as most writers mean them.
+            # \d and \w mean ASCII, as in JSON schemas and as most writers expect.
             pattern = llguidance.regex_to_lark(unanchored(guided.grammar), "dw")
             return llguidance.LLMatcher.grammar_from_lark(f"start: /{pattern}/")
         case "choice":
@@ -55,7 +56,9 @@ def llguidance_grammar(guided: GuidedDecoding, specials: Mapping[str, int] | Non
 
 
 def json_schema(schema: Any, whitespace: str | None) -> Any:
-    """A schema with the options of JSON added; its own have precedence."""
+    """Return the schema with the options of JSON added; the schema's own options have
+    precedence.
+    """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
@@ -71,17 +74,18 @@ def json_schema(schema: Any, whitespace: str | None) -> Any:
 
 
 def limits() -> llguidance.LLParserLimits:
-    """What a grammar may cost to build and to follow; errors without the grammar's text.
+    """Return limits for building and following a grammar; errors will not contain the grammar.
 
-    Half of the usual fuel for its lexer: what needs more, as `(a{1000}){1000}`, costs a second.
+    The lexer gets half of the usual fuel: a grammar that needs more, as `(a{1000}){1000}`, takes a
+    second.
     """
     return llguidance.LLParserLimits(initial_lexer_fuel=500_000, verbose_errors=False)
 
 
 def reason_of(message: str) -> str:
-    """An error's own words on one line, without an excerpt of the grammar."""
+    """Return an error's own words on one line, without the excerpt of the grammar."""
     words = " ".join(_EXCERPT.split(message)[0].replace("<non-verbose/>", "").split())
-    # The library's name for a start from which no text leads on, like {"$ref": "#"}.
+    # The library's name for a start from which no text leads on, as with {"$ref": "#"}.
     return _NOTHING if words == "NoExtensionBias" else words[:500]
 
 

@@ -1,12 +1,12 @@
-"""Guide: one output on its way through a grammar.
+"""Guide: follows one output through a grammar.
 
-Its state is a replay of the output's tokens, nothing else: made anew from the same tokens it allows
-the same next ones. So a request that was preempted, moved or failed over starts with an empty one,
-and a hand-over carries none.
+Its state is only a replay of the output's tokens: a new guide over the same tokens allows the same
+next tokens. So a request that was preempted, moved or failed over begins with a new guide, and a
+hand-over carries none.
 
     free (a thought)  ... its end ...   grammar ... the grammar may end: end-of-sequence allowed
 
-A thought may have a limit: behind it nothing but its end is allowed, token by token.
+A thought may have a limit: after it only the end of the thought is allowed, token by token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from baton.guided.thought import Thinking, ThoughtEnd, ThoughtLimit
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grammar:
-    """A compiled grammar. `start` stands at its beginning and is only cloned; `thought`: what comes
-    before it, None = nothing. `end_ids`: the tokens that end an output."""
+    """A compiled grammar.
+
+    `start` is a matcher at the grammar's beginning, which is only cloned. `thought` is the end of
+    the free text before the grammar, None if there is no such text. `end_ids` are the tokens that
+    end an output. `limit` is that of the thought, None = no limit.
+    """
 
     start: Matcher
     thought: ThoughtEnd | None
@@ -31,14 +35,17 @@ class Grammar:
     limit: ThoughtLimit | None = None
 
     def guide(self) -> Guide:
-        """For a new output."""
+        """Return a guide for a new output."""
         return Guide(self)
 
 
 @dataclass(slots=True)
 class _GrammarPlace:
-    """Where an output stands. `tail`: the end of a thought under way, None = it is over.
-    `thinking`: how far that is, if it has a limit."""
+    """Where an output is.
+
+    `tail` is what `ThoughtEnd.follow` remembers while a thought lasts, None after it. `thinking`
+    counts the thought's tokens if it has a limit, else None.
+    """
 
     grammar: Grammar
     matcher: Matcher
@@ -61,7 +68,9 @@ class _GrammarPlace:
 
     @property
     def forced(self) -> int | None:
-        """The one token that may come next, because the thought has lasted long enough."""
+        """The only token that may come next, because the thought has reached its limit; None =
+        any.
+        """
         return None if self.tail is None or self.thinking is None else self.thinking.forced
 
     def fill(self, row: np.ndarray) -> None:
@@ -76,7 +85,7 @@ class _GrammarPlace:
             return
         row.fill(-1)
         if self.matcher is FREE:
-            return  # what follows the end may begin in the same token
+            return  # the text after the thought may begin in the token that ends the thought
         for token_id in self.grammar.thought.overshooting(self.tail):
             words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
@@ -85,27 +94,29 @@ class _GrammarPlace:
 
 
 class Guide:
-    """Follows one output. Engine thread only."""
+    """Follows one output. Only the engine thread may use it."""
 
     def __init__(
         self, grammar: Grammar, place: _GrammarPlace | None = None, taken: int = 0
     ) -> None:
-        self.failure = ""  # why the output cannot go on, if it cannot
+        self.failure = ""  # why the output cannot go on; "" while it can
         self._grammar = grammar
         self._place = place
         self._taken = taken
 
     def fork(self) -> Guide:
-        """For an output that begins with the same tokens."""
+        """Return a guide for another output that begins with the same tokens."""
         place = None if self._place is None else self._place.clone()
         return Guide(self._grammar, place, self._taken)
 
     def fill(
         self, history: Sequence[int], num_prompt: int, drafts: Sequence[int], rows: np.ndarray
     ) -> int:
-        """Write the masks of the token after `history` (prompt first, `num_prompt` tokens) and of
-        those after each draft into `rows`, int32 [1 + drafts, words]; how many were written. Behind
-        a draft that cannot stand none is. 0, and `failure` says why, if the output cannot go on.
+        """Write masks into `rows`, int32 [1 + drafts, words]; return how many were written.
+
+        The first mask is for the token after `history` (prompt first, `num_prompt` tokens), the
+        others are for the token after each draft. There is none after a draft that the grammar
+        forbids. If the output cannot go on, return 0; then `failure` says why.
         """
         place = self._follow(history, num_prompt)
         for count, row in enumerate(rows):
@@ -122,7 +133,7 @@ class Guide:
         return len(rows)
 
     def cut(self, history: Sequence[int], num_prompt: int, drafts: list[int]) -> list[int]:
-        """`drafts` up to the first that cannot stand."""
+        """Return `drafts` up to the first one that the grammar forbids."""
         place = self._follow(history, num_prompt)
         if self.failure:
             return []
@@ -138,7 +149,7 @@ class Guide:
         return drafts
 
     def _follow(self, history: Sequence[int], num_prompt: int) -> _GrammarPlace:
-        """Take in what is new; start again if `history` has become shorter."""
+        """Take in the new tokens of `history`; begin anew if it has become shorter."""
         outputs = len(history) - num_prompt
         place = self._place
         if place is None or outputs < self._taken:

@@ -1,7 +1,8 @@
-"""Which kinds of JSON values a schema allows, as far as that can be said without a value. Pure.
+"""Which kinds of JSON values a schema allows, as far as the schema alone tells. Pure.
 
-Kinds are JSON Schema's type names; a whole number is an `integer`, any other a `number`. What is
-not understood allows everything: the answer may be too many kinds, never too few.
+Kinds are JSON Schema's type names; a whole number is an `integer`, any other a `number`. A keyword
+that this module does not know allows everything. So the answer may have too many kinds, but never
+too few.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ Kinds = frozenset[str]
 ALL: Final[Kinds] = frozenset(
     {"string", "integer", "number", "boolean", "null", "object", "array"}
 )  # fmt: skip
-MAX_PARTS: Final = 64  # of a schema, references followed
+MAX_PARTS: Final = 64  # parts of a schema that are looked at, references included
 _OF_TYPE: Final[dict[str, Kinds]] = {
     **{name: frozenset({name}) for name in ALL},
     "number": frozenset({"integer", "number"}),
 }
-# A schema without these says nothing but, at most, how a string must look.
+# A schema without any of these keywords says at most how a string must look.
 _TELLING: Final = frozenset({
     "type", "enum", "const", "$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if",
     "properties", "patternProperties", "additionalProperties", "required", "propertyNames",
@@ -30,12 +31,12 @@ _TELLING: Final = frozenset({
 
 
 def kinds_of(schema: object, root: Mapping[str, Any]) -> Kinds:
-    """The kinds that `schema` allows; `root` is where its references lead."""
+    """Return the kinds that `schema` allows; its references lead into `root`."""
     return _Search(root).kinds(schema)
 
 
 def kind_of(value: object) -> str:
-    """The kind of a JSON value as json.loads gives it."""
+    """Return the kind of a JSON value as json.loads returns it."""
     match value:
         case bool():
             return "boolean"
@@ -59,7 +60,7 @@ def says_nothing(schema: object) -> bool:
 
 
 def target_of(reference: object, root: Mapping[str, Any]) -> object:
-    """What a reference within the schema `root` names, None if it is not there."""
+    """Return what a reference within the schema `root` names, None if it is not there."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     place: object = root
@@ -70,7 +71,9 @@ def target_of(reference: object, root: Mapping[str, Any]) -> object:
 
 
 class _Search:
-    """One schema's parts, up to MAX_PARTS of them: a schema may refer to itself."""
+    """Looks at one schema's parts, at most MAX_PARTS of them, because a schema may refer to
+    itself.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -103,7 +106,7 @@ def _of_type(given: object) -> Kinds:
 
 
 def _of_values(schema: Mapping[str, Any]) -> Kinds:
-    """The kinds of the values that `const` and `enum` list."""
+    """Return the kinds of the values that `const` and `enum` list."""
     found = ALL
     if "const" in schema:
         found &= {kind_of(schema["const"])}

@@ -1,7 +1,7 @@
-"""What a client asked for, as text: its limits, and parts of it put together. Pure; no I/O.
+"""Checks and parts of the grammar that a client asked for, as text. Pure; no I/O.
 
 GuidedDecoding (baton/protocol/sampling.py) is a kind and a text. Errors name the field `guided`;
-the front doors put the client's own name there.
+the front doors replace it by the client's own field name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ FIELD: Final = "guided"
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 MAX_CHOICES: Final = 1024  # llguidance holds 2,000 alternatives at one place
 MAX_OPTION_CHARS: Final = 256  # of `whitespace` and `starts_after`
-# Names that requests may give. llguidance serves all of them (docs/adr/0008-*)
+# Backends that requests may name. llguidance serves all of them (docs/adr/0008-*).
 BACKENDS: Final = ("", "auto", "llguidance", "xgrammar")
-OPTIONS: Final = "x-guidance"  # the keyword of a schema that llguidance reads its options from
+OPTIONS: Final = "x-guidance"  # the keyword of a schema that holds llguidance's options
 
 Format = dict[str, Any]  # a part of a structural tag (structural_tags.py)
 
@@ -44,12 +44,17 @@ def check_size(guided: GuidedDecoding) -> None:
 
 
 def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of which what no grammar can follow is ignored, not refused."""
+    """Return the schema with options by which llguidance ignores what no grammar can follow.
+
+    Without them such a schema is refused.
+    """
     return {**schema, OPTIONS: {"lenient": True, "coerce_one_of": True}}
 
 
 def closed(schema: Any) -> Any:
-    """A schema in which objects that name properties have no others, unless they say so."""
+    """Return a schema in which objects with named properties allow no others, unless they say
+    so.
+    """
     if isinstance(schema, list):
         return [closed(item) for item in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
@@ -61,7 +66,7 @@ def closed(schema: Any) -> Any:
 
 
 def choices_of(text: str) -> list[str]:
-    """The texts of a choice, given as a JSON list. Raises InvalidRequest."""
+    """Return the texts of a choice, given as a JSON list. Raises InvalidRequest."""
     given = read_json(text)
     if not isinstance(given, list) or not 0 < len(cast("list[Any]", given)) <= MAX_CHOICES:
         raise InvalidRequest(f"guided: a choice has 1 to {MAX_CHOICES} texts", field=FIELD)
@@ -72,9 +77,11 @@ def choices_of(text: str) -> list[str]:
 
 
 def format_of(guided: GuidedDecoding, field: str) -> Format:
-    """A grammar as a part of a structural tag; `field`: whose fault it is where it cannot be.
+    """Return a grammar as a part of a structural tag.
 
-    Raises InvalidRequest, UnsupportedFeature."""
+    `field` is named by the error if that is not possible. Raises InvalidRequest,
+    UnsupportedFeature.
+    """
     match guided.kind:
         case "free":
             return {"type": "any_text"}
@@ -95,7 +102,7 @@ def format_of(guided: GuidedDecoding, field: str) -> Format:
 
 
 def read_json(text: str) -> Any:
-    """Raises InvalidRequest."""
+    """Return the value of a JSON text. Raises InvalidRequest."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -3,8 +3,9 @@
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}
     {"type": "structural_tag", "format": {"type": "triggered_tags", ...}}
 
-The first spelling is the older one; tag_formats.py reads both. Text that is a special token of the
-model must be met as that token: where `specials` knows it, the token takes its place. Pure; no I/O.
+The first spelling is the older one; tag_formats.py reads both. Where a text is a special token of
+the model, the grammar must contain the token and not its text: `specials` has these tokens. Pure;
+no I/O.
 
 Source: llguidance's Lark syntax (docs/syntax.md).
 """
@@ -38,18 +39,21 @@ _ANY: Final = "/(.|\\n)*/"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How parts are spelled: `schema(json_schema)` adds the options of JSON; `specials` are the
-    special tokens by their text."""
+    """How parts are written.
+
+    `schema(json_schema)` adds the options of JSON. `specials` maps texts of special tokens to their
+    ids.
+    """
 
     schema: Callable[[Any], Any]
     specials: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def lark_of(text: str, dialect: Dialect) -> str:
-    """A llguidance grammar for a structural tag given as JSON.
+    """Return llguidance's grammar for a structural tag given as JSON.
 
-    Raises InvalidRequest (field `guided`) for what is none, UnsupportedFeature for what cannot be
-    written.
+    Raises InvalidRequest (field `guided`) for a text that is no structural tag, UnsupportedFeature
+    for one that cannot be written.
     """
     writer = _Writer(dialect)
     writer.rules["start"] = writer.format(format_of_tag(text))
@@ -59,7 +63,7 @@ def lark_of(text: str, dialect: Dialect) -> str:
 
 
 class _Writer:
-    """Rules written so far, by name; `embedded` grammars have a name space of their own."""
+    """Writes rules, by name; each of the `embedded` grammars has its own name space."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.rules: dict[str, str] = {}
@@ -85,7 +89,7 @@ class _Writer:
         }
 
     def format(self, form: Mapping[str, Any]) -> str:
-        """The expression of any format. Mutates the rules."""
+        """Return the expression of any format, and add the rules that it needs."""
         form = known(form)
         self._depth += 1
         if self._depth > MAX_NESTING:
@@ -129,7 +133,7 @@ class _Writer:
         for index, element in enumerate(elements):
             before = elements[index - 1] if index else {}
             if before.get("type") == "any_text":
-                # Free text is a lexeme of its own that would swallow what follows it.
+                # Free text is one lexeme, which would swallow what follows it.
                 if element.get("type") not in ("const_string", "tag"):
                     message = (
                         "structural_tag: any_text is supported before const_string, tag and last"
@@ -168,7 +172,7 @@ class _Writer:
         return f"({several})" if form.get("at_least_one") else f"({several})?"
 
     def _triggered_tags(self, form: Mapping[str, Any]) -> str:
-        """Text up to a trigger, then one of its tags; each tag begins with one trigger."""
+        """Write text up to a trigger, then one of its tags; each tag begins with one trigger."""
         given, excludes = form.get("triggers"), excludes_of(form)
         if not isinstance(given, list) or not given:
             raise wrong("triggers must be a list of texts")
@@ -197,7 +201,7 @@ class _Writer:
         return f"({tagged}{times} {self._any(excludes)})"
 
     def _rest(self, tag: Mapping[str, Any]) -> str:
-        """Content and end of a tag. Free text goes up to the first occurrence of the end."""
+        """Write content and end of a tag. Free text ends at the first occurrence of the end."""
         content, end = known(object_of(tag.get("content"), "content")), tag.get("end", "")
         ends = cast("list[object]", end) if isinstance(end, list) else [end]
         texts = [text_of(one, "end", empty=True) for one in ends]
@@ -211,22 +215,24 @@ class _Writer:
     # ---- parts ----
 
     def rule(self, expression: str) -> str:
-        """A new rule; its name."""
+        """Add a rule and return its name."""
         name = f"r{len(self.rules)}"
         self.rules[name] = expression
         return name
 
     def json(self, schema: Any) -> str:
-        """A JSON value of a schema."""
+        """Return the expression of a JSON value that fits a schema."""
         return "%json " + json.dumps(self._dialect.schema(schema), ensure_ascii=False)
 
     def regex(self, pattern: str) -> str:
-        """A text that matches a pattern from end to end."""
+        """Return the expression of a text that matches a pattern from end to end."""
         return "/" + llguidance.regex_to_lark(unanchored(pattern), "dw") + "/"
 
     def match(self, form: Mapping[str, Any], end: str) -> str:
-        """A text that matches a pattern, and what follows it: one lexeme, because a pattern alone
-        would take as much as it can."""
+        """Return the expression of a text that matches a pattern, followed by `end`.
+
+        Both are one lexeme, because the pattern alone would take as much text as it can.
+        """
         at, _ = self._next_special(end)
         first = json.dumps(end[:at], ensure_ascii=False) if at else ""
         text = _without(self.regex(text_of(form.get("pattern"), "pattern")), excludes_of(form))
@@ -234,7 +240,9 @@ class _Writer:
         return lexeme if at == len(end) else f"{lexeme} {self.literal(end[at:])}"
 
     def literal(self, text: str) -> str:
-        """This very text; special tokens in it as themselves."""
+        """Return the expression of exactly this text; special tokens in it are written as
+        tokens.
+        """
         parts: list[str] = []
         while text:
             at, special = self._next_special(text)
@@ -246,7 +254,9 @@ class _Writer:
         return " ".join(parts) or '""'
 
     def until(self, end: str, excludes: Sequence[str] = ()) -> str:
-        """Any text without `excludes` up to the first `end`, and that."""
+        """Return the expression of any text without `excludes` up to the first `end`, and of
+        `end`.
+        """
         at, special = self._next_special(end)
         if special and at == 0:
             return f"{self._any(excludes)} {self.literal(end)}"
@@ -254,7 +264,9 @@ class _Writer:
         return self._terminal(f"{text} {json.dumps(end, ensure_ascii=False)}", lazy=True)
 
     def _next_special(self, text: str) -> tuple[int, str]:
-        """Where the first special token stands, and which; the end and "" without one."""
+        """Return the place and the text of the first special token; without one, the length and
+        "".
+        """
         found = [
             (at, -len(special), special)
             for special in self._dialect.specials
@@ -269,7 +281,7 @@ class _Writer:
         return self._terminal(_without(_ANY, excludes))
 
     def _terminal(self, body: str, lazy: bool = False) -> str:
-        """The rule of a lexeme, one for all places that need it."""
+        """Return the name of a lexeme's rule, which all places that need the lexeme share."""
         prefix = "l" if lazy else "T"
         for name, written in self.rules.items():
             if written == body and name.startswith(prefix):
@@ -284,20 +296,20 @@ class _Writer:
 
 
 def lark_text(grammar: str) -> str:
-    """Lark of a grammar in Lark or in GBNF (EBNF with `::=`). Raises InvalidRequest."""
+    """Return a grammar in Lark, given in Lark or GBNF (EBNF with `::=`). Raises InvalidRequest."""
     if "::=" not in grammar:
         return grammar
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # its parser raises whatever comes
+    except Exception as error:  # the parser of GBNF may raise any exception
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest(f"guided: the grammar cannot be read: {why}", field=FIELD) from error
 
 
 def unanchored(pattern: str) -> str:
-    """A pattern without `^` and `$` at its ends: it is matched from end to end anyway."""
+    """Return a pattern without `^` and `$` at its ends: it is matched from end to end anyway."""
     pattern = pattern.removeprefix("^")
     body = pattern[:-1]
     escaped = (len(body) - len(body.rstrip("\\"))) % 2 == 1
@@ -305,7 +317,7 @@ def unanchored(pattern: str) -> str:
 
 
 def _without(text: str, excludes: Sequence[str]) -> str:
-    """An expression of the texts of `text` in which none of `excludes` occurs."""
+    """Return an expression of those texts of `text` in which none of `excludes` occurs."""
     for without in excludes:
         escaped = re.escape(without).replace("/", "\\/").replace("\\\n", "\\n")
         text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"

@@ -1,7 +1,7 @@
-"""The formats of structural tags as a client gives them -> those that structural_tags.py writes.
+"""Translates the formats of structural tags that clients give into those of structural_tags.py.
 
-A format of tokens, a `dispatch` or a style becomes an older format that says the same, with the
-tokens' texts in their places. What is not understood raises UnsupportedFeature. Pure; no I/O.
+A format of tokens, a `dispatch` or a style becomes an older format with the same meaning, in which
+tokens are given by their texts. An unknown format raises UnsupportedFeature. Pure; no I/O.
 
 Source: xgrammar's structural tag formats.
 """
@@ -20,7 +20,7 @@ _ALLOWED: Final[dict[str, frozenset[str]]] = {
     "json_schema": frozenset({"json_schema", "style"}),
     "qwen_xml_parameter": frozenset({"json_schema"}),
     "any_text": frozenset({"excludes"}),
-    "regex": frozenset({"pattern", "excludes"}),  # what the text of a tag must not hold
+    "regex": frozenset({"pattern", "excludes"}),  # excludes: what the text of a tag must not hold
     "grammar": frozenset({"grammar"}),
     "sequence": frozenset({"elements"}),
     "or": frozenset({"elements"}),
@@ -44,7 +44,7 @@ _ALLOWED: Final[dict[str, frozenset[str]]] = {
 
 
 def format_of_tag(text: str) -> Format:
-    """The format of a structural tag in either spelling. Raises InvalidRequest."""
+    """Return the format of a structural tag in either spelling. Raises InvalidRequest."""
     try:
         given: object = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -70,8 +70,11 @@ def format_of_tag(text: str) -> Format:
 
 
 def known(form: Mapping[str, Any]) -> Format:
-    """A format that has a writer: one of tokens, a `dispatch` or a style becomes an older one that
-    says the same. Raises UnsupportedFeature for what is not understood."""
+    """Return a format that structural_tags.py can write.
+
+    A format of tokens, a `dispatch` or a style becomes an older format with the same meaning.
+    Raises UnsupportedFeature for an unknown format.
+    """
     kind = form.get("type")
     allowed = _ALLOWED.get(kind) if isinstance(kind, str) else None
     plain = {key: value for key, value in form.items() if key != "type"}
@@ -104,7 +107,7 @@ def known(form: Mapping[str, Any]) -> Format:
 
 
 def _rules(form: Mapping[str, Any]) -> list[tuple[object, object]]:
-    """Of a `dispatch`: patterns, and what follows each."""
+    """Return the rules of a `dispatch`: each pattern with what follows it."""
     rules = form.get("rules")
     if not isinstance(rules, list) or not rules:
         raise wrong("rules must be a list that is not empty")
@@ -115,7 +118,7 @@ def _rules(form: Mapping[str, Any]) -> list[tuple[object, object]]:
 
 
 def excludes_of(form: Mapping[str, Any]) -> list[str]:
-    """The texts that must not occur in a text."""
+    """Return the texts that the text of a format must not contain."""
     given = form.get("excludes") or []
     if not isinstance(given, list):
         raise wrong("excludes must be a list of texts")
@@ -136,7 +139,7 @@ def objects_of(form: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def text_of(value: object, name: str, empty: bool = False) -> str:
-    """A text, or the text of a token that is named by it."""
+    """Return a text; if `value` names a token, return the token's text."""
     if isinstance(value, dict) and cast("dict[str, object]", value).get("type") == "token":
         value = cast("dict[str, object]", value).get("token")
     if not isinstance(value, str):

@@ -1,8 +1,8 @@
-"""The end of a model's thoughts: a text in its output from which on a grammar holds, and a limit
-after which that text is written for the model.
+"""The end of a model's thoughts, and their limit.
 
-Tokens do not know where it begins and ends, so it is looked for in their bytes. A token that would
-end the thought and say more at once is ruled out: what it said more would have met no grammar.
+The end is a text in the output; after it the grammar applies. After the limit that text is written
+for the model. It may begin and end within tokens, so it is looked for in their bytes. A token that
+would end the thought and contain more is forbidden, because no grammar would have checked the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.guided.vocabulary import Vocabulary
 
 
 class ThoughtEnd:
-    """`marker` in outputs over one vocabulary. Immutable; shared by all outputs."""
+    """Finds `marker` in outputs over one vocabulary. Immutable; all outputs share it."""
 
     def __init__(self, marker: str, vocabulary: Vocabulary) -> None:
         self._marker = marker.encode()
@@ -23,8 +23,10 @@ class ThoughtEnd:
         self._special = vocabulary.specials.get(marker)
 
     def follow(self, tail: bytes, token_id: int) -> bytes | None:
-        """What to remember after `token_id`, given what was remembered before; None = the marker
-        is complete."""
+        """Return what to remember after `token_id`; None = the marker is complete.
+
+        `tail` is what was remembered before.
+        """
         if token_id == self._special:
             return None
         text = tail + self._tokens[token_id]
@@ -33,7 +35,7 @@ class ThoughtEnd:
         return text[-(len(self._marker) - 1) :] if len(self._marker) > 1 else b""
 
     def overshooting(self, tail: bytes) -> list[int]:
-        """Tokens that would complete the marker and go on behind it."""
+        """Return the tokens that would complete the marker and contain more text after it."""
         ruled_out = list(self._containing)
         marker = self._marker
         for size in range(1, len(marker)):
@@ -54,7 +56,7 @@ class ThoughtEnd:
         return sorted((text, token_id) for token_id, text in enumerate(self._tokens) if text)
 
     def _longer_than(self, start: bytes) -> list[int]:
-        """Tokens that begin with `start` and go on."""
+        """Return the tokens that begin with `start` and are longer."""
         found: list[int] = []
         at = bisect_left(self._by_text, (start, len(self._tokens)))
         while at < len(self._by_text) and self._by_text[at][0].startswith(start):
@@ -65,22 +67,27 @@ class ThoughtEnd:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtLimit:
-    """`end_ids` follow when a thought has `most` tokens. It begins behind `start`, None = with the
-    output."""
+    """The limit of a thought: when it has `most` tokens, `end_ids` follow.
+
+    The thought begins after `start`; None = it begins with the output.
+    """
 
     start: ThoughtEnd | None
     end_ids: tuple[int, ...]
     most: int
 
     def begin(self) -> Thinking:
-        """Of a new output."""
+        """Return the state of a new output."""
         return Thinking(self, None if self.start is None else b"")
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How far the thought of one output is. `waiting`: what is remembered while it has not begun;
-    None = it has, `count` tokens ago. Asked no more once it is over."""
+    """How far the thought of one output is.
+
+    `waiting` is what `start` remembers before the thought has begun; None = it has begun, `count`
+    tokens ago. It is not used after the thought.
+    """
 
     limit: ThoughtLimit
     waiting: bytes | None
@@ -93,7 +100,7 @@ class Thinking:
 
     @property
     def forced(self) -> int | None:
-        """The token that must be next; None = any may."""
+        """The token that must come next; None = any token may."""
         index = self.count - self.limit.most
         if self.waiting is not None or not 0 <= index < len(self.limit.end_ids):
             return None

@@ -1,14 +1,14 @@
-"""Grammars tried out in a child process, before anybody depends on them: both sides of it.
+"""Tries grammars in a child process before anything depends on them. This file has both sides.
 
 Building a grammar and its first mask can take minutes or gigabytes (`multipleOf: 9999991`), in one
-call that no thread can leave. So it is first done in a process that can be given up
+call in which a thread cannot be stopped. So it is first done in a process that can be killed
 (baton/runtime/children.py):
 
     python -m baton.guided.trials CPU_S BYTES
 
-A question is JSON, a GuidedDecoding's fields; the answer is empty if it can be followed, else
-{"message", "unsupported"}. The child builds the grammar and follows it for a little while, over
-tokens that are single bytes: that is enough for what a grammar is made of.
+A question is JSON with the fields of a GuidedDecoding. The answer is empty if the grammar can be
+followed, else {"message", "unsupported"}. The child builds the grammar and follows it for a few
+tokens, which are single bytes: that suffices to build the parts of a grammar.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from baton.runtime import child
 from baton.runtime.children import ChildBudget, Children, Excess, GivenUp
 
 TRIAL: Final = (sys.executable, "-m", "baton.guided.trials")
-RETRY_S: Final = 5  # after which a machine that was too busy may be asked again
-NICE: Final = 5  # of a child: an answer waits for it; streams that go on do, too
+RETRY_S: Final = 5  # seconds after which a client may ask a busy machine again
+NICE: Final = 5  # of a child: running streams go before it, but an answer waits for it
 _FAULTS: Final = {
     Excess.CPU: "guided: the grammar takes too long to build",
     Excess.MEMORY: "guided: the grammar needs too much memory to build",
 }
 _END: Final = 256  # the token that ends a text
-_STEPS: Final = 32  # of the text that a grammar is tried with
-_BLANK: Final = 33  # the first byte that is no white space
+_STEPS: Final = 32  # bytes of the text with which a grammar is tried
+_BLANK: Final = 33  # the first byte above the white space of ASCII
 _QUOTE: Final = ord('"')
 
 
 class GrammarTrials:
-    """The parent's side. `run` from any thread; `close` twice is safe."""
+    """The parent's side. Any thread may call `run`; `close` may be called twice."""
 
     def __init__(self, command: Sequence[str] = TRIAL, budget: ChildBudget | None = None) -> None:
         self.children = Children(command, budget or ChildBudget())
 
     def run(self, guided: GuidedDecoding) -> None:
-        """Raise InvalidRequest (field `guided`) for what cannot be built within the budget or
-        allows nothing, UnsupportedFeature for structural tags that cannot be written, Unavailable
-        if this machine was too busy to find out."""
+        """Try a grammar. Return if it can be followed.
+
+        Raises InvalidRequest (field `guided`) for one that cannot be built within the budget or
+        allows no text, UnsupportedFeature for structural tags that cannot be written, Unavailable
+        if this machine was too busy to find out.
+        """
         try:
             answer = self.children.ask(json.dumps(asdict(guided)).encode())
         except GivenUp as error:
@@ -64,12 +67,12 @@ class GrammarTrials:
             raise kind(refusal["message"], field=FIELD)
 
     def close(self) -> None:
-        """End the children; those at work end when they are given back."""
+        """End the idle children; those at work end when their question is answered."""
         self.children.close()
 
 
 def too_busy() -> Unavailable:
-    """It may be a good grammar: its client is not to blame, and may ask again."""
+    """Return an error that tells the client to ask again, because the grammar may be good."""
     message = "guided: the server is too busy to compile the grammar now"
     return Unavailable(message, field=FIELD, retry_after_s=RETRY_S)
 
@@ -78,7 +81,9 @@ def too_busy() -> Unavailable:
 
 
 class _Bytes:
-    """What llguidance.TokenizerWrapper wants: a token per byte, and one that ends the text."""
+    """A tokenizer for llguidance.TokenizerWrapper: one token per byte, and one that ends the
+    text.
+    """
 
     eos_token_id = _END
     bos_token_id = None
@@ -90,7 +95,7 @@ class _Bytes:
 
 
 def _serve(cpu_s: float, memory_bytes: int) -> None:
-    """Answer until the input ends."""
+    """Answer questions until the input ends."""
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
     def answer(question: bytes) -> bytes:
@@ -105,9 +110,11 @@ def _serve(cpu_s: float, memory_bytes: int) -> None:
 
 
 def _try(guided: GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> None:
-    """Build a grammar and follow one text for a little while: parts of a grammar are only built
-    where a text comes to them. Raise InvalidRequest if nothing can begin, or nothing but the end,
-    or if a limit is met."""
+    """Build a grammar and follow one text of at most _STEPS bytes.
+
+    Parts of a grammar are built only when a text reaches them. Raises InvalidRequest if no text or
+    only the empty text is allowed, or if a limit is met.
+    """
     check_size(guided)
     text = llguidance_grammar(guided)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
@@ -120,13 +127,13 @@ def _try(guided: GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> None:
                 reason = "nothing but an empty answer matches the grammar"
                 raise InvalidRequest(f"guided: {reason}", field=FIELD)
             return
-        # A quote wherever it can be, so that a JSON text does not stay in its first string.
+        # A quote is chosen wherever it is allowed, so that a JSON text leaves its first string.
         byte = _QUOTE if allowed >> _QUOTE & 1 else _lowest(allowed, _BLANK)
         matcher.consume_token(byte if _BLANK <= byte < _END else _lowest(allowed))
 
 
 def _lowest(bits: int, start: int = 0) -> int:
-    """The lowest bit that is set, from `start` on; `start` - 1 if none is."""
+    """Return the lowest bit that is set, from `start` on; `start` - 1 if none is."""
     rest = bits >> start
     return start + (rest & -rest).bit_length() - 1
 

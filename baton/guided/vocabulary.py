@@ -1,4 +1,6 @@
-"""What each token adds to a text: the vocabulary that grammars and thoughts are matched against."""
+"""The vocabulary against which grammars and thoughts are matched: what each token adds to a
+text.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ from baton.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Vocabulary:
-    """What each id adds to a text, as clients will read it: `tokens[id]`, b"" for ids without a
-    token. Specials add nothing; their own text is in `specials`."""
+    """What each id adds to a text, as clients will read it.
+
+    `tokens[id]` are the bytes, b"" for ids without a token and for special tokens. The texts of
+    special tokens are in `specials`.
+    """
 
     tokens: tuple[bytes, ...]
     specials: Mapping[str, int]
@@ -21,13 +26,16 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """int32 words of a mask with one bit per id."""
+        """The number of int32 words of a mask with one bit per id."""
         return -(-len(self.tokens) // 32)
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """Of a checkpoint's tokenizer, for a model of `vocab_size` ids (padding included). Takes up to
-    a second for a large one. Raises ModelRefused."""
+    """Return the vocabulary of a checkpoint's tokenizer.
+
+    It is for a model of `vocab_size` ids (padding included). A large one takes up to a second.
+    Raises ModelRefused.
+    """
     tokenizer = Tokenizer.load(model_dir)
     specials = {tokenizer.token(token_id) or "": token_id for token_id in tokenizer.special_ids}
     skipped = {*specials.values(), *eos_token_ids}

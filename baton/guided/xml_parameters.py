@@ -1,4 +1,4 @@
-"""Tool parameters as tags, each value between marks of its own, as a structural tag's format.
+"""Tool parameters as tags, each value between its own marks, as the format of a structural tag.
 
     <parameter=city>
     Oslo
@@ -7,10 +7,11 @@
     3
     </parameter>
 
-A value of type `string`, or of a schema that names no type, is plain text, any other JSON (also of
-`["string", "null"]`: the text `null` could be either). Parameters come in the order of the schema;
-what is not required may be left out. Text with a bound on its length has no `<`, so that the bound
-and the closing tag can both be seen. Pure. Source: Qwen3-Coder's chat template.
+A value of type `string`, or of a schema without a type, is plain text. Any other value is JSON;
+this includes the type `["string", "null"]`, for which the text `null` would be ambiguous.
+Parameters come in the order of the schema, and those that are not required may be left out. Text
+with a limit on its length contains no `<`, so that both the limit and the closing tag can be seen.
+Pure. Source: Qwen3-Coder's chat template.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 
 @dataclass(frozen=True, slots=True)
 class ParameterMarks:
-    """What stands around one parameter: `key` NAME `key_end` `value` VALUE `value_end`, with the
-    white space that models write. `json_key_end`: what ends the name if the value is JSON."""
+    """What stands around one parameter: `key` NAME `key_end` `value` VALUE `value_end`.
+
+    The marks include the white space that models write. `json_key_end` ends the name instead of
+    `key_end` if the value is JSON and `json_key_end` is not empty.
+    """
 
     key: str
     key_end: str
@@ -44,7 +48,7 @@ class ParameterMarks:
 
     @property
     def close(self) -> str:
-        """What ends a value, without white space."""
+        """The mark that ends a value, without white space."""
         return self.value_end.strip()
 
 
@@ -52,7 +56,7 @@ QWEN: Final = ParameterMarks("<parameter=", ">\n", "\n</parameter>\n")
 
 
 def parameters(schema: Mapping[str, Any], marks: ParameterMarks) -> list[Format]:
-    """The formats of all parameters, one after another."""
+    """Return the formats of all parameters, in the order of the schema."""
     properties = cast("Mapping[str, Any]", schema.get("properties") or {})
     required = cast("list[str]", schema.get("required") or [])
     written: list[Format] = []
@@ -63,8 +67,11 @@ def parameters(schema: Mapping[str, Any], marks: ParameterMarks) -> list[Format]
 
 
 def is_text(spec: object, close: str) -> bool:
-    """Whether a value of this schema is written as plain text, not as JSON: choices that hold the
-    closing tag could not be told from their end."""
+    """Whether a value of this schema is written as plain text, not as JSON.
+
+    A schema with a choice that contains the closing tag needs JSON, because the tag inside the
+    value would look like its end.
+    """
     if says_nothing(spec):
         return True
     plain = cast("Mapping[str, Any]", spec)
@@ -74,7 +81,7 @@ def is_text(spec: object, close: str) -> bool:
 
 
 def _choices(spec: Mapping[str, Any]) -> list[object]:
-    """The values that a schema lists."""
+    """Return the values that a schema lists."""
     if "const" in spec:
         return [spec["const"]]
     listed: object = spec.get("enum")
@@ -82,7 +89,10 @@ def _choices(spec: Mapping[str, Any]) -> list[object]:
 
 
 def json_form(spec: Mapping[str, Any], root: Mapping[str, Any]) -> Format:
-    """A JSON value of a part of the schema `root`: with its options, and what references need."""
+    """Return the format of a JSON value of the part `spec` of the schema `root`.
+
+    It gets the options of `root`, and the definitions to which its references lead.
+    """
     keys = (OPTIONS, *_DEFINITIONS) if _refers(spec) else (OPTIONS,)
     shared = {key: root[key] for key in keys if key in root}
     return {"type": "json_schema", "json_schema": {**spec, **shared}}
@@ -115,7 +125,7 @@ def _parameter(marks: ParameterMarks, name: str, spec: Any, root: Mapping[str, A
 
 
 def string_form(spec: Mapping[str, Any], close: str) -> Format:
-    """The text of a string that `close` ends: what a tag with that end is filled with."""
+    """Return the format of a string that `close` ends: the content of a tag with that end."""
     choices = [choice for choice in _choices(spec) if isinstance(choice, str)]
     if choices:
         texts = [{"type": "const_string", "value": choice} for choice in choices]
@@ -131,7 +141,10 @@ def _tag(begin: str, content: Format, end: str) -> Format:
 
 
 def _pattern(spec: Mapping[str, Any], other: str) -> str | None:
-    """What a text must match, None if it is free. `other`: any character that cannot close it."""
+    """Return the pattern that a text must match, None if the text is free.
+
+    `other` is a pattern for any character that cannot begin the closing tag.
+    """
     if isinstance(spec.get("pattern"), str):
         return _whole(spec["pattern"], other)
     least, most = spec.get("minLength"), spec.get("maxLength")
@@ -141,7 +154,9 @@ def _pattern(spec: Mapping[str, Any], other: str) -> str | None:
 
 
 def _whole(pattern: str, other: str) -> str:
-    """A schema's pattern may match anywhere; where it has no anchor, text may stand around it."""
+    """Return a pattern for the whole text: a schema's pattern without an anchor may match
+    anywhere.
+    """
     before = "" if pattern.startswith("^") else f"{other}*"
     after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else f"{other}*"
     bare = pattern.removeprefix("^")

@@ -41,7 +41,7 @@ from baton.protocol.wire_control import TAGS
 
 log = logging.getLogger(__name__)
 LEAVING_S: Final = 60.0  # how long an adapter's weights stay after the last request that uses them
-_TRIES: Final = 100  # a planned step may still be running, or an abort be waiting to run
+_TRIES: Final = 100  # attempts to fall asleep: a planned step may still run, or an abort may wait
 
 
 class ControlledShell(Protocol):
@@ -70,9 +70,9 @@ class NodeControl:
     def __init__(self, shell: ControlledShell, engine: Engine) -> None:
         self.pause = ""
         self._shell = shell
-        # only its frozen values are read here; all else goes through the thread
+        # Only its frozen values are read here; everything else goes through the thread.
         self._engine = engine
-        self._released: set[str] = set()  # those of TAGS that are not in memory
+        self._released: set[str] = set()  # those of TAGS whose memory has been given back
         self._falling = False
         self._leaving: dict[str, float] = {}  # adapter id -> when a request last used it
         self._lock = asyncio.Lock()
@@ -110,7 +110,7 @@ class NodeControl:
                 self._spawn(self._detach(id_))
 
     async def stop(self) -> None:
-        """Cancel the orders under way."""
+        """Cancel the orders that are being carried out."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -156,8 +156,8 @@ class NodeControl:
 
     def _set_pause(self, mode: str) -> None:
         self.pause = mode
-        # A prefill node goes on: receivers wait for the prompts that it has begun, and would give
-        # it up.
+        # A prefill node goes on with prompts that it has begun: receivers wait for their KV, and
+        # would give up.
         self._shell.thread.hold(mode == "hold" and self._shell.kind is Role.DECODE)
         self._shell.send_load()
 
@@ -225,7 +225,7 @@ class NodeControl:
         self._retire(id_ for id_ in self._named(name) if id_ != adapter.id)
 
     async def _unload_adapter(self, name: str) -> None:
-        """Publish the adapter no more. Raises ModelNotFound."""
+        """Stop offering the adapters of this name to new requests. Raises ModelNotFound."""
         adapters.model_of(self._engine)
         named = self._named(name)
         if not named:

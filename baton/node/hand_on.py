@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class HandOn:
-    """Exports requests that move away. `role`: makes the exports. `spawn`: runs a task for the
-    shell.
+    """Exports requests that move away.
+
+    `role` makes the exports; `spawn` runs a task for the shell.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class HandOn:
     async def leave(self, entry: NodeRequest) -> None:
         """Let `entry` go: with its KV under a lease if it decodes, otherwise without KV.
 
-        What is sent here is the request's last event, after all its tokens: steps reach this loop
-        in the engine thread's order.
+        The event sent here is the request's last, after all its tokens, because steps reach this
+        loop in the order of the engine thread.
         """
         request = entry.request
         try:
@@ -79,8 +80,8 @@ class HandOn:
         try:
             await self._connector.renew(handle)
         except BatonError as error:
-            # Its receiver may just have acknowledged it, so this is no error: a failed fetch is
-            # reported anyway.
+            # Not an error: the receiver may just have acknowledged the export, and a failed fetch
+            # is reported anyway.
             log.debug("request %s: no renewal: %s", handle.request_id, error.message)
 
     async def release(self, handle: KVHandle, why: str) -> None:

@@ -23,7 +23,7 @@ from baton.runtime.redis_connections import heed_cancellation
 from baton.runtime.timing import Timing
 
 log = logging.getLogger(__name__)
-SPARE_LOOKS: Final = 2  # heartbeats beyond a record's lifetime before its node counts as alive
+SPARE_LOOKS: Final = 2  # heartbeats beyond a record's lifetime after which its node is alive
 
 
 class Registry(Protocol):
@@ -47,7 +47,7 @@ class Registry(Protocol):
 class RedisRegistry:
     """Keeps records in Redis: `SET {pd}:node:<id> record PX`; every call ends within one heartbeat.
 
-    While a record of another boot is there, it is neither overwritten nor deleted.
+    A record of another boot under this name is neither overwritten nor deleted, except by `claim`.
     """
 
     def __init__(self, url: str, timing: Timing) -> None:
@@ -62,9 +62,9 @@ class RedisRegistry:
         self._redis = heed_cancellation(client)
 
     async def claim(self, record: NodeRecord) -> None:
-        """See Registry. Waits until the record of a node that has just died runs out.
+        """See Registry. Waits until the record of a node that has just died expires.
 
-        It does not wait if that node was at this node's own address.
+        It does not wait if the old record has this node's own address.
         """
         timing, where = self._timing, ""
         for _ in range(math.ceil(timing.node_record_s / timing.heartbeat_s) + SPARE_LOOKS):
@@ -144,7 +144,7 @@ class Heartbeat:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="heartbeat")
 
     async def stop(self) -> None:
-        """Wait for the end of the beat under way. May be called twice."""
+        """Wait until the current beat has ended. May be called twice."""
         self._stopping.set()
         if self._task is not None:
             await asyncio.wait([self._task])

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 SHM: Final = "shm"
 AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
-# distance of a lane's port from the stream lane's
+# The distance of a lane's port from that of the stream lane.
 AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}
 
 
@@ -42,9 +42,9 @@ class LaneSettings:
     """What lanes are made from.
 
     `port`: of the grpc lane. `stream_port`: of the stream lane; the ports of other lanes follow it
-    (see `own_port`); 0 = any free one. `unix_dir`: None = a private directory. `pool`: for lanes
-    that read the pool themselves. `shared`: the shared memory of the pool, if PoolPlace has put it
-    there.
+    (see `own_port`); 0 = any free one. `unix_dir`: directory of sockets, None = a private one.
+    `pool`: for lanes that read the pool themselves. `shared`: the pool's shared memory, None if
+    PoolPlace has not put the pool there.
     """
 
     timing: Timing
@@ -81,8 +81,8 @@ class PoolPlace:
     """Where the KV pool of a node lies: in shared memory if lane `shm` is wanted, else elsewhere.
 
     `optional`: if shared memory has no room, the pool lies elsewhere and lane `shm` is left out.
-    Life: the engine gets `memory` and may call it once; afterwards `shared` is set; `close` unlinks
-    the file.
+    Life: the engine gets `memory` and may call it once; afterwards `shared` is set, unless there
+    was no room; `close` unlinks the file.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, *, optional: bool = False) -> None:
@@ -112,12 +112,14 @@ class PoolPlace:
             sweep(self._directory)
 
     def _make(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
-        """Return the pool's memory. Raises ConfigError if the directory has no room, unless that is
-        optional.
+        """Allocate the pool's memory.
+
+        If the directory has no room, use other memory when shared memory is optional, else raise
+        ConfigError.
         """
         try:
             if self._optional:
-                sweep(self._directory)  # else the pool of a killed node would count as used
+                sweep(self._directory)  # else pools of killed nodes would count as used
                 check_room(self._directory, num_bytes)
             self.shared = ShmArena(secrets.token_hex(16), num_bytes, page_bytes, self._directory)
         except ConfigError as error:
@@ -162,8 +164,8 @@ def _stream(settings: LaneSettings) -> Lane:
 def _inner(settings: LaneSettings, name: str) -> Lane:
     """Return the stream lane that carries the frames of lane `name`.
 
-    It has a port and a folder for sockets of its own, as a socket's name is made of the boot id
-    alone.
+    It gets its own port and its own folder for sockets, because a socket's name contains only the
+    boot id.
     """
     folder = settings.unix_dir / name if settings.unix_dir is not None else None
     return _stream(replace(settings, stream_port=settings.own_port(name), unix_dir=folder))
@@ -172,7 +174,7 @@ def _inner(settings: LaneSettings, name: str) -> Lane:
 def _dist(settings: LaneSettings) -> Lane:
     if settings.tls is not None:
         raise ConfigError("KV lane dist knows no TLS; leave it out of --kv-lanes", field="kv_lanes")
-    # Imported here: some builds of torch have no torch.distributed.
+    # A late import: some builds of torch have no torch.distributed.
     from kv_transfer.lanes.dist import DistLane, DistSettings
 
     return DistLane(

@@ -60,7 +60,7 @@ LOADER: Final = "load"
 
 @dataclass(frozen=True, slots=True)
 class NodeProgram:
-    """What distinguishes one node command from the other."""
+    """What distinguishes a prefill node's command from a decode node's."""
 
     role: Role
     description: str
@@ -83,8 +83,9 @@ class NodeProcess:
     def __init__(
         self, program: NodeProgram, config: NodeConfig, parts: EngineParts, around: Surroundings
     ) -> None:
-        """`parts`: of the engine, which is made here. Do not keep them: they would keep the model
-        in memory while the node sleeps.
+        """Make the engine from `parts`, and everything around it.
+
+        Callers must not keep `parts`: they would keep the model in memory while the node sleeps.
         """
         self._config = config
         lockstep = parts.active.lockstep
@@ -244,8 +245,8 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             rank.failed(error)
         return USAGE_ERROR
     if any(thread.name == LOADER for thread in threading.enumerate()):
-        # Otherwise the interpreter's end would unwind the thread's C++ frames, on which libstdc++
-        # aborts.
+        # Otherwise the interpreter's end would unwind the thread's C++ frames, and libstdc++ would
+        # abort.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)
@@ -271,7 +272,7 @@ def _configured(
 async def _watched(
     program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, group: NodeGroup
 ) -> int:
-    """Run `_run` and the health port, which is open while the model loads as well."""
+    """Run `_run` and the health port, which is open even while the model loads."""
     health = Health(SystemClock(), config.stall_s)
     async with health_port(health, config.host, config.health_port):
         return await _run(program, config, engine_config, Life(health, group, *group.events()))
@@ -310,7 +311,8 @@ async def _run(
         if ranks is not None:
             ranks.on_lost(end)
         settings = LaneSettings.of(config, timing)
-        # Lanes that read a pool themselves would find one rank's heads only, so they get no pool.
+        # A lane that reads the pool itself would see the heads of one rank only, so it gets no
+        # pool.
         pool = parts.arena if ranks is None else None
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
@@ -396,7 +398,7 @@ async def _load(
         with suppress(RuntimeError):  # the loop has closed: a signal came first
             loop.call_soon_threadsafe(finish)
 
-    # Daemon: a signal must not have to wait for gigabytes of weights.
+    # A daemon thread, so that a signal need not wait until gigabytes of weights are loaded.
     threading.Thread(target=work, name=LOADER, daemon=True).start()
     waiter = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loaded, waiter}, return_when=asyncio.FIRST_COMPLETED)

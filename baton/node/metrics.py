@@ -91,7 +91,7 @@ def values_of(now: NodeFigures) -> dict[str, Values]:
         "baton_departures": {
             (name,): count for name, count in sorted(dict(engine.departures).items())
         },
-        # Only sum and count are kept.
+        # Only sum and count are known, so there is a single bucket.
         "vllm:iteration_tokens_total": {(): Sums((("+Inf", engine.num_steps),), tokens)},
         "vllm:num_requests_waiting_by_reason": {
             ("capacity",): now.load.waiting,
@@ -118,7 +118,7 @@ def _gauges(now: NodeFigures) -> Mapping[str, float]:
         "baton_step_seconds": load.step_seconds,
         "baton_mbu": load.mbu,
         "baton_mfu": load.mfu,
-        # 0 = unknown.
+        # 0 means unknown.
         "baton_memory_bandwidth_bytes_per_second": limits.read_bytes_per_s if limits else 0.0,
         "baton_peak_flops": limits.flops_per_s if limits else 0.0,
         "baton_draining": float(load.draining),
@@ -175,7 +175,7 @@ def _transfer_counters(transfer: TransferStats) -> Mapping[str, float]:
     }
 
 
-# One series for each lane that has been used.
+# The metrics of one lane; each lane that has been used has its own series.
 _OF_LANE: Final[Mapping[str, Callable[[LaneStats], float]]] = {
     "baton_kv_lane_sent_bytes": lambda lane: lane.bytes_sent,
     "baton_kv_lane_received_bytes": lambda lane: lane.bytes_received,

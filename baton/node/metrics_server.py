@@ -28,7 +28,7 @@ def metrics_token(secret: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricsPlace:
-    """Where to listen. `token`: "" = open to everybody who can reach the port."""
+    """Where to listen. An empty `token` opens the endpoint to everybody who can reach the port."""
 
     host: str
     port: int

@@ -27,7 +27,7 @@ from baton.protocol.errors import UnsupportedFeature
 from baton.protocol.events import NodeStep, Pooled
 from baton.protocol.messages import SubmitPool
 
-# one forward takes this share of a step's tokens: a prompt waits for two or three
+# One forward takes at most a step's tokens divided by this number.
 STEP_SHARE: Final = 8
 
 
@@ -44,8 +44,8 @@ class PoolingDesk:
     def __init__(self, owner: ThreadOwner) -> None:
         self._thread = owner.thread
         self._freed = asyncio.Event()
-        # Between two steps there is one forward of all jobs together, so that requests wait for no
-        # more.
+        # Only one forward of all jobs runs between two steps, so that requests wait for no more
+        # than one.
         self._turn = asyncio.Lock()
 
     async def serve(self, entry: NodeRequest, asked: SubmitPool) -> None:
@@ -61,7 +61,7 @@ class PoolingDesk:
         job = await self._thread.call(lambda engine: _begin(engine, asked))
         try:
             while not job.done:
-                # read before the step, so that blocks freed during it are not missed
+                # Read before the step, so that blocks freed during the step are not missed.
                 freed = self._freed
                 async with self._turn:
                     stepped = await self._thread.call(lambda _: job.step())

@@ -28,8 +28,9 @@ PATIENCE: Final = 3  # a stall is this many times the longest pause of a working
 
 @dataclass(frozen=True, slots=True)
 class ProgressAnswer:
-    """The engine's answer between two steps. `held_up`: it can do nothing until blocks
-    become free.
+    """The engine's answer between two steps.
+
+    `held_up`: it has work, but can do nothing until blocks become free.
     """
 
     steps: int
@@ -38,8 +39,9 @@ class ProgressAnswer:
 
     @classmethod
     def of(cls, engine: Engine, *, held: bool = False) -> ProgressAnswer:
-        """Return the answer of `engine`. Engine thread. `held`: it must make no step, whatever work
-        it has.
+        """Return the answer of `engine`. Call it on the engine thread.
+
+        `held`: the engine has been told to make no step, whatever work it has.
         """
         return cls(engine.stats.num_steps, engine.has_work and not held, engine.stalled)
 
@@ -56,7 +58,7 @@ class EngineProgress:
         self._steps = -1
         self._layers = 0
         self._moved_at = clock.monotonic()  # when the engine last showed progress
-        # the longest pause between two such moments, with work and without a stall
+        # The longest pause between two such moments, with work and without a stall.
         self._longest_s = 0.0
 
     def ask(self, layers: int) -> bool:
@@ -105,8 +107,9 @@ class EngineProgress:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the open question has waited: the length of a step, unless the engine
-        hangs.
+        """Seconds for which the open question has waited; 0 if none is open.
+
+        They are the length of the current step, unless the engine hangs.
         """
         asked = self._asked_at
         return 0.0 if asked is None else self._clock.monotonic() - asked

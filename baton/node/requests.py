@@ -22,9 +22,9 @@ from baton.protocol.request import Request
 class NodeRequest:
     """One request on this node. `ended` is done when its last event was sent, or it cannot go on.
 
-    `prefilled`: token 1 is computed, or nobody will report it. `cancelled`: nobody wants the
-    request any more. `leaving`: it was asked to move to another node. `export`: the export of its
-    prompt, while that still ends with the request.
+    `prefilled`: set when token 1 is computed, or when no router will report it. `cancelled`: nobody
+    wants the request any more. `leaving`: it was asked to move to another node. `export`: the
+    export of its prompt, as long as the export ends with the request.
     """
 
     request: Request
@@ -37,9 +37,9 @@ class NodeRequest:
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
     leaving: bool = False
-    pool: SubmitPool | None = None  # set if vectors are asked for, not tokens
+    pool: SubmitPool | None = None  # set if the request asks for vectors, not for tokens
     export: KVHandle | None = None
-    live: set[int] = field(init=False)  # samples (of a search, results) that have not ended here
+    live: set[int] = field(init=False)  # samples (results, for beams) that have not ended here
     stopped: set[int] = field(default_factory=set[int])  # samples that nobody wants any more
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class NodeRequest:
         """End the request with `error`, which is raised to those who wait for `ended`."""
         if not self.ended.done():
             self.ended.set_exception(error)
-            # retrieved, so that asyncio does not report it: nobody may be waiting any more
+            # Retrieve it, so that asyncio does not report it: perhaps nobody waits any more.
             self.ended.exception()
 
     def cancel(self) -> None:

@@ -24,9 +24,9 @@ from baton.protocol.request import Request
 from baton.runtime.timing import Timing
 from kv_transfer.protocol.base import KVConnector
 
-# Makes the node's engine, which exports prompts through these hooks (None: it exports none), and
-# the engine's thread. A role calls it once, in its constructor, and does not keep it, as it refers
-# to the model.
+# Makes the node's engine and the engine's thread. The engine exports prompts through the hooks;
+# with None it exports none. A role calls it once, in its constructor, and does not keep it, because
+# it refers to the model.
 MakeThread: TypeAlias = Callable[[EngineHooks | None], EngineThread]
 
 

@@ -110,7 +110,7 @@ class SessionService(node_pb2_grpc.NodeServicer):
             raise Unauthenticated("the deployment's secret was not proven")
 
     async def _converse(self, session: RouterSession, context: Any) -> None:
-        """Read, write, and watch for a cut; the first of the three to end ends the session."""
+        """Read, write, and watch for a cut; the first task to end ends the session."""
         self._shell.attach(session)
         loop = asyncio.get_running_loop()
         tasks = [
@@ -222,7 +222,7 @@ class NodeServer:
             options=server_options(shell.timing),
             interceptors=[SecretGuard(secret)] if secret else [],
         )
-        # pyright does not see the conditional import of `aio` in there
+        # pyright does not see the conditional import of `aio` in that package.
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore
         node_pb2_grpc.add_NodeServicer_to_server(SessionService(shell), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -1,10 +1,9 @@
-"""One router's session with this node: its bounded outbox, and the load last reported to that
-router.
+"""One router's session with this node: its bounded outbox, and the load last sent to the router.
 
 Life: the service opens it after the router's hello and attaches it to the shell, which sends a
-snapshot of all block hashes. The shell fills the outbox, the service's writer empties it. It is cut
-when the router does not read or leaves. A broken session is not resynchronised: its requests are
-aborted. Event loop only.
+snapshot of all block hashes. The shell fills the outbox, and the service's writer empties it. A
+session is cut when the router does not read or leaves. A broken session is not resynchronised: its
+requests are aborted. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from baton.protocol.handles import NodeLoad
 
 @dataclass(eq=False)
 class RouterSession:
-    """One session. `synced`: the snapshot of block hashes was sent, so block events may follow."""
+    """One session. `synced`: block events may follow, because the snapshot of hashes was sent."""
 
     router_id: str
     max_messages: int
@@ -31,7 +30,7 @@ class RouterSession:
 
     def __post_init__(self) -> None:
         self._outbox: deque[tuple[NodeStep, Callable[[], object] | None]] = deque()
-        # to be called when the message being written has gone
+        # Called when the message that is being written has been sent.
         self._written: Callable[[], object] | None = None
         self._wake = asyncio.Event()
         self._next_seq = 1
@@ -49,9 +48,10 @@ class RouterSession:
         return len(self._outbox)
 
     def send(self, step: NodeStep, written: Callable[[], object] | None = None) -> None:
-        """Queue a message, or several for a very long one; cut the session if too many are unread.
+        """Queue a message, or several if it is very long; cut the session if too many are unread.
 
-        Never blocks. `written` is called once: when all is on the wire, or never will be.
+        Never blocks. `written` is called once: when the whole message is on the wire, or never will
+        be.
         """
         *parts, last = in_parts(step)
         for part in parts:
@@ -66,8 +66,8 @@ class RouterSession:
                 written()
             return
         if step.block_events:
-            # Numbered per session, from its snapshot on: a router sees a gap only if an event was
-            # lost.
+            # Numbers count per session, from its snapshot on, so a router sees a gap only if an
+            # event was lost.
             step = replace(step, block_events_seq=self._next_seq)
             self._next_seq += len(step.block_events)
         if step.load is not None:
@@ -99,7 +99,7 @@ class RouterSession:
     async def next(self) -> NodeStep:
         """Return the next message to write, in order. Raises the reason of a cut.
 
-        A call means that the message before has been written.
+        A call means that the previous message has been written.
         """
         self._end_writing()
         while not self._outbox:

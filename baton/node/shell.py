@@ -72,9 +72,8 @@ OfSession: TypeAlias = dict[RouterSession, list[T]]
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a shell is made of; the engine is made of the parts in `engine`. The two makers run in
-    the shell's constructor, on the event loop. `group`: name and rank. The shell does not keep this
-    object, as a node that sleeps must free the model."""
+    """What a shell is made of. Its constructor runs the two makers, on the event loop. It does not
+    keep this object, because a node that sleeps must free the model. `group`: name and rank."""
 
     node_id: str
     boot_id: str
@@ -154,8 +153,11 @@ class NodeShell:
             self.send_load()
 
     async def drain(self) -> None:
-        """Take no new requests; wait, at most `drain_s`, until those here have ended or moved to
-        other nodes and their exports were fetched. Then wait until routers have read all of that.
+        """Take no new requests; wait until the node is empty, then until routers have read
+        everything.
+
+        A node is empty when its requests have ended or moved and its exports were fetched. It waits
+        for that at most `drain_s`.
         """
         self.begin_drain()
         try:
@@ -177,8 +179,8 @@ class NodeShell:
             await self._quiet.wait()
 
     async def _part(self) -> None:
-        """Tell routers that nothing follows; wait until they end their sessions. If this side ended
-        them, what it wrote last might be lost."""
+        """Tell routers that nothing follows, and wait until they end their sessions. If this side
+        ended them, its last messages might be lost."""
         sessions = list(self._sessions)
         for session in sessions:
             session.send(NodeStep(last=True))
@@ -248,16 +250,15 @@ class NodeShell:
         )
 
     def send_load(self, *, beat: bool = False) -> None:
-        """Send the load, counters included: with `beat` to all routers (they think that a silent
-        node hangs), else to those whose last one differs."""
+        """Send the load with all counters. With `beat` it goes to all routers, which think that a
+        silent node hangs; else to those that were sent another load last."""
         load = self.load()
         for session in self._sessions:
             if beat or load != session.last_load:
                 session.send(NodeStep(load=load))
 
     def ask_engine(self) -> None:
-        """Ask the engine for load and counters. During a long step, send the last known ones
-        instead."""
+        """Ask the engine for load and counters; during a long step, send the last known ones."""
         if self.progress.ask(self.engine.stats.num_layers):
             self.thread.post(self._answer)
         else:
@@ -362,8 +363,7 @@ class NodeShell:
         self._keep(entry.task)
 
     async def _serve(self, entry: NodeRequest, older: NodeRequest | None) -> None:
-        """Serve one request from its submission to its last event, and report its end
-        exactly once."""
+        """Serve one request from submission to last event, and report its end exactly once."""
         limit = asyncio.timeout(self._seconds_left(entry.request.deadline))
         with request_context(entry.request.id):
             try:
@@ -425,8 +425,8 @@ class NodeShell:
         self._loop.call_soon_threadsafe(self._send_step, {}, {}, events)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
-        # Both are taken together and delivered in the order of the steps: no event is sent twice or
-        # missed.
+        # Both are taken together and delivered in the order of the steps, so no event is sent twice
+        # or missed.
         pending = engine.take_block_events()
         everything = engine.pool.snapshot_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)

@@ -1,10 +1,10 @@
-"""Splits a step into several messages where one would be too long. Pure.
+"""Splits a step into several messages if one would be too long. Pure.
 
-gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and then breaks the session.
-Steps become that long by log-probabilities of prompts (router/prompts/reader.py bounds each
-request's, 20 MB) and by the snapshot of a large prefix map. A step is split between events, never
-inside a token event. The parts together equal the whole, in this order: handles, subscriptions,
-tokens, failures.
+gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and then breaks the session. A
+step becomes that long by log-probabilities of prompts (router/prompts/reader.py limits them to 20
+MB a request) and by the snapshot of a large prefix map. A step is split between events, never
+inside a token event. Together the parts equal the step, in this order: handles, subscriptions,
+tokens, failures, block events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.protocol.events import (
 T = TypeVar("T")
 MESSAGE_BYTES: Final = 32 << 20  # half of what gRPC takes, as the sizes here are estimates
 
-# Upper bounds of encoded sizes, bytes.
+# Upper bounds of encoded sizes, in bytes.
 _LOGPROB: Final = 26
 _ROW: Final = 6
 _TOKEN: Final = 6
@@ -35,9 +35,9 @@ _HASH: Final = 4  # overhead of each hash
 
 
 def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
-    """Return `step` itself if it is short enough, as it nearly always is, else its parts in order.
+    """Return `step` itself if it is short enough, which it usually is, else its parts in order.
 
-    A long block event may become several; block events of parts are not numbered.
+    A long block event may become several. The session numbers the block events of parts.
     """
     if _size(step) <= limit:
         return (step,)
@@ -57,7 +57,8 @@ def _size(step: NodeStep) -> int:
     plain = len(step.tokens) + len(step.subscribed)
     size = _EVENT * plain + _HANDLE * len(step.handles) + sum(map(_failure, step.failed))
     size += sum(map(_blocks, step.block_events))
-    # The loop is for rare events: most are one token and nothing else, and there may be hundreds.
+    # Most events are one token and nothing else, and there may be hundreds: the loop finds the
+    # others.
     for event in step.tokens:
         if event.logprobs or event.prompt_logprobs or len(event.token_ids) > 8:
             size += _tokens(event)
@@ -104,8 +105,9 @@ def _blocks(event: BlockEvent) -> int:
 
 
 def _cut(event: BlockEvent, limit: int) -> Iterator[BlockEvent]:
-    """Yield the event, or events of fewer hashes that together equal it, each a child of the one
-    before.
+    """Yield the event, or several with fewer hashes that together equal it.
+
+    Each of them continues the one before: its parent is that one's last hash.
     """
     if _blocks(event) <= limit or not event.hashes:
         yield event

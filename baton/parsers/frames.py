@@ -3,8 +3,9 @@
     opening  call BODY call_end  separator  call BODY call_end  closing
 
 Marks are given as the model's chat template writes them. White space at their ends is layout: a
-forced call contains it, a reader accepts any. A model may leave out separators and closing marks.
-The reader needs only the marks that begin calls, and the calls themselves.
+forced call contains it, and a reader accepts any white space there. A model may leave out
+separators and closing marks. The reader needs only the marks that begin calls, and the calls
+themselves.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def framed(name: str, frame: CallFrame, body: Body, short_ids: bool = False) -> 
 
 
 class _FrameReader:
-    """Reads one answer. `_open`: closing marks that may still come, which are no content."""
+    """Reads one answer. `_open` are closing marks that may still come and are not content."""
 
     def __init__(
         self, frame: CallFrame, body: Body, reader: TextReader, sink: Sink, schemas: Schemas
@@ -178,7 +179,7 @@ class _FrameReader:
         self._open = (self._closing,) if mark != self._closing and self._closing else ()
 
 
-_NOT_A_CALL: Final = r"([^{}\s](.|\n)*)?"  # text that cannot be read as a call without marks
+_NOT_A_CALL: Final = r"([^{}\s](.|\n)*)?"  # text that does not begin like a call without marks
 
 
 @dataclass(frozen=True, slots=True)

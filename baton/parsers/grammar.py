@@ -2,11 +2,11 @@
 
 The grammar of a format is a generator that reads an answer (after any reasoning) to its end and
 passes the parts to a sink. Rules that all formats share:
-- A call is announced to the sink once its name is known and its arguments have begun. If the text
-  turns out before that not to be a call, it is content, markers included.
+- A call is announced to the sink once its name is known and its arguments have begun. Text that
+  turns out before that to be no call is content, markers included.
 - After that the arguments are passed on as they come, even if they are not valid JSON (OpenAI warns
-  its clients of that, too). If the answer is cut short, the arguments are cut short. The same holds
-  if arguments that are converted to JSON here do not follow their format.
+  its clients of that, too). If the answer is cut short, the arguments are cut short. They are also
+  cut short if they are converted to JSON here and do not follow their format.
 
 Most formats are a CallFrame (baton/parsers/frames.py) around one of a few bodies; all of them are
 listed in baton/parsers/formats.py.
@@ -68,14 +68,18 @@ class ToolFormat:
 
 
 def forced(form: ToolFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Form:
-    """Return the form of an answer with at least one call and no text, as tool_choice `required` or
-    a named function demands."""
+    """Return the form of an answer with at least one call and no text.
+
+    tool_choice `required` or a named function demands it.
+    """
     return form.writer.forced([_tool(tool) for tool in tools], several)
 
 
 def offered(form: ToolFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Form:
-    """Return the form of an answer with text or valid calls: for strict tools, if the model may
-    choose."""
+    """Return the form of an answer with text or valid calls.
+
+    It is for strict tools between which the model may choose.
+    """
     return form.writer.offered([_tool(tool) for tool in tools], several)
 
 
@@ -97,8 +101,10 @@ class CallEnd(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """One call as a model writes it: the text before the arguments, the form of the arguments, and
-    the text after them."""
+    """One call as a model writes it.
+
+    `begin` is the text before the arguments, `arguments` their form, `end` the text after them.
+    """
 
     begin: str
     arguments: Form
@@ -106,22 +112,27 @@ class WrittenCall:
 
 
 class Body(Protocol):
-    """The text between the marks of a call: name and arguments. `markers`: texts in it that may be,
-    or contain, special tokens."""
+    """The text between the marks of a call: name and arguments.
+
+    `markers` are texts in it that may be, or contain, special tokens.
+    """
 
     @property
     def markers(self) -> tuple[str, ...]: ...
 
     def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
-        """Read one call. If it returns NONE, the reader's mark still stands where the caller set
-        it; an announced call has removed it."""
+        """Read one call.
+
+        If it returns NONE, the reader's mark is still where the caller set it. An announced call
+        has removed the mark.
+        """
         ...
 
     def written(self, tool: Tool) -> WrittenCall: ...
 
 
 def announce(reader: TextReader, sink: Sink, name: str) -> None:
-    """Announce a call to the sink, and remove the reader's mark: its text is no content."""
+    """Announce a call to the sink, and remove the reader's mark, because its text is no content."""
     reader.unmark()
     sink.call(name)
 

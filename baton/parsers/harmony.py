@@ -1,15 +1,14 @@
-"""Harmony, gpt-oss's format: an answer is a list of messages. Each has a channel; a call has a
-recipient.
+"""Harmony, the format of gpt-oss: an answer is a list of messages, each with a channel.
 
     <|channel|>analysis<|message|>what it thinks<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-A message to a function is a call, in any channel. A message to another recipient (a tool that the
-model knows by itself) is reasoning. Of the others, `analysis` is reasoning, `commentary` and
-`final` are content. The recipient may stand before the channel. One state machine reads the whole
-answer, so this is a format of reasoning and of calls at once. Source: github.com/openai/harmony,
-docs/format.md.
+A message to a function (the recipient after `to=`) is a call, in any channel. A message to another
+recipient (a tool that the model knows by itself) is reasoning. Among the other messages, `analysis`
+is reasoning; `commentary` and `final` are content. The recipient may stand before the channel. One
+state machine reads the whole answer, so this is a format of reasoning and of calls at once. Source:
+github.com/openai/harmony, docs/format.md.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class JsonObject:
 
     arguments: str = "arguments"
     name: str = "name"
-    beside: str = ""  # what stands before the name in the template, "ID" = digits
+    beside: str = ""  # what stands before the name in the template; "ID" stands for digits
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -153,8 +153,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """Two bodies, both of which are read: a JsonObject and another one. Forced calls are written as
-    `first`."""
+    """Two bodies, a JsonObject and another one. Both are read; forced calls are written as
+    `first`.
+    """
 
     first: Body
     other: Body
@@ -238,7 +239,10 @@ class _ObjectReader:
 
 def _unpacked(text: str) -> str:
     """Return the text of a JSON string if it contains a JSON object, as some models write
-    arguments; return any other text unchanged."""
+    arguments.
+
+    Any other text is returned unchanged.
+    """
     try:
         held = orjson.loads(text)
         return held if isinstance(orjson.loads(held), dict) else text

@@ -3,8 +3,8 @@
     get_weather(city='Oslo', days=[1, 2], metric=True)                 Python
     call:get_weather{city:<|"|>Oslo<|"|>,days:[1,2],metric:true}       Gemma 4
 
-The arguments are converted to JSON. One reader reads the values of both (baton/parsers/values.py).
-A word without quotes that is no other value is a string.
+The arguments are converted to JSON. One reader reads the values of both syntaxes
+(baton/parsers/values.py). A word without quotes that is no other kind of value is a string.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ NOTES: Final = frozenset({"type", "items", "properties", "required", "title", "d
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """`begin` NAME `opening` KEY `equals` VALUE `comma` ... `closing`.
+    """A call written as `begin` NAME `opening` KEY `equals` VALUE `comma` ... `closing`.
 
-    `quotes`: marks around strings without escapes; forced calls use the first. Without any, strings
-    have the quotes of JSON.
+    `quotes` are marks around strings without escapes; forced calls use the first. Without `quotes`,
+    strings have the quotes of JSON.
     """
 
     begin: str = ""
@@ -108,7 +108,9 @@ class Literals:
         return WrittenCall(begin, pairs, self.closing)
 
     def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Form | None:
-        """Return the form of an object's properties, required ones first; None without any."""
+        """Return the form of an object's properties, required ones first; None without
+        properties.
+        """
         properties = cast("Mapping[str, Any]", schema.get("properties") or {})
         required = [name for name in schema.get("required") or () if name in properties]
         free = [name for name in properties if name not in required]
@@ -126,7 +128,7 @@ class Literals:
             return sequence(pair[first], *(further[name] for name in others), *rest(free))
         if not free:
             return None
-        if depth or len(free) > MAX_ALTERNATIVES:  # any order: alternatives would be too many
+        if depth or len(free) > MAX_ALTERNATIVES:  # any order: too many alternatives
             tags = [tag(f"{name}{self.equals}", pair[name]["elements"][1], "") for name in free]
             return {"type": "tags_with_separator", "tags": tags, "separator": self.comma}
         starts = [sequence(pair[name], *rest(free[at + 1 :])) for at, name in enumerate(free)]

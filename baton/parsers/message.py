@@ -17,11 +17,12 @@ from baton.parsers.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """What to look for in an answer. `opened`: the answer starts within reasoning.
+    """What to look for in an answer.
 
-    `reasoning` None: no reasoning is looked for. `tools` None: no calls are. `show_reasoning`
-    False: reasoning is left out. `one_call`: all calls but the first are left out. `room`: whether
-    the form that the answer must have allows content.
+    `reasoning` None: reasoning is not looked for. `opened`: the answer starts within reasoning.
+    `tools` None: calls are not looked for. `show_reasoning` False: reasoning is left out.
+    `one_call`: all calls but the first are left out. `room`: whether the form that the answer must
+    have allows content.
     """
 
     reasoning: ReasoningFormat | None = None

@@ -1,11 +1,12 @@
-"""Calls whose arguments are nested elements, each tag after a mark of the format.
+"""Calls whose arguments are nested elements; each tag stands after a mark of the format.
 
     MARK<invoke name="f">MARK<city>OsloMARK</city>
     MARK<days>MARK<item>1MARK</item>MARK<item>2MARK</item>MARK</days>MARK</invoke>
 
-The arguments are converted to JSON. The schema says whether an element is a list or an object; if
-it does not, elements called `item` make a list and others make an object. The text of an element
-without elements is a value as in baton/parsers/tagged.py. Source: MiniMax M3's chat template.
+The arguments are converted to JSON. The schema says whether an element is a list or an object. If
+the schema does not say it, elements called `item` make a list and others make an object. The text
+of an element without elements is a value as in baton/parsers/tagged.py. Source: MiniMax M3's chat
+template.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from baton.parsers.parts import Sink
 from baton.parsers.reader import Emit, Steps, TextReader, quoted
 from baton.parsers.tagged import as_json
 
-MAX_DEPTH: Final = 64  # of elements that are read
+MAX_DEPTH: Final = 64  # how deeply nested elements are read
 ITEM: Final = "item"
 
 
@@ -117,7 +118,7 @@ class _Elements:
         self._begin, self._end = f"{mark}<", f"{mark}</"
 
     def members(self, schema: Mapping[str, Any], is_list: bool, depth: int) -> Steps[bool]:
-        """Read all elements up to a closing tag, which is not read; return False without one."""
+        """Read all elements up to a closing tag, which is not read; return False if none comes."""
         reader, emit = self._reader, self._emit
         emit("[" if is_list else "{")
         first = True

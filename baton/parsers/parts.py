@@ -69,8 +69,11 @@ class Sink:
         marker: str = "",
         around: tuple[str, ...] = (),
     ) -> None:
-        """`marker`: the text with which calls begin. `around`: tags around content, which are left
-        out together with the white space beside them."""
+        """Make a sink for one answer.
+
+        `marker` is the text with which calls begin. `around` are tags around content; they are left
+        out together with the white space beside them.
+        """
         self.num_calls = 0
         self.may_call = may_call
         self.thinking = False
@@ -99,7 +102,7 @@ class Sink:
     def interrupted(self, close: tuple[str, ...]) -> None:
         """Note that a call may follow although the reasoning is not closed.
 
-        Until one of the tags `close`, which is left out, content then counts as reasoning.
+        From now on content counts as reasoning, until one of the tags `close`, which is left out.
         """
         self.thinking = False
         self._close = close
@@ -124,7 +127,7 @@ class Sink:
         self._space = ""
         self._after_call = True
         if not self._close and self._room is not Room.ANY:
-            self._room = Room.NONE  # not after a call within reasoning: the form comes later
+            self._room = Room.NONE  # not for a call within reasoning: the form comes after it
         self.thinking = False
         self._parts.append(CallStart(self.num_calls, name))
         self.num_calls += 1
@@ -150,7 +153,7 @@ class Sink:
         self._space = ""
 
     def _think(self, text: str) -> None:
-        """Add reasoning after a call within the reasoning."""
+        """Add text after a call within reasoning as reasoning."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]

@@ -23,8 +23,8 @@ _SPACE: Final = re.compile(r"\s*")
 _WORD: Final = re.compile(r"[\w.\-]*")
 _SCALAR: Final = re.compile(r"[\w.+\-]*")
 _PLAIN_CHARS: Final = re.compile(r'[^"\\]*')  # within a JSON string
-_PLAIN_JSON: Final = re.compile(r'[^"{}\[\]]*')  # outside of one
-_STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # the two patterns for strict JSON
+_PLAIN_JSON: Final = re.compile(r'[^"{}\[\]]*')  # outside of a JSON string
+_STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # within a string of strict JSON
 _STRICT_JSON: Final = re.compile(r"[\s\w.+\-,:]*")
 _CLOSES: Final = {"{": "}", "[": "]"}
 MAX_WORD: Final = 256
@@ -102,8 +102,10 @@ class TextReader:
         return (yield from self.matching(_SPACE))
 
     def word(self) -> Steps[str]:
-        """Read a name of letters, digits and `_.-`; return "" if there is none or it is longer than
-        MAX_WORD."""
+        """Read a name of letters, digits and `_.-`.
+
+        Return "" if there is none, or if it is longer than MAX_WORD.
+        """
         found: list[str] = []
         yield from self.run(_WORD, found.append, MAX_WORD)
         word = "".join(found)
@@ -246,7 +248,10 @@ class TextReader:
 
     def run(self, pattern: re.Pattern[str], emit: Emit, limit: int | None = None) -> Steps[int]:
         """Read and emit all that matches `pattern`, a repeated class of characters; return its
-        length. With `limit`, stop once more characters than that have matched."""
+        length.
+
+        With `limit`, stop once more characters than that have matched.
+        """
         total = 0
         while True:
             match = pattern.match(self._text, self._at)

@@ -1,10 +1,10 @@
-"""Reasoning between tags at the start of an answer; how it may begin without its opening tag.
+"""Reasoning between tags at the start of an answer, which may begin without its opening tag.
 
 Chat templates differ: the model writes `<think>` itself, or its prompt ends with `<think>`, or its
 prompt ends with `</think>` (thinking switched off). A tag at the prompt's end decides whether the
-answer begins within reasoning; without one the format decides. Without a closing tag the whole
-answer is reasoning: it was cut short. A call may be made within reasoning; the text after it is
-reasoning up to the closing tag.
+answer begins within reasoning; without such a tag the format decides. If the closing tag never
+comes, the answer was cut short, and all of it is reasoning. A call may be made within reasoning;
+the text after it is reasoning up to the closing tag.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ReasoningFormat:
     `begins(chat_template_kwargs)`: whether an answer without an opening tag is reasoning. `around`:
     tags that some models write around the content after the reasoning; they are left out. `calls`:
     models may call a tool within the reasoning. `whole`: the grammar that reads whole answers, if
-    reasoning and calls are one format. `answer(form)`: the form of a whole answer whose content
-    must have `form`, for a format with `whole`.
+    reasoning and calls are one format, else None. `answer(form)`: the form of a whole answer whose
+    content must have `form`, for a format with `whole`.
     """
 
     name: str
@@ -90,9 +90,9 @@ class ReasoningFormat:
 def read(
     reader: TextReader, sink: Sink, form: ReasoningFormat, opened: bool, calls: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read the reasoning with its tags, if the answer starts with any.
+    """Read the reasoning with its tags, if the answer starts with reasoning.
 
-    `calls`: the marks of calls that may interrupt the reasoning.
+    `calls` are the marks of calls that may interrupt the reasoning.
     """
     space = yield from reader.space()
     tagged = False

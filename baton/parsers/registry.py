@@ -24,9 +24,9 @@ TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
 REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
 _Row = tuple[str, tuple[str, ...]]
 _HARMONY: Final = (harmony.CHANNEL, harmony.MESSAGE)
-# Marks that several model families share come after those that only one family has.
+# Marks that only one model family has come before marks that several families share.
 TOOL_MARKS: Final[tuple[_Row, ...]] = (
-    ("", ("<rfl:parameter",)),  # messages as harmony has them, arguments otherwise: not read
+    ("", ("<rfl:parameter",)),  # messages as in harmony, but other arguments: not supported
     ("openai", _HARMONY),
     ("gemma4", ("<|tool_call>",)),
     ("functiongemma", ("<start_function_call>",)),
@@ -92,8 +92,10 @@ REASONING_MARKS: Final[tuple[_Row, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The operator's options: names of parsers, AUTO, or None for no parser. `calls`: look also for
-    calls that the model makes by itself (not forced by tool_choice)."""
+    """The operator's options: names of parsers, AUTO, or None for no parser.
+
+    `calls`: whether calls are looked for that the model makes by itself, not forced by tool_choice.
+    """
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
@@ -104,8 +106,9 @@ class Choice:
 class Formats:
     """The formats of one model's answers.
 
-    `tools`: the format of calls; always there, because forced calls need it. `looked_for`: calls
-    that the model makes by itself are read, too. `reasoning` None: no reasoning is looked for.
+    `tools`: the format of calls; it is always set, because forced calls need it. `looked_for`:
+    calls that the model makes by itself are read, too. `reasoning` None: reasoning is not looked
+    for.
     """
 
     tools: ToolFormat = formats.HERMES
@@ -125,7 +128,7 @@ def formats_of(choice: Choice, template: str | None, specials: Collection[str]) 
     if thought == AUTO:
         thought = _found("reasoning", REASONING_MARKS, text)
     tools = None if parser is None else _spelled(parser, text, specials)
-    if tools is harmony.FORMAT:  # one format of both
+    if tools is harmony.FORMAT:  # a format of calls and of reasoning at once
         thought = "openai_gptoss"
     reads = None if thought is None else REASONING_FORMATS[thought]
     if thought == "hy_v3":

@@ -1,4 +1,4 @@
-"""Calls in which each parameter's value stands as text between tags.
+"""Calls in which the value of each parameter stands as text between tags.
 
     <function=get_weather>
     <parameter=city>
@@ -6,11 +6,12 @@
     </parameter>
     </function>
 
-The arguments are converted to JSON. A value of type `string`, or of a schema that names no type, is
-text and streams as it arrives. Any other value is JSON if it can be read as JSON, unless the schema
-allows a string and not the type that was read: `12345` for Optional[str] is "12345". For such a
-schema a string in quotes is read as JSON, because a forced call writes it so
-(baton/guided/xml_parameters.py). Text between parameters is left out.
+The arguments are converted to JSON. A value of type `string`, or of a schema without a type, is
+text and streams as it arrives. Any other value is JSON if it can be read as JSON. There is one
+exception: if the schema allows a string and not the type that was read, the value is a string, so
+`12345` for Optional[str] is "12345". For such a schema a string in quotes is read as JSON, because
+a forced call writes it in quotes (baton/guided/xml_parameters.py). Text between parameters is left
+out.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _STRINGS: Final = ("str", "text", "enum")  # what clients write for `string`
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A call: `begin` NAME `name_end` PARAMETERS `end`.
+    """A call written as `begin` NAME `name_end` PARAMETERS `end`.
 
-    `marks`: the tags of a parameter. `quote`: marks that may stand around a text value.
+    `marks` are the tags of a parameter, `quote` the marks that may stand around a text value.
     """
 
     begin: str
@@ -65,7 +66,8 @@ class Tagged:
         if not name or not (yield from reader.marks(self.name_end)):
             return CallEnd.NONE
         yield from reader.space()
-        # If no mark ends the name, only a parameter or the call's end shows that it was a name.
+        # If no mark ends the name, only a parameter or the end of the call proves that it was a
+        # name.
         shown = lines_of(self.name_end) != ()
         if not shown and not (yield from reader.any_comes((self.marks.key, self.end.strip()))):
             return CallEnd.NONE
@@ -77,7 +79,7 @@ class Tagged:
     ) -> Steps[CallEnd]:
         """Read all parameters up to `end`, and emit them as JSON.
 
-        If they are cut short, so is the JSON.
+        If the parameters are cut short, the JSON is cut short.
         """
         end, opening = self.end.strip(), "{"
         while mark := (yield from reader.until((self.marks.key, end), len)):
@@ -120,9 +122,8 @@ class Tagged:
     def _value(self, reader: TextReader, sink: Sink, kinds: Kinds | None) -> Steps[bool]:
         """Read one value and its end tag, and emit it as JSON; return False without an end tag.
 
-        `kinds`: the JSON types that the value may have; None: it is text.
-
-        A line break at either end is layout where models write each value on lines of its own.
+        `kinds` are the JSON types that the value may have; None: the value is text. If models write
+        each value on its own lines, a line break at either end is layout.
         """
         close, own_line = (
             self.marks.close,
@@ -155,8 +156,8 @@ class Tagged:
     def _json(self, reader: TextReader) -> Steps[str | None]:
         """Read a JSON value in brackets or quotes, and the end tag after it; return the value.
 
-        Its strings may contain the end tag. Returns None, and reads nothing, if there is no such
-        value.
+        Strings in the value may contain the end tag. If there is no such value, read nothing and
+        return None.
         """
         read = [(yield from reader.space())]
         if (yield from reader.peek()) in ("{", "[", '"') and (

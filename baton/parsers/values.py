@@ -1,4 +1,4 @@
-"""Values: reads values in Python's syntax, or a similar one, as they arrive; emits them as JSON.
+"""Values: reads values in Python's syntax, or a similar syntax, as they arrive; emits JSON.
 
 It reads strings in quotes with escapes, strings between marks of the format without escapes, lists,
 tuples, dictionaries, numbers, and the words of Python and JSON (True, true, None, null, ...).
@@ -119,8 +119,10 @@ class Values:
         return found
 
     def _string(self, quote: str) -> Steps[bool]:
-        """Read a string in quotes with the escapes of Python and JSON; return False if it has no
-        end or a wrong escape."""
+        """Read a string in quotes with the escapes of Python and JSON.
+
+        Return False if it has no end or a wrong escape.
+        """
         reader = self._reader
         yield from reader.char()
         self._emit('"')

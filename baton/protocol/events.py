@@ -49,7 +49,7 @@ class TokenEvent:
 class FirstToken:
     """Token 1 as END carries it: one per sample, or one per candidate of a beam search, best first.
 
-    Of a candidate, `sample` is the rank from 0 and `cumulative_logprob` the score.
+    For a candidate, `sample` is its rank from 0 and `cumulative_logprob` its score.
     """
 
     position: int
@@ -125,8 +125,9 @@ class Controlled:
 
 @dataclass(frozen=True, slots=True)
 class AdapterList:
-    """The ids of the LoRA adapters that a node holds now. `leaving`: those that new requests cannot
-    use.
+    """The ids of the LoRA adapters that a node holds now.
+
+    `leaving` are those that new requests cannot use.
     """
 
     held: tuple[str, ...]

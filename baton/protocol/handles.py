@@ -58,8 +58,9 @@ class Role(enum.Enum):
 class NodeLoad:
     """A node's state as its routers see it: numbers of requests, blocks and tokens; seconds.
 
-    `kv_token_bytes`: the wire bytes of one token's KV. From `kv_received_bytes` on: counters since
-    the node's start, unless the field says otherwise.
+    `kv_token_bytes` is the number of wire bytes of one token's KV. The fields from
+    `kv_received_bytes` on are counters since the node's start, unless their comment says "no
+    counter".
     """
 
     running: int = 0
@@ -85,7 +86,7 @@ class NodeLoad:
     prefix_hit_tokens: int = 0  # tokens found there
     steps: int = 0  # steps of the node's engine
     step_tokens: int = 0  # prompt and output tokens that these steps computed
-    # the sum of the times between a prefill's end and its receiver's ACK
+    # The sum of the times between the end of a prefill and its receiver's ACK.
     kv_tail_seconds: float = 0.0
     mbu: float = 0.0  # no counter: share of the memory's read bandwidth that the last steps used
     mfu: float = 0.0  # no counter: share of the rate of matrix products that the last steps used
@@ -130,7 +131,7 @@ class NodeRecord:
     version: str = ""
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
-    leaving_adapters: tuple[str, ...] = ()  # those of `adapters` that serve only requests under way
+    leaving_adapters: tuple[str, ...] = ()  # those of `adapters` that new requests cannot use
     max_num_seqs: int = 0  # the most sequences that run at once; 0 = not reported
     precision: str = ""  # dtypes of computing and of KV, "bfloat16, KV int8"; "" = not reported
     deterministic: bool = False

@@ -1,5 +1,6 @@
-"""What a model's attention layers store per token, and the fingerprint that two nodes must share to
-exchange KV.
+"""What attention layers store per token, and the layout fingerprint.
+
+Two nodes exchange KV only if their fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class HeldBlocks:
 
     @property
     def end(self) -> int:
-        """The number of blocks of the sequence up to the last held one, including those before
-        `first`.
+        """Return the number of the sequence's blocks up to the last held one.
+
+        Those before `first` are counted, too.
         """
         return self.first + len(self.ids)
 
@@ -72,10 +74,10 @@ BlockLists: TypeAlias = tuple[HeldBlocks, ...]  # one per layer group of the poo
 
 
 def first_visible(window: int, num_tokens: int) -> int:
-    """Return the first of `num_tokens` known tokens whose KV a layer with `window` (0 = unlimited)
-    needs.
+    """Return the first of `num_tokens` known tokens whose KV a layer with `window` needs.
 
-    It is one token more than strictly needed, as the last known token may be computed again.
+    `window` 0 means unlimited. The result includes one token more than strictly needed, because the
+    last known token may be computed again.
     """
     return max(0, num_tokens - window) if window else 0
 

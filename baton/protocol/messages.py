@@ -1,5 +1,6 @@
-"""What a router sends to a node on their session. Frozen values; wire form:
-baton/protocol/wire.py.
+"""What a router sends to a node on their session. Frozen values.
+
+Their wire form is in baton/protocol/wire.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton.protocol.kv_spec import PROTOCOL_VERSION
 from baton.protocol.request import Request
 
 SECRET_METADATA: Final = "baton-secret-mac"  # gRPC metadata key of `session_mac`
-# gRPC metadata key of the router's id in UTF-8, which `session_mac` proves
+# gRPC metadata key of the router's id in UTF-8, which `session_mac` proves.
 ROUTER_METADATA: Final = "baton-router-id-bin"
 
 
@@ -64,10 +65,10 @@ PoolKind = Literal["last", "mean", "yes_no", "classify"]
 class SubmitPool:
     """Compute vectors of some prompts; the answer is Pooled.
 
-    `kind`: the last token's hidden state, the mean of all, the probability of "yes" against "no" as
-    the next token, or a classifier's logits. The request's prompt ids are all prompts, one after
-    another; `lengths` are the prompts' lengths. `dimensions`: how many leading ones to keep, 0 =
-    all. `answers`: the token ids of yes and no.
+    `kind`: the last token's hidden state, the mean of all hidden states, the probability of "yes"
+    against "no" as the next token, or a classifier's logits. The request's prompt ids are all
+    prompts, one after another; `lengths` are the prompts' lengths. `dimensions`: how many leading
+    dimensions to keep, 0 = all. `answers`: the token ids of yes and no.
     """
 
     request: Request
@@ -146,8 +147,8 @@ ControlAction = Literal[
 class ControlNode:
     """An operator's order. The answer is a Controlled with this `number`.
 
-    `name`, `path`: of a LoRA adapter. `in_place`: the adapter may replace one of the same name.
-    `tags`: what to wake, none = all. `mode`: of a pause, "refuse" or "hold".
+    `name` and `path` are those of a LoRA adapter. `in_place`: the adapter may replace one of the
+    same name. `tags`: what to wake, empty = all. `mode`: the kind of a pause, "refuse" or "hold".
     """
 
     number: int

@@ -25,7 +25,7 @@ class RequestState(enum.StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    __hash__ = str.__hash__  # Enum's own hash is Python code, and states are keys of every table
+    __hash__ = str.__hash__  # faster than Enum's own hash, which is Python code
 
     @property
     def terminal(self) -> bool:
@@ -34,13 +34,14 @@ class RequestState(enum.StrEnum):
 
 TERMINAL: Final = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
-# How a request goes on after its node was lost. fast: one prefill of all known tokens. exact: a
-# replay of the shapes in which it was computed before, bit for bit (baton/engine/core/replay.py).
+# How a request continues after its node was lost. fast: one prefill of all known tokens. exact: the
+# engine repeats the shapes of the first computation, so the result is equal bit for bit
+# (baton/engine/core/replay.py).
 Resume: TypeAlias = Literal["fast", "exact"]
 
 _S = RequestState
-# QUEUED -> TRANSFER: a leased handle or a drain. QUEUED -> DECODE: local prefill. Any non-terminal
-# state may go back to QUEUED, with epoch + 1 (failover).
+# QUEUED -> TRANSFER: there is a leased handle, or a node drains. QUEUED -> DECODE: local prefill.
+# Any non-terminal state may go back to QUEUED, with epoch + 1 (failover).
 TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
     _S.QUEUED: frozenset({_S.PREFILL, _S.TRANSFER, _S.DECODE, _S.QUEUED, _S.FAILED, _S.CANCELLED}),
     _S.PREFILL: frozenset({_S.TRANSFER, _S.FINISHED, _S.QUEUED, _S.FAILED, _S.CANCELLED}),
@@ -71,11 +72,11 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One request as every layer sees it.
 
-    `output_ids[s]` are the tokens of sample s emitted under earlier epochs (empty at first), so the
-    next token of sample s has position `len(output_ids[s])`. `deadline` is monotonic seconds in
-    this process (messages carry the remaining milliseconds), None for no deadline. `ended`: samples
-    that nobody computes any more, whatever their tokens are (only the router knows about stop
-    strings).
+    `output_ids[s]` are the tokens of sample s that were emitted under earlier epochs (empty at
+    first), so the next token of sample s has position `len(output_ids[s])`. `deadline` is monotonic
+    seconds in this process (messages carry the remaining milliseconds), None for no deadline.
+    `ended` lists samples that are no longer computed, whatever their tokens are; the router finds
+    their end by stop strings, which nodes do not know.
     """
 
     id: str
@@ -104,8 +105,10 @@ class Request:
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """The tokens that a prefill computes: the prompt, then the longest prefix that the outputs
-        of all live samples share. With one sample that is its whole output.
+        """The tokens that a prefill computes: the prompt, then the longest common prefix of the
+        outputs.
+
+        Outputs are those of the live samples. With one sample the prefix is its whole output.
         """
         if self.params.width == 1:
             return self.prompt_ids + self.emitted(0)

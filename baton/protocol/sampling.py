@@ -1,10 +1,10 @@
 """SamplingParams: how tokens are chosen and when a sample ends.
 
-One frozen value, validated at construction. Conventions are vLLM's: temperature 0 = greedy, top_k 0
-or -1 = off, min_p 0 = off.
+It is one frozen value, validated at construction. Its conventions are vLLM's: temperature 0 =
+greedy, top_k 0 or -1 = off, min_p 0 = off.
 
-Stop strings are matched on text, in baton/text/stops.py; the sampler is
-baton/engine/sampling/sampler.py.
+Not here: stop strings, which are matched on text (baton/text/stops.py), and the sampler
+(baton/engine/sampling/sampler.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from baton.protocol.errors import InvalidRequest
 
-# Every number a client can send: (minimum, maximum).
+# The bounds of every number that a client can send: (minimum, maximum).
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "n": (1, 128),
     "best_of": (1, 128),
@@ -41,7 +41,7 @@ MAX_ALLOWED_TOKEN_IDS: Final = 4096
 MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's limit
 MAX_BIAS: Final = 100
 _NUMBERS: Final = (int, float)
-_bounded: Final = attrgetter(*BOUNDS)  # one call reads all of them
+_bounded: Final = attrgetter(*BOUNDS)  # reads all these fields in one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class GuidedDecoding:
     """A grammar that the output must match; baton/guided/grammar_text.py reads each kind's text.
 
     `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
-    the default). `starts_after`: the output is free up to the end of this text ("" = the grammar
-    applies at once); so a model may think first. `most_thought`: after so many tokens of a thought
-    that text is written for the model, None = never. A thought begins behind `thought_start` ("" =
-    the output begins within one). Kind "free": the grammar does not restrict the output behind
-    `starts_after`.
+    the default). `starts_after`: the grammar applies after this text; before it the output is free,
+    so that a model may think first ("" = the grammar applies at once). `most_thought`: after that
+    many tokens of a thought, `starts_after` is written for the model, None = never.
+    `thought_start`: the text that begins a thought ("" = the output begins within one). Kind
+    "free": the grammar does not restrict the output after `starts_after`.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "free"]
@@ -70,12 +70,13 @@ class SamplingParams:
     """How one request samples.
 
     Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included). `seed`:
-    None means that the front door draws one; every engine needs it drawn. `allowed_token_ids`: only
-    these are drawn, end-of-sequence tokens included; empty = all. `skip_reading_prefix_cache`:
-    compute the whole prompt, even where nodes hold its KV; other requests may read the KV that this
-    one leaves. `logprobs`: -1 = of the whole vocabulary; with `logprob_token_ids`, of those tokens
-    instead. The last three fields are for callers that turn tokens into text (`LLM`, `Client`):
-    engines work on tokens, so these fields are never sent to a node. `stop` may be one string.
+    None means that the front door draws one; engines need a seed. `allowed_token_ids`: only these
+    are drawn, and end-of-sequence tokens only if they are listed; empty = all.
+    `skip_reading_prefix_cache`: the whole prompt is computed, even if nodes hold its KV; other
+    requests may still use the KV that this request leaves. `logprobs`: how many alternatives are
+    reported, -1 = the whole vocabulary; with `logprob_token_ids` those tokens are reported instead.
+    The last three fields are for callers that turn tokens into text (`LLM`, `Client`). They are
+    never sent to a node, because engines work on tokens. `stop` may be one string.
     """
 
     n: int = 1
@@ -116,7 +117,7 @@ class SamplingParams:
                 isinstance(value, bool) or not isinstance(value, _NUMBERS)
             ):
                 raise InvalidRequest(f"{name} must be a number", field=name)
-            if not low <= value <= high:  # a NaN is not either
+            if not low <= value <= high:  # false for NaN, too
                 raise InvalidRequest(
                     f"{name} must be between {low} and {high}, got {value}", field=name
                 )
@@ -128,7 +129,7 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries", field="logit_bias")
-        if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # a NaN is not either
+        if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # false for NaN, too
             raise InvalidRequest(
                 f"logit_bias values must be between -{MAX_BIAS} and {MAX_BIAS}", field="logit_bias"
             )
@@ -136,7 +137,7 @@ class SamplingParams:
             raise InvalidRequest(
                 f"at most {MAX_ALLOWED_TOKEN_IDS} allowed_token_ids", field="allowed_token_ids"
             )
-        if self.allowed_token_ids and self.guided is not None:  # together they may leave no token
+        if self.allowed_token_ids and self.guided is not None:  # both might together forbid all
             message = (
                 "allowed_token_ids and a grammar (also of forced tools, or a limit of thoughts)"
                 " exclude each other"
@@ -148,9 +149,7 @@ class SamplingParams:
         self._check_stop()
 
     def _check_stop(self) -> None:
-        """Turn `stop` (a string, several, or None) into a tuple of strings. Raises
-        InvalidRequest.
-        """
+        """Turn `stop` (a string, several, or None) into a tuple. Raises InvalidRequest."""
         given: Any = self.stop
         if given == ():
             return

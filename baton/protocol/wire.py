@@ -1,9 +1,9 @@
-"""Dataclasses to protobuf and back, for all that routers and nodes send to each other.
+"""Dataclasses to protobuf and back, for everything that routers and nodes send to each other.
 
 Only this package and the service files see protobuf messages. `x_to_wire` builds the message,
 `x_from_wire` the dataclass. An unknown kind or a missing required field raises InvalidRequest and
-never becomes a default. Messages carry deadlines as remaining milliseconds. KV frames are in
-kv_transfer/, the public API is in router/api/grpc/inference.py.
+never becomes a default. Messages carry deadlines as remaining milliseconds. Not here: KV frames
+(kv_transfer/) and the public API (router/api/grpc/inference.py).
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:
 
 
 def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
-    """Return the request as this process sees it: `deadline` and `arrival` are on this process's
-    clock.
-    """
+    """Rebuild a request. `deadline` and `arrival` are converted to the clock of this process."""
     nothing_unknown(message, "request")
     present(message, "params")
     if not message.prompt_ids:
@@ -174,7 +172,7 @@ def handle_from_bytes(data: bytes) -> KVHandle:
 
 
 def load_to_wire(value: NodeLoad) -> node_pb2.Load:
-    """Build the message of a load. Called with every step, where asdict would take 100 us."""
+    """Build the message of a load. It is called with every step, and asdict would take 100 us."""
     return node_pb2.Load(**{name: getattr(value, name) for name in _LOAD})
 
 

@@ -17,8 +17,10 @@ def request_to_bytes(request: Request, clock: Clock) -> bytes:
 
 
 def request_from_bytes(data: bytes, clock: Clock) -> Request:
-    """Rebuild a request from bytes. As much time is left until its deadline as when the bytes were
-    made. Raises InvalidRequest for bytes that are no valid request."""
+    """Rebuild a request from bytes; the time left until its deadline is that of their making.
+
+    Raises InvalidRequest for bytes that are no valid request.
+    """
     try:
         return wire.request_from_wire(node_pb2.Request.FromString(data), clock)
     except DecodeError as error:

@@ -1,5 +1,6 @@
-"""Checks of protobuf messages for baton/protocol/wire.py; each raises InvalidRequest with the
-field.
+"""Checks of protobuf messages for baton/protocol/wire.py.
+
+Each raises InvalidRequest with the name of the field.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def one_of(value: str, allowed: Sequence[str], name: str) -> str:
 def nothing_unknown(message: Message, name: str) -> None:
     """Refuse a message with a field that this process does not know.
 
-    A field of a newer peer may change what a request means, so it must not be ignored.
+    A newer peer's field may change what a request means, so it must not be ignored.
     """
     unknown = UnknownFieldSet(message)
     if len(unknown):

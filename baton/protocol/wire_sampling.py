@@ -2,7 +2,7 @@
 
 A field that SamplingParams and a message have under the same name is copied without code of its
 own: the message's declaration says what kind of field it is. Only the names in BY_HAND have code
-here. TEXT_FIELDS are never sent this way: they are for callers that turn tokens into text.
+here. TEXT_FIELDS are not copied: they are for callers that turn tokens into text.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of the fields of one kind of message that are copied without code of their own.
+    """The names of a message's fields that are copied without code of their own.
 
     `always`: fields without presence, whose absence means zero. `optional`: fields that may be
-    absent. `repeated`: lists. `all`: these three together. `values`: returns the values of `all`
+    absent. `repeated`: lists. `all`: these three together. `values` returns the values of `all`
     from a SamplingParams, in that order.
     """
 
@@ -66,8 +66,9 @@ def _presence(spec: FieldDescriptor) -> str:
 
 
 def sampling_message(params: SamplingParams, kind: type[M]) -> M:
-    """Return a message of this kind with all the fields that it shares with SamplingParams, except
-    TEXT_FIELDS.
+    """Return a message of this kind with all fields that it shares with SamplingParams.
+
+    TEXT_FIELDS are left out.
     """
     names = _names(kind.DESCRIPTOR)
     # A zero or empty value needs no field on the wire, unless the field may be absent.
@@ -116,9 +117,7 @@ def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
 
 
 def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
-    """Read the message at a node. Raises InvalidRequest for values out of bounds and for unknown
-    fields.
-    """
+    """Read the message at a node. Raises InvalidRequest for bad values and for unknown fields."""
     nothing_unknown(message, "params")
     return SamplingParams(**sampling_fields(message))
 

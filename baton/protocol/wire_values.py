@@ -1,8 +1,8 @@
-"""Values inside node messages, to protobuf and back: log-probabilities, prompts to pool and their
-vectors, failures, endpoints.
+"""Values inside node messages, to protobuf and back.
 
-Every handle holds an endpoint, so converted endpoints are cached, both ways. Used by
-baton/protocol/wire.py, which converts the messages around these values.
+They are log-probabilities, prompts to pool and their vectors, failures, and endpoints. Every handle
+holds an endpoint, so converted endpoints are cached in both directions. baton/protocol/wire.py uses
+this module and converts the messages around these values.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
 
 @lru_cache(KEPT)
 def kept_endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
-    """Return the cached message of an endpoint: copy it into others, never change it."""
+    """Return the cached message of an endpoint. Copy it into other messages; never change it."""
     return endpoint_to_wire(value)
 
 

@@ -1,4 +1,4 @@
-"""Questions about an address on which a process listens. It binds nothing."""
+"""Questions about the address on which a process listens. It binds nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder for files that Baton can make again: kernels, measured limits, runs of `baton up`."""
+"""The cache folder: for kernels, measured limits, logs of `baton up` and other remakable files."""
 
 from __future__ import annotations
 

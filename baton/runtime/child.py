@@ -1,10 +1,10 @@
-"""The inside of a child of baton/runtime/children.py: answers questions until its input ends.
+"""The program of a child of baton/runtime/children.py: it answers questions until its input ends.
 
-When a question has used its seconds of CPU, the kernel ends the process by SIGPROF, which nothing
-here catches; so even a call that never returns is ended. When the process has used its bytes, the
+When a question has used its CPU seconds, the kernel ends the process by SIGPROF. Nothing here
+catches it, so even a call that never returns is ended. When the process has used its bytes, the
 allocator ends it, or Python raises MemoryError and the process exits. Questions and answers are
-frames: eight bytes of length, then so many bytes. The first answer, empty, says that the child is
-ready.
+frames: eight bytes of length, then that many bytes. The first answer is empty and says that the
+child is ready.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HEAD_BYTES: Final = 8
 def serve(answer: Callable[[bytes], bytes], cpu_s: float, memory_bytes: int, *, nice: int) -> None:
     """Answer questions until the input ends.
 
-    `cpu_s`: the CPU time of each question. `memory_bytes`: the memory of the whole process. `nice`:
-    the priority that it gives up to other processes, 0 to 19.
+    `cpu_s` is the CPU time of each question, `memory_bytes` the memory of the whole process. `nice`
+    (0 to 19) lowers its priority below that of other processes.
     """
     os.nice(nice)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

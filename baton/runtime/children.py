@@ -1,12 +1,12 @@
-"""Work that may run away, done in child processes that can be killed.
+"""Runs work that may take too much time or memory in child processes, which can be killed.
 
-A call in native code can take minutes or gigabytes, and no thread can leave it: building a grammar
-(`multipleOf: 9999991`), or printing a list that holds itself twice, forty levels deep. So such work
-is done in a child (baton/runtime/child.py), which ends when it has used its seconds of CPU or its
-bytes. Then that question has failed, and the next one gets a new child. Children are started when
-needed, kept, and end with this process.
+A call in native code can take minutes or gigabytes, and a thread cannot be stopped inside it. Two
+examples: building a grammar (`multipleOf: 9999991`), and printing a list that holds itself twice,
+forty levels deep. A child (baton/runtime/child.py) ends when it has used its CPU seconds or its
+bytes. Then its question has failed, and the next question gets a new child. Children are started
+when needed, kept for further questions, and end with this process.
 
-`Children` is for threads; a thread that asks has a child for itself until the answer comes.
+`Children` is for threads: a thread that asks has a child for itself until the answer comes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from baton.protocol.errors import InternalError
 from baton.runtime.child import HEAD_BYTES
 
 START_S: Final = 30.0  # how long a child may take to start: it imports what it needs
-MAX_USES: Final = 1000  # questions to one child; ending it frees what it hoards
-# the largest pipe that any user may have: fewer switches between processes
+MAX_USES: Final = 1000  # questions to one child; then it is ended, which frees its memory
+# The largest pipe that every user may have: larger pipes mean fewer switches between processes.
 PIPE_BYTES: Final = 1 << 20
 
 
 class Excess(enum.Enum):
     """What a child ran out of.
 
-    TIME is not the question's fault: the child used little CPU, so this machine was busy or
+    TIME is not the question's fault: the child used little CPU, so the machine was busy, or
     somebody killed the child.
     """
 
@@ -58,8 +58,9 @@ class GivenUp(Exception):
 class ChildBudget:
     """What one question may cost.
 
-    `cpu_s`: seconds of CPU. `memory_bytes`: all memory of its process. `wall_s`: seconds without an
-    answer after which the child is given up; longer than `cpu_s`, as the machine has other work.
+    `cpu_s`: seconds of CPU. `memory_bytes`: all memory of the process. `wall_s`: seconds without an
+    answer after which the child is killed. It is longer than `cpu_s`, because the machine has other
+    work.
     """
 
     cpu_s: float = 1.0
@@ -86,7 +87,7 @@ class Children:
         weakref.finalize(self, _end_all, self._idle)
 
     def ask(self, question: bytes) -> bytes:
-        """Return the answer. Any thread. Raises GivenUp, and InternalError where no child can
+        """Return the answer. Any thread. Raises GivenUp, and InternalError if no child can
         start.
         """
         child = self._child()
@@ -107,7 +108,7 @@ class Children:
             self._idle.append(child)
 
     def close(self) -> None:
-        """End the idle children; those at work end after their question."""
+        """End the idle children. Those that are working end after their question."""
         with self._lock:
             self._closed = True
             _end_all(self._idle)
@@ -138,7 +139,7 @@ class _Child:
     def __init__(self, command: Sequence[str], budget: ChildBudget) -> None:
         """Start the child and wait until it is ready.
 
-        Raises InternalError where it cannot start, GivenUp where that takes too long.
+        Raises InternalError if it cannot start, GivenUp if the start takes too long.
         """
         self.uses = 0
         limits = (str(budget.cpu_s), str(budget.memory_bytes))
@@ -166,7 +167,7 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, question: bytes, within_s: float) -> bytes:
-        """Return the child's answer. Raises GivenUp; then the child must be ended."""
+        """Return the child's answer. Raises GivenUp; then the caller must end the child."""
         deadline = monotonic() + within_s
         self._send(len(question).to_bytes(HEAD_BYTES) + question, deadline)
         return self._answer(deadline)
@@ -203,7 +204,7 @@ class _Child:
         return bytes(memoryview(found)[HEAD_BYTES:])
 
     def _ended(self) -> GivenUp:
-        """Return why the child has closed its pipes."""
+        """Return an error that says why the child has closed its pipes."""
         try:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:

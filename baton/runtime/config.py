@@ -2,10 +2,10 @@
 
 Each layer overrides the one before: defaults < file < environment (`BATON_` + NAME) < flags.
 
-Flags are generated from the dataclass: every field is declared with `option(default, help)`. Each
+Flags are generated from the dataclass, whose fields are declared with `option(default, help)`. Each
 `__main__` reads its configuration once; no other code reads os.environ. Unknown keys and bad values
-raise ConfigError. The file is the one that `--config FILE` names, in YAML or TOML; `parse` reads
-from it the options that no dataclass declares.
+raise ConfigError. The file is the one that `--config FILE` names, in YAML or TOML. `load` reads the
+options that dataclasses declare from it, `parse` all others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import yaml
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")
-# a parser's default that holds the names which `load` reads; namespaces have it as well
+# A parser's default that holds the names which `load` reads; parsed namespaces have it, too.
 _LAYERED: Final = "options_of_dataclasses"
 MOST_SHOWN: Final = 12  # choices that a help text lists
 
@@ -40,9 +40,9 @@ def option(
 ) -> Any:
     """Return a dataclass field that becomes the flag `--field-name`.
 
-    `choices`: a mapping also has other spellings of the choices (see `spelled`). `also`: further
-    names of the flag. `secret`: taken from environment or file only, never a flag. `several`: the
-    flag of a tuple takes several values in a row.
+    `choices`: the values that are allowed; a mapping also has other spellings of them (see
+    `spelled`). `also`: further names of the flag. `secret`: the value comes from environment or
+    file only, never from a flag. `several`: the flag of a tuple takes several values in a row.
     """
     meant = choices if isinstance(choices, Mapping) else {each: each for each in choices}
     metadata = {
@@ -59,7 +59,7 @@ def option(
 
 
 def spelled(choices: Sequence[str], **others: str) -> dict[str, str]:
-    """Return the choices of an option. `others`: another spelling of a choice -> the choice."""
+    """Return the choices of an option. `others` maps another spelling to its choice."""
     return {each: each for each in choices} | others
 
 
@@ -119,11 +119,10 @@ def add_config(parser: Flags) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse `argv`, with the --config file's values as defaults of options that no dataclass
-    declares.
+    """Parse `argv`; options that no dataclass declares get defaults from the --config file.
 
     `load` reads the file's other options. Raises ConfigError for a file that cannot be read, has an
-    unknown option, or a bad value of one.
+    unknown option, or has a bad value.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
@@ -134,7 +133,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command that is given; `parser` itself if it has no commands."""
+    """Return the parser of the command in `argv`, or `parser` itself if it has no commands."""
     for action in _actions(parser):
         if isinstance(action.choices, dict):
             commands = cast("dict[str, argparse.ArgumentParser]", action.choices)
@@ -149,7 +148,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def given(
     cls: type, arguments: argparse.Namespace, environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what flags and file set for `cls`, to be passed on to another process.
+    """Return what flags and file set for `cls`, to pass it on to another process.
 
     Values of the file that the environment overrides are left out.
     """
@@ -279,7 +278,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, kind: Any, value: Any, source: str) -> Any:
-    """Convert text (or a file's value) to `kind`; None is allowed where the type allows it."""
+    """Convert text (or a file's value) to `kind`. None stays None if the type allows it."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         inner = [k for k in typing.get_args(kind) if k is not types.NoneType]

@@ -1,6 +1,6 @@
 """The cores of a process: the option `--cpu-cores`, affinity, and a container's CPU limit.
 
-OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so each node gets its
+OpenMP teams with more threads than cores stall for 10-16 ms at every barrier. So each node gets its
 own cores and exactly as many threads.
 """
 
@@ -41,20 +41,19 @@ def check_cores(cores: tuple[int, ...], option: str = "cpu_cores") -> None:
 
 
 def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind this thread, and all threads that it starts later, to `cores`. Call it before torch
-    runs.
+    """Bind this thread, and all threads that it starts later, to `cores`.
 
-    Raises ConfigError for a core that this process may not use.
+    Call it before torch runs. Raises ConfigError for a core that this process may not use.
     """
     check_cores(cores)
     os.sched_setaffinity(0, cores)
 
 
 def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many whole cores of CPU time the container's limit allows, at least 1; None
-    without one.
+    """Return how many whole cores the container's CPU limit allows, at least 1; None without a
+    limit.
 
-    With more threads than that, all are stopped together for most of each period.
+    With more threads than that, all threads are stopped together for most of each period.
     """
     try:
         if (cgroup / "cpu.max").exists():

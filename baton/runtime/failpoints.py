@@ -1,18 +1,19 @@
-"""Failpoints: places in the code where a test makes this process die, stop, fail, wait or lie.
+"""Failpoints: places in the code where a test can make this process die, stop, fail, wait or lie.
 
-    BATON_FAILPOINT=name:nth:action[,name:nth:action...]   on the nth passage (from 1), once;
-                                                           `*` for nth: on each passage
-    BATON_FAILPOINT=@FILE                                  the same, read anew at each passage
+    BATON_FAILPOINT=name:nth:action[,name:nth:action...]   at the nth passage (from 1), once;
+                                                           `*` for nth: at each passage
+    BATON_FAILPOINT=@FILE                                  such a list; the file is looked at anew
+                                                           at each passage
     BATON_FAILPOINT_LOG=FILE                               a line per fault, written before it acts
 
 Actions: kill9 (SIGKILL to itself), stop (SIGSTOP to itself), raise (InternalError), delay=MS (the
 passing thread sleeps), corrupt (the caller damages its data). docs/chaos.md says where each name
 is.
 
-A process's `main` arms FAILPOINTS from its environment, once; the code passes through
-`FAILPOINTS.hit(name)`. While not armed, that costs one look at an attribute. FAILPOINTS is the only
-global object of this kind, on purpose: a fault concerns the whole process, and passing the object
-to every constructor would shape the code for the sake of its tests.
+A process's `main` arms FAILPOINTS once from its environment; the code passes through
+`FAILPOINTS.hit(name)`. If nothing is armed, a passage costs one look at an attribute. FAILPOINTS is
+the only global object of this kind, on purpose: a fault concerns the whole process, and passing the
+object to every constructor would shape the code for the sake of its tests.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class FailurePlan:
             if stamp != self._stamp:
                 text = file.read_text()
         except OSError:
-            stamp, text = None, ""  # not written yet: nothing is armed
+            stamp, text = None, ""  # not written yet, so nothing is armed
         if stamp == self._stamp:
             return
         self._stamp, self._faults = stamp, []
@@ -132,7 +133,7 @@ class FailurePlan:
         except ConfigError as error:
             if start:
                 raise
-            # nobody is there to refuse it to
+            # Only logged: while the process runs, nobody gets the error.
             log.error("failpoints are not armed: %s", error.message)
 
     def _record(self, fault: Fault, passage: int) -> None:
@@ -140,7 +141,7 @@ class FailurePlan:
         if self._proof is None:
             return
         line = f"{os.getpid()} {fault.name} {passage} {fault.action}\n"
-        # One write to an append-only descriptor: whole in the file before the process is gone.
+        # One write to an append-only descriptor: the line is complete before the process is gone.
         proof = os.open(self._proof, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(proof, line.encode())
@@ -179,13 +180,13 @@ class Failpoints:
 
     @property
     def armed(self) -> bool:
-        """Whether there are faults: only then is it worth computing what only a failpoint needs."""
+        """Whether there are faults. Values that only a failpoint needs are computed only then."""
         return self._plan is not None
 
     def hit(self, name: str) -> bool:
-        """Pass the stage `name`. Return True if the caller is to damage its data.
+        """Pass the stage `name`. Return True if the caller must damage its data.
 
-        May never return. Raises InternalError if that is the fault.
+        It may never return, or raise InternalError, if that is the fault.
         """
         return self._plan is not None and self._plan.hit(name)
 

@@ -1,14 +1,14 @@
 """The health port: a process's answers to health probes over plain HTTP, and nothing else.
 
-    GET /startupz   it has started: its model is loaded, its other ports are open
-    GET /livez      it is alive: its event loop turned within `stall_s`, and its engine, if it has
-                    one, makes progress (baton/node/progress.py). If not, only a restart helps
-    GET /readyz     it is alive and would take new work: it has started and does not drain
+    GET /startupz   the process has started: its model is loaded, its other ports are open
+    GET /livez      the process is alive: its event loop turned within `stall_s`, and its engine, if
+                    any, makes progress (baton/node/progress.py). If not, only a restart helps
+    GET /readyz     the process is alive, has started, does not drain, and would take new work
 
 200 is yes, 503 no. The port is open from the process's first moment, without TLS and keys. Its own
 threads answer from what the event loop noted last, so a busy loop, a busy machine or mutual TLS do
-not make a healthy process look ill. grpc.health.v1 and a router's /health and /ready, which answer
-clients, are elsewhere.
+not make a healthy process look ill. Not here: grpc.health.v1, and a router's /health and /ready,
+which answer clients.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Health:
         self._gets_on, self._takes_work = True, False
 
     def started(self, gets_on: Question, takes_work: Question) -> None:
-        """Note that the process serves. From now on `look` asks both questions on the event
+        """Note that the process serves; from now on `look` asks both questions on the event
         loop.
         """
         self._questions = gets_on, takes_work
         self.look()
 
     def look(self) -> None:
-        """Ask whether the process gets on and takes work. Keep both answers and the time."""
+        """Ask whether the process makes progress and takes work; keep both answers and the time."""
         self._looked_at = self._clock.monotonic()
         if self._questions is not None:
             gets_on, takes_work = self._questions

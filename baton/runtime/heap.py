@@ -1,7 +1,7 @@
 """Gives freed memory back to the machine.
 
-glibc keeps the memory that a large piece of work has freed in the arena of its thread: a router
-that has tokenized a few megabytes once would hold hundreds of them for good.
+glibc keeps the memory that a large piece of work has freed in the arena of its thread. So a router
+that has tokenized a few megabytes once would keep hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _TRIM: Final = _trimmer()
 
 
 def give_back(num_bytes: int) -> None:
-    """Trim the heap after work on `num_bytes`. Takes milliseconds without the GIL; call it off the
-    event loop.
+    """Trim the heap if the work on `num_bytes` was large.
+
+    It takes milliseconds without the GIL, so call it off the event loop.
     """
     if num_bytes >= LARGE_BYTES:
         trim()

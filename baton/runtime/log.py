@@ -36,7 +36,7 @@ class request_context:
 
 
 def bind_request(request_id: str) -> None:
-    """Let lines carry this id from here on, to the end of the request_context around the call."""
+    """Let lines carry this id from now on, until the request_context around the call ends."""
     _request.set(request_id)
 
 

@@ -28,8 +28,8 @@ from prometheus_client.registry import Collector
 
 from baton.protocol.handles import NodeLoad
 
-# Each counter would bring a second series with the time of its start. The library can switch that
-# off for the whole process only.
+# prometheus-client adds a second series to each counter, with its start time. The library can
+# switch that off only for the whole process.
 disable_created_metrics()
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -60,8 +60,9 @@ class MetricKind(enum.StrEnum):
 
 
 class Sums(NamedTuple):
-    """A histogram's value. `up_to`: (bound as text, number of values up to it); the last is
-    `+Inf`.
+    """A histogram's value.
+
+    `up_to` lists (bound as text, number of values up to it); the last bound is `+Inf`.
     """
 
     up_to: Sequence[tuple[str, float]]
@@ -78,8 +79,8 @@ class MetricSpec:
     """The declaration of one metric.
 
     `name`: without the `_total` that scrapes add to a counter. `meaning`: the help text. `buckets`:
-    upper bounds of a histogram; none = it has only sum and count. `aliases`: other names under
-    which the same values are exported, right after the first.
+    upper bounds of a histogram; empty = it has only sum and count. `aliases`: other names under
+    which the same values are exported, directly after the first.
     """
 
     kind: MetricKind
@@ -97,8 +98,9 @@ class MetricSpec:
         return tuple(name + end for name in (self.name, *self.aliases))
 
     def families(self, values: Values, fixed: tuple[str, ...] = ()) -> Iterator[Metric]:
-        """Yield what a scrape shows, under each name. `fixed`: the first label values of all
-        values.
+        """Yield what a scrape shows, under each name.
+
+        `fixed` are label values that come first in all series.
         """
         if not isinstance(values, Mapping):
             values = {(): values}

@@ -1,13 +1,13 @@
-"""Connections of redis-py for routers and nodes: a check before the start, and calls that end when
-they are cancelled.
+"""Connections of redis-py for routers and nodes.
 
 Before a process starts, `check_redis` finds the errors that waiting does not mend (a wrong
 password, database, shard, permission or CA). Otherwise they would look like an endless outage.
 
-redis-py sends under `asyncio.wait_for`. Before Python 3.12, wait_for returns as if nothing had
-happened when its task is cancelled in the very turn in which the bytes have left. The caller then
-goes on to wait for the answer or the next message, and whoever cancelled it waits as well. A
-time-out of `asyncio.timeout` is such a cancellation. `Task.cancelling` still shows it.
+`heed_cancellation` makes calls end when they are cancelled. redis-py sends under
+`asyncio.wait_for`. Before Python 3.12, wait_for returns normally if its task is cancelled in the
+very turn of the loop in which the bytes have left. The caller then waits for the answer or the next
+message, and the canceller waits for the caller. A time-out of `asyncio.timeout` is such a
+cancellation. `Task.cancelling` still shows it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from baton.runtime.redis_keys import LEASES, node_key, without_password
 Packed = bytes | str | Iterable[bytes]
 Call = tuple[str | int, ...]
 
-# Calls with which each process may write, but without an effect: no such key, no such script.
+# Calls that show whether each process may write, but have no effect: no such key, no such script.
 NODE_CALL: Final[Call] = ("SET", node_key("?"), "", "XX")
 ROUTER_CALL: Final[Call] = ("EVALSHA", "0" * 40, 1, LEASES)
 _BROKEN_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 async def check_redis(url: str, timeout_s: float, call: Call) -> None:
-    """Make one call. Raises ConfigError for an error that waiting does not mend.
+    """Make one call. Raise ConfigError for an error that waiting does not mend.
 
-    Its text is one line without the password. A server that is away, slow, full or busy may be back
-    soon, so that raises nothing.
+    The error's text is one line without the password. A server that is away, slow, full or busy
+    raises nothing, because it may be back soon.
     """
     try:
         client = heed_cancellation(
@@ -91,9 +91,7 @@ def _permanent(error: BaseException, *, encrypted: bool) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those behind it: redis-py has some only as the context of its own
-    error.
-    """
+    """Yield an error and its causes; redis-py gives some causes only as the error's context."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

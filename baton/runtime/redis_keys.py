@@ -1,8 +1,7 @@
 """The names of all keys that Baton keeps in Redis, and the check of its URL.
 
-What the values mean is in router/store/redis_store.py.
-
-All keys share the hash tag `{pd}`, so that the scripts are legal on Redis Cluster.
+router/store/redis_store.py says what the values mean. All keys share the hash tag `{pd}`, so that
+the scripts are legal on Redis Cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def check_redis_url(url: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        _ = parts.port  # parsed here, out of its range or not a number: ValueError
+        _ = parts.port  # urllib parses it here: ValueError if it is no number or out of range
     except ValueError:
         raise ConfigError("redis_url: its host or port is malformed", field="redis_url") from None
     if parts.scheme not in URL_SCHEMES:
@@ -58,20 +57,21 @@ def request_key(request_id: str) -> str:
 
 
 def node_key(node_id: str) -> str:
-    """Return the key of one node's string with PX: its serialized NodeRecord
-    (baton/protocol/wire.py).
+    """Return the key of one node's record, a string with PX (NodeRecord,
+    baton/protocol/wire.py).
     """
     return NODE_PREFIX + node_id
 
 
 def log_key(request_id: str) -> str:
-    """Return the key of the stream of tokens that clients of one request were shown."""
+    """Return the key of a stream: the tokens that clients of one request were shown."""
     return LOG_PREFIX + request_id
 
 
 def aborted_key(question_id: str) -> str:
-    """Return the key of a list with PX: which requests each router ended for one question
-    (router/request/aborts.py).
+    """Return the key of a list with PX: the requests that routers ended because of one question.
+
+    See router/request/aborts.py.
     """
     return ABORTED_PREFIX + question_id
 
@@ -87,9 +87,7 @@ def document_key(owner: str, name: str) -> str:
 
 
 def document_index_key(owner: str) -> str:
-    """Return the key of a zset: the names of an owner's documents, by arrival in ms of
-    Redis TIME.
-    """
+    """Return the key of a zset: names of an owner's documents, by arrival in ms of Redis TIME."""
     return f"{TAG}:documents:{owner}"
 
 

@@ -1,9 +1,9 @@
 """A short-lived folder where processes meet, and the removal of folders that a kill -9 left behind.
 
-The path of a Unix socket may have 107 bytes only, so the folder is in the temporary directory and
-not among a run's data. Whoever made a folder holds a lock in it; the kernel drops the lock when the
-process ends. That is reliable where pids are not: pids are used again, and containers may share
-/tmp. Whoever makes the next folder of that prefix removes those that nobody holds.
+The path of a Unix socket may have only 107 bytes, so the folder is in the temporary directory and
+not among a run's data. The process that makes a folder holds a lock in it; the kernel drops the
+lock when the process ends. Pids would not be reliable: they are used again, and containers may
+share /tmp. Whoever makes the next folder with the same prefix removes those without a holder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SocketFolder:
     def __init__(self, prefix: str) -> None:
         remove_stale(prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        # The lock file gets its name once it is locked: nobody finds an unlocked one.
+        # The lock file gets its name after it is locked, so nobody finds it unlocked.
         unnamed = self.path / "lock.new"
         self._lock: int | None = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -42,9 +42,7 @@ class SocketFolder:
 
 
 def remove_stale(prefix: str) -> list[Path]:
-    """Remove the folders of processes that have ended; return them. Folders in use are left
-    alone.
-    """
+    """Remove the folders of processes that have ended, and return them; leave those in use."""
     removed: list[Path] = []
     for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
         try:

@@ -1,8 +1,7 @@
-"""The number of tasks of a process' event loop, by what they run: it shows a leak before memory
-does.
+"""Counts the tasks of a process' event loop by what they run: a leak shows here before in memory.
 
-Read at each scrape, on any thread. Descriptors, threads and memory are not here: the kernel reports
-them (/proc).
+Each scrape reads the numbers, on any thread. Descriptors, threads and memory are not here: the
+kernel reports them (/proc).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def watch_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) ->
     """Export `baton_asyncio_tasks{of}` in `registry`. Once per process."""
 
     def values() -> dict[str, Values]:
-        # A coroutine of Cython's may have no name; its task counts all the same.
+        # A coroutine made by Cython may have no name; its task is counted as "unknown".
         names = Counter(
             str(getattr(task.get_coro(), "__qualname__", "unknown"))
             for task in asyncio.all_tasks(loop)

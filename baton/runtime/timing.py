@@ -15,21 +15,22 @@ MAX_STREAMS: Final = 1024  # concurrent calls on one connection; further calls w
 class Timing:
     heartbeat_s: float = 1.0  # node record and load refresh
     node_record_s: float = 3.0  # lifetime of a node record without heartbeat
-    router_lease_s: float = 5.0  # lifetime of a router's hold on its requests
+    router_lease_s: float = 5.0  # lifetime of a router's lease of its requests, without renewal
     kv_lease_s: float = 10.0  # lifetime of an export without renewal
-    kv_progress_s: float = 5.0  # a fetch without a frame for so long is a KVTimeout
+    kv_progress_s: float = 5.0  # a fetch without a frame for so long raises KVTimeout
     connect_s: float = 3.0  # opening a session or a lane
     ping_interval_s: float = 1.0  # gRPC keepalive
-    ping_timeout_s: float = 1.0  # a stopped peer is noticed about 0.1 s later
-    stall_s: float = 60.0  # a node with work that sends nothing for so long hangs
+    ping_timeout_s: float = 1.0  # a stopped peer is noticed about 0.1 s after this time
+    stall_s: float = 60.0  # a node that has work and sends nothing for so long is taken to hang
     drain_s: float = 5.0
     request_s: float = 600.0  # default deadline of a request
 
     @property
     def kv_alive_s(self) -> float:
-        """How often an exporter without anything to send says that it is alive.
+        """Seconds after which an exporter without frames to send says that it is alive.
 
-        Each second, or more often, so that it does several times before its fetcher gives up.
+        It is at most one, and small enough that it does so several times before its fetcher gives
+        up.
         """
         return min(1.0, self.kv_progress_s / 3)
 
@@ -40,8 +41,9 @@ CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
 
 
 def channel_options(timing: Timing) -> list[tuple[str, int]]:
-    """Return gRPC channel options. Keepalive alone takes 60 s to notice a stopped peer; with the
-    ping timeout it takes about 1.1 s.
+    """Return gRPC channel options that notice a stopped peer after about 1.1 s.
+
+    gRPC's keepalive without its ping timeout would take 60 s.
     """
     return [
         ("grpc.keepalive_time_ms", int(timing.ping_interval_s * 1000)),

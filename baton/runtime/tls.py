@@ -1,12 +1,12 @@
 """TLS of every listener and every internal connection: PEM files to contexts and credentials.
 
-Between the processes of a deployment TLS is mutual and at least 1.3, with one certificate authority
-per deployment: both ends present a certificate that it signed. `stream` checks the chain, not the
-name: any holder of such a certificate belongs to the deployment, and the handshake inside (HMAC,
-boot id) says which process it is. gRPC also checks that the certificate names the host that is
-called. The public front door accepts TLS 1.2 as well, and wants a client's certificate only if a CA
-for clients is given. Files are read once, at the start. docs/kv_transfer.md shows how to make
-certificates with openssl.
+Between the processes of a deployment TLS is mutual and at least 1.3. A deployment has one
+certificate authority, and both ends present a certificate that it signed. Lane `stream` checks the
+chain, not the name: every holder of such a certificate belongs to the deployment, and the handshake
+inside (HMAC, boot id) says which process it is. gRPC also checks that the certificate names the
+host that is called. The public front door accepts TLS 1.2 as well, and wants a client's certificate
+only if a CA for clients is given. Files are read once, at the start. docs/kv_transfer.md shows how
+to make certificates with openssl.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class TlsFiles:
         return TlsFiles(Path(cert), Path(key), Path(ca) if ca else None, prefix)
 
     def server_context(self, oldest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
-        """Return a server's context. Raises ConfigError, naming the option, for a file that cannot
-        be used.
+        """Return a server's context. Raises ConfigError, naming the option, for an unusable
+        file.
         """
         context = self._context(ssl.PROTOCOL_TLS_SERVER, oldest)
-        # no session is ever resumed, and without tickets an idle connection has nothing to read
+        # Sessions are never resumed, and without tickets an idle connection has nothing to read.
         context.num_tickets = 0
         return context
 
@@ -65,7 +65,7 @@ class TlsFiles:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials for add_secure_port. Raises the errors of `server_context`."""
-        self.server_context()  # checks the files: gRPC accepts anything and then serves nobody
+        self.server_context()  # checks the files, because gRPC accepts any and then serves nobody
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         root = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_server_credentials(
@@ -73,7 +73,7 @@ class TlsFiles:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for secure_channel; needs `ca`. Raises the errors of
+        """Return credentials for secure_channel; `ca` is needed. Raises the errors of
         `server_context`.
         """
         self.client_context()
@@ -108,9 +108,9 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a client of the public API trusts its server, and the certificate that it presents.
+    """How a client of the public API checks its server, and the certificate that it presents.
 
-    `ca`: None means the system's CAs. `cert` and `key`: for a server that wants a certificate.
+    `ca` None means the system's CAs. `cert` and `key` are for a server that wants a certificate.
     """
 
     ca: Path | None = None
@@ -118,9 +118,7 @@ class ClientTls:
     key: Path | None = None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for secure_channel. Raises ConfigError for a file that cannot
-        be read.
-        """
+        """Return credentials for secure_channel. Raises ConfigError for an unreadable file."""
         try:
             ca, cert, key = (
                 None if file is None else file.read_bytes()

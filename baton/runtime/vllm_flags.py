@@ -1,8 +1,8 @@
 """vLLM's flags that change nothing here: they are accepted, with one line that says why.
 
-A command line that served a model with vLLM should serve it with Baton. A flag with the same effect
-here is an option of the same name, or a second spelling of one (`option(also=...)`, `spelled`). A
-flag whose effect is missing here stays unknown and is refused.
+A command line that served a model with vLLM should serve it with Baton. If a flag has the same
+effect here, it is an option of the same name, or another spelling of an option (`option(also=...)`,
+`spelled`). If its effect does not exist here, the flag is unknown and refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class IdleFlag:
-    """A flag that does nothing. `reason`: why. `values`: what it accepts; None = no value, () = any
-    value.
+    """A flag that does nothing, for the given `reason`.
+
+    `values` are the values that it accepts; None = the flag takes no value, () = any value.
     """
 
     reason: str
@@ -69,7 +70,7 @@ IDLE: Final[Mapping[str, IdleFlag]] = {
 
 
 class _Note(argparse.Action):
-    """Writes why the flag does nothing; stores no value. Inheritance is argparse's own way."""
+    """Writes why the flag does nothing and stores no value. argparse extends by inheritance."""
 
     def __call__(
         self,

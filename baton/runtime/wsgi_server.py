@@ -28,10 +28,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """The server's settings; http.server's own way to set them is inheritance."""
+    """The server's settings. Inheritance is http.server's way to set them."""
 
     daemon_threads = True
-    request_queue_size = 128  # with http.server's 5 a burst keeps a probe waiting for a second
+    request_queue_size = 128  # http.server's 5 would keep a probe waiting for a second in a burst
     context: ssl.SSLContext | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,8 +39,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._room = BoundedSemaphore(MAX_CONNECTIONS)
 
     def server_bind(self) -> None:
-        """Bind without http.server's look-up of the own name, which takes seconds without a
-        resolver.
+        """Bind without http.server's look-up of the own name.
+
+        Without a resolver that look-up takes seconds.
         """
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.socket.getsockname()[:2]

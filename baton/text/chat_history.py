@@ -1,8 +1,8 @@
-"""Tool calls in a conversation's history, rewritten as some models' chat templates need them.
+"""Rewrites tool calls in a conversation's history as some models' chat templates need them.
 
-Most templates take messages as OpenAI spells them, with arguments as objects. Some would refuse
-such messages, leave calls out, or show the model something that it never writes. A template's text
-tells which rewrites it needs. Pure functions.
+Most templates take messages as OpenAI spells them, with arguments as objects. Some templates would
+refuse such messages, leave calls out, or show the model something that it never writes. A
+template's text tells which rewrites it needs. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 Rewrite = Callable[[list[Message]], list[Message]]
 
 _LOOPS: Final = re.compile(r"""in message(\.|\[['"])tool_calls""")
-# arguments followed by a filter are not joined
+# Arguments that are followed by a filter are not joined.
 _JOINED: Final = re.compile(r"""['"]arguments['"]\]\s*\+""")
 _TOOL_ROLE: Final = re.compile(r"""role['"]?[\])]? ?[!=]= ?['"]tool['"]""")
 _SEPARATE: Final = re.compile(
@@ -50,9 +50,9 @@ def wants_tools_in_system(source: str) -> bool:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Turn several calls of one message into messages of their own, each before its result.
+    """Split a message with several calls into one message per call, each before its result.
 
-    For templates that show the first call only, or refuse several (Llama 3, gpt-oss).
+    For templates that show the first call only, or refuse several calls (Llama 3, gpt-oss).
     """
     made: list[Message] = []
     waiting: dict[object, Message] = {}
@@ -74,10 +74,9 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def calls_apart(messages: list[Message]) -> list[Message]:
-    """Move the content beside calls into a message before them; the message of the calls keeps
-    none.
+    """Move the content of a message with calls into a message before it.
 
-    For templates that show only one of the two (DeepSeek R1 and V3).
+    For templates that show only content or calls of a message (DeepSeek R1 and V3).
     """
     made: list[Message] = []
     for message in messages:
@@ -91,9 +90,9 @@ def calls_apart(messages: list[Message]) -> list[Message]:
 
 
 def thoughts_in_analysis(messages: list[Message]) -> list[Message]:
-    """Put the reasoning under the name that gpt-oss's template knows.
+    """Put the reasoning under `thinking`, the name that gpt-oss's template knows.
 
-    Beside a call that template has room for one text, so content is joined to the reasoning.
+    That template has room for one text beside a call, so the content is appended to the reasoning.
     """
     made: list[Message] = []
     for message in messages:
@@ -128,9 +127,9 @@ def numbered_ids(messages: list[Message]) -> list[Message]:
 
 
 def results_beside_calls(messages: list[Message]) -> list[Message]:
-    """Put results as `tool_responses` into the message of their calls; its content goes before it.
+    """Put results as `tool_responses` into the message of their calls, and its content before it.
 
-    For templates that know no messages of role tool (Gemma 4's first).
+    For templates without messages of role tool (the first one of Gemma 4).
     """
     made: list[Message] = []
     names: dict[object, str] = {}
@@ -149,8 +148,9 @@ def results_beside_calls(messages: list[Message]) -> list[Message]:
 
 
 def calls_in_content(messages: list[Message]) -> list[Message]:
-    """Put calls into the content as the text that the model writes, for a template that knows no
-    calls (Phi-4-mini).
+    """Put calls into the content as the text that the model writes.
+
+    For a template that knows no calls (Phi-4-mini).
     """
     made: list[Message] = []
     for message in messages:
@@ -162,8 +162,9 @@ def calls_in_content(messages: list[Message]) -> list[Message]:
 
 
 def tools_in_system(messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Put the functions as JSON text into the system message; add one if there is none
-    (Phi-4-mini).
+    """Put the functions as JSON text into the system message (Phi-4-mini).
+
+    A system message is added if there is none.
     """
     has_one = bool(messages) and messages[0].get("role") == "system"
     system = messages[0] if has_one else {"role": "system", "content": ""}
@@ -172,7 +173,7 @@ def tools_in_system(messages: list[Message], tools: Sequence[Mapping[str, Any]])
 
 
 def arguments_as_text(messages: list[Message]) -> list[Message]:
-    """Put arguments as JSON text, for templates that join them to other texts."""
+    """Turn arguments into JSON text, for templates that join them to other texts."""
     return [
         {**message, "tool_calls": [_with_text(call) for call in _calls(message)]}
         if _calls(message)
@@ -188,7 +189,7 @@ def _with_text(call: Message) -> Message:
 
 
 def _as_object(content: object) -> object:
-    """Return a result that is a JSON object as an object, any other result unchanged."""
+    """Return a result as an object if it is the text of a JSON object, else return it unchanged."""
     try:
         found = json.loads(content) if isinstance(content, str) else None
     except (ValueError, RecursionError):

@@ -1,16 +1,16 @@
 """Chat messages to prompt text, through the model's own Jinja template in a sandbox.
 
 The template comes from the model directory: chat_template.jinja, else tokenizer_config.json's
-`chat_template` (one string, or a list of named ones), else chat_template.json. It sees plain JSON
-values and the functions that transformers offers a template, no more.
+`chat_template` (one string, or a list of named ones), else chat_template.json. It sees only plain
+JSON values and the functions that transformers offers to templates.
 
-Jinja's sandbox stops a template from running code, but not from using time and memory. So a
-template is rendered
+Jinja's sandbox stops a template from running code, but not from using time and memory. So there are
+two places where a template is rendered:
 
-    at once     in this process, if it is harmless (baton/text/template_rules.py) and the
-                conversation is not large: within limits that a thread can keep
+    at once     in this process, if the template is harmless (baton/text/template_rules.py) and the
+                conversation is not large, within limits that a thread can keep
                 (baton/text/template_limits.py)
-    else        in a child, which can be given up (baton/text/rendering.py) and calls `render`
+    else        in a child process that can be killed (baton/text/rendering.py) and calls `render`
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from baton.text.template_limits import BoundedEnvironment, OverBudget
 from baton.text.template_rules import is_harmless
 from baton.text.tokenizer import read_json, read_special_tokens
 
-MAX_CHARS: Final = 16 << 20  # of a prompt; more than any context
+MAX_CHARS: Final = 16 << 20  # of a prompt: more than any context holds
 MAX_SOURCE_CHARS: Final = 1 << 20
 # Names that a client's keyword arguments must not take.
 RESERVED_NAMES: Final = frozenset(
     {"self", "messages", "add_generation_prompt", "tools", "documents"}
 )
-# Jinja's names, and those that this file gives a template.
+# Jinja's own names, and those that this file gives to a template.
 OWN_NAMES: Final = frozenset(
     {
         "caller",
@@ -55,7 +55,7 @@ OWN_NAMES: Final = frozenset(
         *DEFAULT_NAMESPACE,
     }
 )
-# Appended to a message that is to be continued: the prompt ends where the template puts it.
+# Appended to a message that is to be continued. The prompt is cut where the template puts it.
 _CONTINUES: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -63,8 +63,8 @@ _CONTINUES: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 class Chat:
     """What a template renders: JSON values.
 
-    `continue_final_message`: end the prompt within the last message, after its content. `kwargs`:
-    those that the template does not read change nothing.
+    `continue_final_message`: the prompt ends within the last message, after its content. `kwargs`:
+    further values; those that the template does not read change nothing.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -76,7 +76,7 @@ class Chat:
 
 
 class ChatTemplate:
-    """A compiled template; `present` is False if the model has none. Safe in several threads."""
+    """A compiled template; `present` is False if the model has none. Any thread may use it."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelRefused for a source that is no template."""
@@ -91,14 +91,14 @@ class ChatTemplate:
             self._harmless = is_harmless(source, tree)
         own = RESERVED_NAMES | OWN_NAMES | self.special_tokens.keys()
         self.parameters = frozenset(read) - own
-        """The other names that this template reads: all that a client may set."""
+        """The other names that this template reads; a client may set only these."""
         self._reads_documents = "documents" in read
 
     @classmethod
     def load(cls, model_dir: str | Path, file: str | Path | None = None) -> ChatTemplate:
-        """Compile the operator's `file`, else the model directory's own template.
+        """Compile the operator's `file`, or without one the model directory's own template.
 
-        Raises ModelRefused for a broken one.
+        Raises ModelRefused for a broken template.
         """
         directory = Path(model_dir)
         source = _find_source(directory) if file is None else _read_text(Path(file))
@@ -110,7 +110,7 @@ class ChatTemplate:
 
     @property
     def harmless(self) -> bool:
-        """Whether `render_at_once` may be called."""
+        """Whether `render_at_once` may be called for this template."""
         return self._quick is not None
 
     @cached_property
@@ -120,9 +120,9 @@ class ChatTemplate:
     def render(self, chat: Chat) -> str:
         """Return the prompt text of a conversation; it begins with BOS if the template writes one.
 
-        It may take any time and memory, the first time to compile, so call it in processes with
-        limits. Raises InvalidRequest (field `messages`, `documents`) if there is no template, or if
-        it refuses the values or cannot render them.
+        It may take any time and memory, and the first call compiles the template, so call it in
+        processes with limits. Raises InvalidRequest (field `messages`, `documents`) if there is no
+        template, or if it refuses the values or cannot render them.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -134,7 +134,7 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template | None:
         """The compiled template; None if there is none. Raises ModelRefused.
 
-        Compiling evaluates constants, so this is for processes with limits.
+        Compiling evaluates constants, so only processes with limits may use this.
         """
         if self.source is None:
             return None
@@ -144,10 +144,10 @@ class ChatTemplate:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
 
     def render_at_once(self, seconds: float, chat: Chat) -> str:
-        """Render a small conversation by a harmless template, in `seconds` of this thread's own
-        time.
+        """Render a small conversation with a harmless template.
 
-        Raises the errors of `render`, and OverBudget.
+        It may take `seconds` of this thread's CPU time. Raises the errors of `render`, and
+        OverBudget.
         """
         assert self._quick is not None, "it is harmless"
         environment, template = self._quick
@@ -169,8 +169,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = f"the chat template refuses these messages: {error.message}"
             raise InvalidRequest(message, field="messages") from error
-        # A template is foreign code. With unexpected messages it fails in any way (a missing key, a
-        # number that is None, endless recursion), and each failure is about the messages.
+        # A template is foreign code. With unexpected messages it may fail in any way (a missing
+        # key, a number that is None, endless recursion). Each such failure is the fault of the
+        # messages.
         except Exception as error:
             message = "the chat template cannot render these messages"
             raise InvalidRequest(message, field="messages") from error
@@ -207,7 +208,7 @@ def _cut_at_tag(text: str) -> str:
     if at < 0:
         message = "the chat template leaves the final message out: it cannot be continued"
         raise InvalidRequest(message, field="continue_final_message")
-    # A template that has trimmed the tag's space trims messages: without the tag it would have
+    # If the template has trimmed the tag's space, it trims messages. Without the tag it would have
     # trimmed the text before it.
     return text[:at] if text.startswith(_CONTINUES, at) else text[:at].rstrip()
 
@@ -261,7 +262,7 @@ def _parsed(source: str) -> nodes.Template:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment with what transformers offers a template."""
+    """Return an environment with everything that transformers offers to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=_extensions()
     )
@@ -271,8 +272,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _bounded(source: str) -> tuple[BoundedEnvironment, jinja2.Template] | None:
-    """Return a limited environment and the template compiled in it; None if the template's
-    constants alone exceed the limits.
+    """Return a limited environment and the template compiled in it.
+
+    Return None if the template's constants alone exceed the limits.
     """
     environment = BoundedEnvironment(
         {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=_extensions()
@@ -282,7 +284,7 @@ def _bounded(source: str) -> tuple[BoundedEnvironment, jinja2.Template] | None:
         template = environment.from_string(environment.bounded(environment.parse(source)))
     except (jinja2.TemplateError, OverBudget, RecursionError, SyntaxError):
         return None
-    # every rendering copies these, which is slow from a ChainMap
+    # Every rendering copies these globals, which is slow from a ChainMap.
     template.globals = dict(template.globals)
     return environment, template
 
@@ -292,7 +294,7 @@ def _extensions() -> list[type[Extension]]:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; only its inside is
+    """`{% generation %}...{% endgeneration %}` marks training targets; only its content is
     rendered.
     """
 
@@ -311,7 +313,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
 
 
-def _tojson(  # the signature is transformers'
+def _tojson(  # the signature is that of transformers
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,

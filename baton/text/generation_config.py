@@ -2,7 +2,8 @@
 
 They apply only where a request gives no value. `do_sample: false` means greedy, whatever
 temperature stands beside it. The engine reads the end-of-sequence ids of the same file
-(baton/engine/checkpoint/checkpoint.py). `max_new_tokens` is ignored: it would cut answers unasked.
+(baton/engine/checkpoint/checkpoint.py). `max_new_tokens` is ignored, because it would cut answers
+without being asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SamplingDefaults = Mapping[str, int | float]  # field of SamplingParams -> value
 
 
 def sampling_defaults(model_dir: str | Path) -> SamplingDefaults:
-    """Return the defaults in a model directory, {} without the file; null values are left out.
+    """Return the defaults of a model directory, {} without the file; null values are left out.
 
     Raises ModelRefused, naming file and field, for values that no request could ask for.
     """

@@ -1,14 +1,16 @@
-"""Encoding what was encoded before: a text's pieces between its added tokens, and their ids, kept.
+"""PieceEncoder: encodes a text in pieces, and remembers the ids of pieces that it has encoded.
 
-A tokenizer first cuts a text at its added tokens (`<|im_start|>`, ...), then normalizes and encodes
-each piece by itself: the ids of a text are those of its pieces, in order. A chat's next turn is its
-last prompt and two pieces more, and the chats of an application begin with the same ones.
+A tokenizer first cuts a text at its added tokens (`<|im_start|>`, ...). Then it normalizes and
+encodes each piece alone, so the ids of a text are those of its pieces, in order. The next turn of a
+chat is its last prompt and two further pieces, and the chats of an application begin with the same
+pieces.
 
     <|im_start|> system\\nYou are ... <|im_end|> \\n <|im_start|> user\\nHello <|im_end|> ...
-                 `-- kept --------'                              `-- new ---'
+                 `-- remembered --'                              `-- new ---'
 
-Who shares kept pieces could tell by the time that a prompt takes what others have sent: pieces are
-kept by salt, as KV blocks are (router/request/terms.py). Not here: what is done with a text before.
+If clients shared remembered pieces, the time that a prompt takes would tell one client what others
+have sent. So pieces are remembered per salt, as KV blocks are (router/request/terms.py). Not here:
+what is done to a text before.
 
 Source: tokenizers, added_vocabulary.rs, extract_and_normalize; mod.rs, do_tokenize.
 """
@@ -26,17 +28,16 @@ from typing import Any, Final
 
 import tokenizers
 
-_ENTRY_BYTES: Final = 300  # a kept piece's key and place, beside its text and ids
+_ENTRY_BYTES: Final = 300  # what a remembered piece takes in addition to its text and ids
 _SHARE: Final = 4  # one piece takes at most a quarter of the room
-# Metaspace puts its mark before the first piece of a text only: a piece is not like another.
+# With this setting Metaspace puts its mark before a text's first piece only, so the ids of a piece
+# depend on its place.
 _KNOWS_THE_FIRST: Final = b'"prepend_scheme":"first"'
 
 
 @dataclass(slots=True)
 class PieceStats:
-    """Counts of characters: `asked` to be encoded, and `kept`, those whose ids were in the
-    cache.
-    """
+    """Counts of characters: `asked` to be encoded, and `kept`, whose ids were remembered."""
 
     asked: int = 0
     kept: int = 0
@@ -45,7 +46,8 @@ class PieceStats:
 class PieceEncoder:
     """Encodes a text piece by piece, like a tokenizer without special tokens around the text.
 
-    Keeps at most `max_bytes` of texts and ids, those used last. Safe to use from several threads.
+    It remembers at most `max_bytes` of texts and ids; the least recently used go first. Any thread
+    may use it.
     """
 
     def __init__(
@@ -64,16 +66,12 @@ class PieceEncoder:
     def of(
         cls, backend: tokenizers.Tokenizer, encode: Callable[[str], list[int]], max_bytes: int
     ) -> PieceEncoder | None:
-        """Return an encoder for a tokenizer whose pieces do not depend on each other; None for any
-        other.
-        """
+        """Return an encoder for a tokenizer whose pieces do not depend on each other, else None."""
         found = separators_of(backend)
         return cls(encode, found, max_bytes) if found else None
 
     def encode(self, text: str, salt: str = "") -> list[int]:
-        """Return the ids of `text`, equal to those of the whole tokenizer's `encode`. Raises its
-        errors.
-        """
+        """Return the ids of `text`: those of the tokenizer's `encode`, whose errors it raises."""
         ids: list[int] = []
         for place, piece in enumerate(self._cut.split(text)):
             if place % 2:
@@ -91,7 +89,7 @@ class PieceEncoder:
                 self._kept.move_to_end(key)
                 self.stats.kept += len(piece)
                 return kept
-        ids = self._encode(piece)  # not under the lock: other threads encode as well
+        ids = self._encode(piece)  # without the lock, because other threads encode, too
         self._keep(key, array("I", ids))
         return ids
 
@@ -111,8 +109,8 @@ class PieceEncoder:
 def separators_of(backend: tokenizers.Tokenizer) -> dict[str, int]:
     """Return the added tokens at which a text is cut before anything else.
 
-    Return {} where cutting would change ids: an added token takes spaces around it, stands only
-    between words, or the encoding of a piece depends on its place.
+    Return {} if cutting would change ids: if an added token takes the spaces around it or stands
+    only between words, or if the ids of a piece depend on its place.
     """
     first: Any = backend.pre_tokenizer
     if first is not None and _KNOWS_THE_FIRST in first.__getstate__():
@@ -120,7 +118,7 @@ def separators_of(backend: tokenizers.Tokenizer) -> dict[str, int]:
     found: dict[str, int] = {}
     for token_id, token in backend.get_added_tokens_decoder().items():
         if token.normalized:
-            continue  # looked for within the pieces
+            continue  # these tokens are looked for inside the pieces
         if token.lstrip or token.rstrip or token.single_word:
             return {}
         found[token.content] = token_id
@@ -128,10 +126,10 @@ def separators_of(backend: tokenizers.Tokenizer) -> dict[str, int]:
 
 
 def longest_of(words: Iterable[str]) -> str:
-    """Return a pattern for the longest of `words` at a place.
+    """Return a pattern that matches the longest of `words` at a place.
 
-    It is a tree of characters, as alternatives are tried one by one and thousands of words begin
-    alike (`<unused7>`).
+    The pattern is a tree of characters. Plain alternatives would be tried one by one, and thousands
+    of words begin alike (`<unused7>`).
     """
     tree: dict[str, Any] = {}
     for word in words:

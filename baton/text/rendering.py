@@ -1,14 +1,14 @@
-"""Chats rendered in a child process, where no template and no data can do harm.
+"""Renders chats in a child process, where no template and no data can do harm.
 
-A template can hang a process or fill its memory in one call of native code that no limit within the
-process would stop (baton/text/template_rules.py has an example), and a client's messages can make a
-good template do so. The child ends when its time or its memory is used up: then that chat is
-refused, and no other request notices.
+One call of native code in a template can hang a process or fill its memory, and no limit within the
+process would stop it (baton/text/template_rules.py has an example). A client's messages can make
+even a good template do so. The child ends when its time or its memory is used up. Then that chat is
+refused, and other requests are not affected.
 
     renderer.render(template, chat)             the model's own template
     renderer.render_by(source, tokens, chat)    any source, as by a request's own `chat_template`
 
-Both are for threads; long chats go through a pipe, which takes a millisecond per megabyte.
+Both are for threads. Chats go through a pipe, which takes a millisecond per megabyte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.runtime.children import ChildBudget, Children, Excess, GivenUp
 from baton.text.chat_template import Chat, ChatTemplate
 
 CHILD: Final = (sys.executable, "-m", "baton.text.template_child")
-# Long histories take milliseconds; a prompt of 16 MiB is a few copies of it.
+# Long histories take milliseconds. A prompt of 16 MiB takes the memory of a few copies.
 BUDGET: Final = ChildBudget(cpu_s=2.0, memory_bytes=512 << 20, wall_s=20.0)
 RETRY_S: Final = 2
 _WORDS: Final = {Excess.CPU: "time", Excess.MEMORY: "memory"}
@@ -46,16 +46,16 @@ class TemplateRenderer:
     def render(self, template: ChatTemplate, chat: Chat) -> str:
         """Call ChatTemplate.render within limits.
 
-        Raises InvalidRequest (field `messages`, ...), and Unavailable if this machine was too busy
-        for it.
+        Raises InvalidRequest (field `messages`, ...), and Unavailable if this machine was too busy.
         """
         if template.source is None:
             return template.render(chat)
         return self.render_by(template.source, template.special_tokens, chat)
 
     def render_by(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
-        """Render by the template `source`. Raises the errors of `render`, and InvalidRequest (field
-        `chat_template`) for a source that is no template.
+        """Render with the template `source`. Raises the errors of `render`.
+
+        For a source that is no template it raises InvalidRequest (field `chat_template`).
         """
         try:
             question = orjson.dumps(

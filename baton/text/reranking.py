@@ -44,9 +44,7 @@ def rerank_prompts(
 
 
 def answer_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the ids of "yes" and "no". Raises UnsupportedFeature if either is more than
-    one token.
-    """
+    """Return the ids of "yes" and "no". Raises UnsupportedFeature if one has several tokens."""
     ids = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(word) != 1 for word in ids):
         raise UnsupportedFeature(

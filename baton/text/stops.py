@@ -1,6 +1,6 @@
 """Stop strings over text that arrives in pieces: what may be shown, and when the output ends.
 
-Without I/O. How the text was cut into pieces never changes the result. A stop string, or a tail
+No I/O. The result does not depend on how the text was cut into pieces. A stop string, or a tail
 that may still become one, is never shown.
 """
 
@@ -12,17 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """`text` may be shown now; `matched` is the stop string that ended the output, None if none
-    did.
-    """
+    """`text` may be shown now. `matched` is the stop string that ended the output, or None."""
 
     text: str
     matched: str | None = None
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first; of several that end at one place, the one that
-    starts first.
+    """Finds the stop string that is complete first; if several end together, the longest of them.
 
     push(piece)* -> flush(). After a match nothing more may be pushed.
     """
@@ -37,8 +34,8 @@ class StopMatcher:
     def push(self, piece: str, looking: bool = True) -> StopResult:
         """Add new text; return what may be shown.
 
-        The held-back tail is shorter than the longest stop string. With `looking` False, no stop
-        string ends in this piece, but one may begin.
+        A tail that is shorter than the longest stop string may be held back. With `looking` False
+        the caller knows that no stop string ends in this piece; one may still begin.
         """
         if not self._stops:
             return StopResult(piece)
@@ -58,10 +55,10 @@ class StopMatcher:
         return text
 
     def _first_match(self, text: str, looked: int) -> tuple[int, str] | None:
-        """Return (start, stop) of the match that ends first, then starts first; None without a
-        match.
+        """Return (start, stop) of the match that ends first; None without a match.
 
-        No match ends within the first `looked` characters, which were searched before.
+        Of several that end together it is the one that starts first. No match ends within the first
+        `looked` characters, because these were searched before.
         """
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
@@ -71,7 +68,7 @@ class StopMatcher:
         return None if best is None else (best[1], best[2])
 
     def _possible_prefix(self, text: str) -> int:
-        """Return the length of the longest tail of `text` with which a stop string starts."""
+        """Return the length of the longest tail of `text` with which some stop string begins."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,16 +1,17 @@
 """Limits for a harmless chat template that is rendered in this process, over little data.
 
 A harmless template (baton/text/template_rules.py) nests no value that it has made itself. So all
-its values stay small if each string and each list does. They are checked as they are made:
+its values stay small if each string and each list stays small. Sizes are checked when values are
+made:
 
-    loop and macro bodies   tick() at each turn: the time, and the literal text in there
-    what is written         finalize: all characters, those inside `set` blocks as well
-    calls, filters, + * ~   no large text, no long list as result
+    loop and macro bodies   tick() at each turn checks the time, and the literal text in the body
+    what is written         finalize counts all characters, those inside `set` blocks included
+    calls, filters, + * ~   the result must be no large text and no long list
 
-A template that exceeds a limit raises OverBudget, which is no error: a child, which has more room,
-then renders it (baton/text/rendering.py). Time is that of the rendering thread, as other threads
-may be busy. But that clock is slow to read, so it is read only after as much wall time has passed.
-The sandbox itself is Jinja's.
+A template that exceeds a limit raises OverBudget. That is not an error: a child, which has more
+room, then renders it (baton/text/rendering.py). Time is the CPU time of the rendering thread,
+because other threads may be busy. That clock is slow to read, so it is read only after as much wall
+time has passed. The sandbox itself is Jinja's.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS: Final = 128 << 10  # of a string
-MAX_WRITTEN: Final = 512 << 10  # in all, text set aside in blocks included
-MAX_ITEMS: Final = 4096  # of a list, whose items differ; a sum of lists has at most MAX_SUM
-MAX_SUM: Final = 64
+MAX_WRITTEN: Final = 512 << 10  # characters written in all, those in `set` blocks included
+MAX_ITEMS: Final = 4096  # of a list with different items
+MAX_SUM: Final = 64  # items of a sum or a multiple of lists
 MAX_BITS: Final = 256  # of a number
 TICKS_PER_LOOK: Final = 16  # turns between two looks at the clock
 _TICK: Final = "baton_tick"
@@ -44,8 +45,8 @@ class OverBudget(Exception):
 class _Meter(threading.local):
     """What the template that renders on this thread may still spend.
 
-    `due`: the wall time from which the thread's own time counts; None = no limit. `deadline`: in
-    the thread's own time; None before `due`.
+    `due`: the wall time from which CPU time is checked; None = no limit. `deadline`: a time of the
+    thread's CPU clock; None before `due`.
     """
 
     seconds: float = 0.0
@@ -56,16 +57,16 @@ class _Meter(threading.local):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits; inheritance is Jinja's own way to set them.
+    """Jinja's sandbox with limits. Inheritance is Jinja's way to set them.
 
-    `bounded` prepares a template. `start` must be called before each rendering, on its thread. Safe
-    in several threads.
+    `bounded` prepares a template. `start` must be called before each rendering, on its thread. Any
+    thread may use it.
     """
 
     intercepted_binops = frozenset({"+", "*", "%"})
 
     def __init__(self, filters: dict[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters`: added to Jinja's own."""
+        """Add `filters` to those of Jinja, and put limits around all of them."""
         super().__init__(finalize=self._written, **options)
         self._meter = _Meter()
         self.filters.update(filters)
@@ -75,8 +76,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def bounded(self, tree: nodes.Template) -> nodes.Template:
         """Change `tree` and return it: its loops and macros tick, and its sizes are checked."""
-        # Text that is set aside is counted here only; other text is counted as it leaves the
-        # template.
+        # Literal text inside blocks is counted only here. Other text is counted when it is written.
         aside = {
             id(loop)
             for block in tree.find_all(_CAPTURING)
@@ -137,8 +137,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _spend(self, name: str, value: Any, args: Sequence[Any]) -> Any:
-        """Check the cost of calling `name` on `value`; return `value`, as a list if it was an
-        iterator to join.
+        """Check the cost of calling `name` on `value`, and return `value`.
+
+        An iterator that is to be joined is returned as a list.
         """
         self._look()
         if name == "join":
@@ -151,7 +152,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Filters marked by Jinja get context, evaluation context or environment before the value.
+        # Some filters of Jinja get context, evaluation context or environment before the value.
         place = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
 
         @functools.wraps(function)
@@ -162,7 +163,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def call(
-        __self,  # Jinja's names: a template's own keyword arguments must not meet them
+        __self,  # Jinja's names, which a template's own keyword arguments must not equal
         __context: Context,
         __obj: Any,
         *args: Any,
@@ -186,7 +187,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _ticking(environment: BoundedEnvironment) -> Callable[..., None]:
-    """Return the filter that is put first into bodies."""
+    """Return the filter that is put first into the bodies of loops and macros."""
 
     @pass_context  # with a context Jinja cannot evaluate the filter at compile time
     def tick(_: Context, value: None, literal_chars: int) -> None:

@@ -1,18 +1,19 @@
-"""Which chat templates may be rendered in this process: those whose every value stays small.
+"""Decides which chat templates may be rendered in this process: those whose values all stay small.
 
-Jinja's sandbox keeps a template from code, not from work. `{% set ns.l = [ns.l, ns.l] %}`, forty
-times, is a list of forty small lists, and a text of 2^40 letters for whoever spells it in one call
-of native code, which nothing can leave. So a template is harmless only if it is made of what is
-listed here, none of which can nest what the template itself has made:
+Jinja's sandbox keeps a template from running code, but not from much work. `{% set ns.l = [ns.l,
+ns.l] %}`, forty times, makes forty small lists. Printing the last one makes a text of 2^40 letters
+in one call of native code, which nothing can stop. So a template is harmless only if it consists of
+what is listed here. Nothing in the list can nest a value that the template itself has made:
 
-    depth 0   a number, a string, a part of what it was given (a tree, as it came)
-    depth 1   a list or dictionary of those: written out, or what a filter or method answers
-    deeper    written out within one expression only; no name ever stands for it
+    depth 0   a number, a string, a part of what the template was given (any tree, unchanged)
+    depth 1   a list or dictionary of those: written out, or the result of a filter or method
+    deeper    only written out within one expression; no name ever stands for such a value
 
 Depths are found for every name and every attribute of a namespace, over all places that set it. So
-a tree has few levels, and each of these is bounded as it is made (baton/text/template_limits.py:
-lengths of strings and lists, turns of loops, what is written, time). Whatever else a template does
-is no fault of it: it is rendered in a child (baton/text/rendering.py).
+a value has few levels, and the size of each level is limited when it is made
+(baton/text/template_limits.py: lengths of strings and lists, turns of loops, written text, time). A
+template that does anything else is not refused: it is rendered in a child
+(baton/text/rendering.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jinja2 import nodes
 MAX_SOURCE_CHARS: Final = 64 << 10
 MAX_NODES: Final = 4096
 MAX_LEAVES: Final = 64  # values written in one list or dictionary
-MAX_DEEP_LEAVES: Final = 4  # of these, values of a depth above 0
+MAX_DEEP_LEAVES: Final = 4  # those of the values that may have a depth above 0
 MAX_DEPTH: Final = 3
 MAX_NUMBER: Final = 256  # the largest number that a filter or a product may be given
 MAX_OPTION_CHARS: Final = 16
@@ -93,7 +94,7 @@ class _Unknown(Exception):
 
 
 class _Judge:
-    """The depths of all names of one template, from all places that set them."""
+    """Finds the depths of all names of one template, over all places that set them."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
@@ -305,7 +306,7 @@ class _Judge:
         raise _Unknown
 
     def _function(self, name: str, node: nodes.Call, given: list[nodes.Expr]) -> int:
-        depths = [self._of(value) for value in given]  # evaluated once, as calls stand within calls
+        depths = [self._of(value) for value in given]  # only once: calls may stand within calls
         if name in self._macros:
             for macro in self._macros[name]:
                 for parameter, depth in zip(macro.args, depths, strict=False):
@@ -324,7 +325,8 @@ class _Judge:
         raise _Unknown
 
 
-# Names with a meaning of their own; they are allowed only where the code above lists them.
+# Names that have a meaning for Jinja or this module. They are allowed only where the code above
+# lists them.
 _OURS: Final = frozenset({
     "caller", "cycler", "dict", "joiner", "kwargs", "lipsum", "loop", "namespace",
     "raise_exception", "range", "self", "strftime_now", "super", "varargs",

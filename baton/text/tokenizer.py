@@ -1,12 +1,11 @@
-"""Text to token ids and back over the `tokenizers` library, and the incremental decoder of a
-stream.
+"""Text to token ids and back with the `tokenizers` library; and the decoder of a stream.
 
-transformers' AutoTokenizer is not used (same ids, but 2.2 s instead of 0.14 s to load, and torch).
-The chat template is in baton/text/chat_template.py.
+transformers' AutoTokenizer gives the same ids, but takes 2.2 s instead of 0.14 s to load, and needs
+torch. The chat template is in baton/text/chat_template.py.
 
 The stream decoder DEFINES the text of an output: text that has been shown never changes. It equals
-a decode of all ids at once, except where that decode takes a finished character back (a
-byte-fallback run with an invalid byte in it), which no stream can do.
+a decode of all ids at once, with one exception: that decode may take back a finished character (in
+a byte-fallback run with an invalid byte), which no stream can do.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from tokenizers import decoders, normalizers
 from baton.protocol.errors import InvalidRequest, ModelRefused
 from baton.text.pieces import PieceEncoder
 
-# No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens. So a
-# tail that is still unreadable after so many tokens is no unfinished character: it is shown as it
-# is.
+# A UTF-8 character has at most 4 bytes, and no decoder here spreads a byte over two tokens. So a
+# tail that is still unreadable after this many tokens is no unfinished character, and is shown.
 _MAX_PENDING_TOKENS: Final = 6
-# The library's calls for one text keep the GIL: many in a row on one thread hold up every other
-# thread by 5 ms each time that it wakes. The calls for several texts release the GIL.
+# The library's calls for one text hold the GIL. If one thread makes many of them in a row, every
+# other thread waits 5 ms each time it wakes. The calls for several texts release the GIL.
 SHORT_TOKENS: Final = 4096  # the most tokens that are decoded under the GIL
-_MOST_COMPOSED: Final = 4  # characters of a text that a normalizer may join to one
+_MOST_COMPOSED: Final = 4  # characters of a text that a normalizer may join into one
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _UTF8: Final = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -50,9 +48,7 @@ class StreamDecoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return, once, what an unfinished character at the end becomes (replacement
-        characters).
-        """
+        """Return, once, the replacement characters of an unfinished character at the end."""
         ...
 
 
@@ -82,9 +78,9 @@ class Tokenizer:
     def load(cls, model_dir: str | Path, keep_bytes: int = 0) -> Tokenizer:
         """Read tokenizer.json, and from tokenizer_config.json which of its tokens are special.
 
-        `keep_bytes`: the memory for what `encode_chat` remembers. BOS and EOS are what
-        tokenizer.json's post-processor adds; `add_bos_token` in the config is for checkpoints
-        without that file (as transformers 5 reads it: tokenization_utils_base.py,
+        `keep_bytes` is the memory for pieces that `encode_chat` remembers. BOS and EOS are added as
+        tokenizer.json's post-processor says. `add_bos_token` in the config is ignored: it is for
+        checkpoints without that file (as transformers 5 reads it: tokenization_utils_base.py,
         `_from_pretrained`). Raises ModelRefused naming the file and the way out.
         """
         directory = Path(model_dir)
@@ -98,11 +94,11 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ModelRefused(f"{path} cannot be read: {error}") from error
-        # Both are settings of the training that some checkpoints leave on: they would cut prompts.
+        # Both are settings of training. Some checkpoints leave them on, and they would cut prompts.
         backend.no_truncation()
         backend.no_padding()
         special = read_special_tokens(directory)
-        # A named token that the file holds as a plain added token would be shown in the output.
+        # The file may hold a named token as a plain added token; outputs would show it.
         backend.add_special_tokens([t for t in special.values() if _known(backend, t)])
         return cls(backend, special, keep_bytes)
 
@@ -117,10 +113,10 @@ class Tokenizer:
         return self._special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; `add_special_tokens` adds BOS and so on as the model's
-        files say.
+        """Return the token ids of `text`.
 
-        Raises InvalidRequest for text that is not valid Unicode (a lone surrogate).
+        `add_special_tokens` adds BOS and others as the model's files say. Raises InvalidRequest for
+        text that is not valid Unicode (a lone surrogate).
         """
         special = add_special_tokens
         try:
@@ -146,8 +142,9 @@ class Tokenizer:
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip)[0]
 
     def _without(self, shown: tuple[str, ...]) -> frozenset[int]:
-        """Return the special tokens that do not occur in `shown`; cached, as a router has few such
-        texts.
+        """Return the special tokens that do not occur in the texts `shown`.
+
+        The result is cached, because a router has few such texts.
         """
         found = self._skipped.get(shown)
         if found is None:
@@ -159,16 +156,14 @@ class Tokenizer:
 
     @cached_property
     def _longest(self) -> int | None:
-        """The most characters of a text for which one token stands; None if there is no
-        such bound.
-        """
+        """The most characters of a text that one token stands for; None if there is no limit."""
         if self._bytes_of is None or not _drops_nothing(self._backend):
             return None
         return max(map(len, self._bytes_of.values())) * _MOST_COMPOSED
 
     def most_chars(self, num_tokens: int) -> int | None:
-        """Return the most characters that a text of `num_tokens` tokens has; None if there is no
-        such bound.
+        """Return the most characters of a text of `num_tokens` tokens; None if there is no
+        limit.
         """
         return None if self._longest is None else num_tokens * self._longest
 
@@ -177,8 +172,9 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a running text, maybe part of a character; b""
-        outside the vocabulary.
+        """Return the bytes that a token adds to a text, which may be a part of a character.
+
+        Return b"" for an id outside the vocabulary.
         """
         if self._bytes_of is not None:
             return self._bytes_of.get(token_id, b"")
@@ -196,8 +192,9 @@ class Tokenizer:
     def stream(
         self, skip_special_tokens: bool = True, shown: Collection[str] = ()
     ) -> StreamDecoder:
-        """Return a fresh decoder for one output. Special tokens that occur in the texts `shown` are
-        not skipped.
+        """Return a new decoder for one output.
+
+        Special tokens that occur in the texts `shown` are not skipped.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         if skipped and shown:
@@ -208,10 +205,9 @@ class Tokenizer:
 
 
 class _ByteStream:
-    """Decoder for byte-level vocabularies (GPT-2, Llama 3, Qwen): tokens are bytes, the text is
-    UTF-8.
+    """Decoder for byte-level vocabularies (GPT-2, Llama 3, Qwen): tokens are bytes of UTF-8 text.
 
-    Exact for every sequence of ids; one dictionary look-up per token.
+    It is exact for every sequence of ids, and needs one dictionary look-up per token.
     """
 
     def __init__(self, bytes_of: Mapping[int, bytes], skipped: frozenset[int]) -> None:
@@ -234,8 +230,9 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes a window of ids of any vocabulary, and shows the new text once that text ends in a
-    whole character.
+    """Decoder for any vocabulary, over a window of ids.
+
+    It shows new text once that text ends in a whole character.
 
     window:  [ shown last time | pending ]      text(window) minus text(shown last time) = new text
     The shown part stays in the window because the text of an id depends on its neighbours: a
@@ -268,7 +265,7 @@ class _WindowStream:
         text = self._decode([*self._shown, *self._pending])
         if text.startswith(self._shown_text):
             return text[len(self._shown_text) :]
-        # An invalid byte made the decoder take back the run of bytes before it. Shown text stays.
+        # An invalid byte made the decoder take back the bytes before it. Text that was shown stays.
         return self._decode(self._pending)
 
     def _show(self, text: str) -> str:
@@ -281,9 +278,7 @@ class _WindowStream:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} without the file. Raises ModelRefused for any other
-    content.
-    """
+    """Return the object in a JSON file, {} without the file; else raise ModelRefused."""
     if not path.is_file():
         return {}
     try:
@@ -296,8 +291,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Return special tokens by name ("bos_token": "<s>"); tokenizer_config.json overrides the other
-    file.
+    """Return special tokens by name ("bos_token": "<s>").
+
+    tokenizer_config.json overrides special_tokens_map.json.
     """
     found: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -324,8 +320,9 @@ def _drops_nothing(backend: tokenizers.Tokenizer) -> bool:
 def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
     """Return the bytes of every id of a byte-level vocabulary.
 
-    A token whose characters are all in GPT-2's byte alphabet stands for bytes; any other (an added
-    token with a space, say) for its own UTF-8. Source: tokenizers, pre_tokenizers/byte_level.rs.
+    If all characters of a token are in GPT-2's byte alphabet, the token stands for bytes. Any other
+    token (an added token with a space, say) stands for its own UTF-8. Source: tokenizers,
+    pre_tokenizers/byte_level.rs.
     """
     byte_of = _gpt2_alphabet()
     table: dict[int, bytes] = {}
@@ -338,8 +335,9 @@ def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 
 def _gpt2_alphabet() -> dict[str, int]:
-    """Return character -> byte: printable Latin-1 is itself, other bytes are characters from 256
-    on.
+    """Return character -> byte.
+
+    Printable Latin-1 characters stand for themselves; characters from 256 on stand for other bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint of a Llama or Qwen3 as a GGUF file, by llama.cpp's own `gguf` package.
 
-The benchmarks' random checkpoints only: one safetensors file, bfloat16, a byte-level tokenizer.
-llama.cpp's own converter does this for every model, but no package brings it.
+It writes only the benchmarks' random checkpoints: one safetensors file, bfloat16, a byte-level
+tokenizer. llama.cpp's own converter takes every model, but no package contains that converter.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _add_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Names and bfloat16 numbers, as uint16 arrays over the file."""
+    """Yield the name and the bfloat16 numbers of each tensor, as a uint16 array over the file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -87,8 +87,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _interleaved(name: str, tensor: Any, config: dict[str, Any]) -> Any:
-    """Queries and keys as llama.cpp's Llama rotates them: pairs of neighbours, not of halves.
-    Source: llama.cpp, conversion/llama.py, `permute`."""
+    """Return the weights of queries or keys in the order of llama.cpp's Llama.
+
+    It rotates pairs of neighbours, not of halves. Other tensors are returned as they are.
+    Source: llama.cpp, conversion/llama.py, `permute`.
+    """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = next((part for part in heads if f".{part}." in name), None)
     if part is None:

@@ -52,7 +52,7 @@ def convert(model: Path, quantization: str, path: Path) -> None:
 
 
 class LlamaCppModel:
-    """A loaded file, and a context for as many sequences of such a length as were asked last."""
+    """A loaded file, and a context that fits the last call's number and length of sequences."""
 
     def __init__(self, path: Path, threads: int) -> None:
         llama.llama_log_set(SILENCE, None)
@@ -67,7 +67,10 @@ class LlamaCppModel:
         self._batch = llama.llama_batch_init(STEP, 0, 1)
 
     def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[int]:
-        """`new` greedy tokens of each prompt: prompts one by one, then all in step."""
+        """Generate `new` greedy tokens of each prompt and return how many each has.
+
+        Prompts are computed one by one, then all decode in step.
+        """
         self._prepare(len(prompts), max(map(len, prompts)) + new)
         tokens = [self._run([(i, 0, prompt)])[0] for i, prompt in enumerate(prompts)]
         for step in range(1, new):
@@ -79,7 +82,7 @@ class LlamaCppModel:
         return [new] * len(tokens)
 
     def _prepare(self, sequences: int, tokens: int) -> None:
-        """An empty context for so many sequences of so many tokens each."""
+        """Make an empty context for `sequences` sequences of `tokens` tokens each."""
         shape = (sequences, -(-tokens // ROOM) * ROOM)
         if self._shape == shape:
             llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
@@ -94,7 +97,7 @@ class LlamaCppModel:
         self._shape = shape
 
     def _run(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> list[int]:
-        """The greedy next token of each row: sequence, first position, tokens."""
+        """Return the greedy next token of each row; a row is sequence, first position, tokens."""
         batch, count, ends = self._batch, 0, list[int]()
         for sequence, first, tokens in rows:
             for offset, token in enumerate(tokens):
@@ -118,12 +121,12 @@ class LlamaCppModel:
 
 
 def load(setup: Setup) -> Generate:
-    """Convert, once, and load."""
+    """Convert the checkpoint, unless that was done before, and load the result."""
     return LlamaCppModel(setup.converted(".gguf", convert), setup.threads).generate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command: convert a checkpoint, or serve as a peer."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.llama_cpp")
     parser.add_argument("--convert", nargs=2, type=Path, metavar=("MODEL", "FILE"))
     parser.add_argument("--quantization", default="none", choices=("none", *FILE_TYPES))

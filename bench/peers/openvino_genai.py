@@ -45,7 +45,7 @@ def convert(model: Path, quantization: str, path: Path) -> None:
 
 
 class OpenVinoModel:
-    """A loaded model."""
+    """A model that OpenVINO GenAI has loaded."""
 
     def __init__(self, path: Path, threads: int) -> None:
         scheduler = genai.SchedulerConfig()
@@ -58,7 +58,7 @@ class OpenVinoModel:
         )
 
     def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[int]:
-        """`new` greedy tokens of each prompt, all at once."""
+        """Generate `new` greedy tokens of each prompt, all at once; return how many each has."""
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new
         config.do_sample, config.ignore_eos, config.apply_chat_template = False, True, False
@@ -68,7 +68,7 @@ class OpenVinoModel:
 
 
 def load(setup: Setup) -> Generate:
-    """Convert, once, and load."""
+    """Convert the checkpoint, unless that was done before, and load the result."""
     return OpenVinoModel(setup.converted("-openvino", convert), setup.threads).generate
 
 

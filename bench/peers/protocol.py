@@ -33,7 +33,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first question."""
+    """The first question: what to load, and on how many threads."""
 
     model: Path
     quantization: str
@@ -41,12 +41,15 @@ class Setup:
 
     @property
     def weights(self) -> str:
-        """int8 for w8a8, too: of engines that round activations by themselves."""
+        """The weights' format; w8a8 is int8, for engines that round activations by themselves."""
         return "int8" if self.quantization == "w8a8" else self.quantization
 
     def converted(self, ending: str, convert: Callable[[Path, str, Path], None]) -> Path:
-        """What `convert` made of the model and its weights: beside it, once for all runs. A
-        conversion that breaks off leaves another name."""
+        """Return the file that `convert` makes of the model and its weights.
+
+        The file lies beside the model and is made once for all runs. A conversion that breaks off
+        leaves a file of another name.
+        """
         path = self.model.parent / f"{self.model.name}-{self.weights}{ending}"
         if not path.exists():
             unfinished = path.with_name(f".{path.name}")
@@ -56,8 +59,10 @@ class Setup:
 
 
 def serve(name: str, load: Callable[[Setup], Generate]) -> None:
-    """Answer questions until the input ends. stdout is kept for answers: what libraries print goes
-    to stderr."""
+    """Answer questions until the input ends.
+
+    Only answers go to stdout; what libraries print goes to stderr.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answer_all(name, load, sys.stdin, answers)
@@ -66,7 +71,10 @@ def serve(name: str, load: Callable[[Setup], Generate]) -> None:
 def answer_all(
     name: str, load: Callable[[Setup], Generate], questions: TextIO, answers: TextIO
 ) -> None:
-    """One line of `answers` for each of `questions`; whatever fails is told and ends it."""
+    """Write one line to `answers` for each of `questions`.
+
+    A failure is such a line, too, and ends the answers.
+    """
     generate: Generate | None = None
     for line in questions:
         question = json.loads(line)

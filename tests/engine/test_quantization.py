@@ -30,7 +30,13 @@ from baton.engine.quantization.integer import (
     stack_weights,
 )
 from baton.protocol.errors import ConfigError, ModelRefused
-from tests.engine.quantized_models import RECIPES, gptq, make_quantized, round_to_grid
+from tests.engine.quantized_models import (
+    RECIPES,
+    gptq,
+    make_quantized,
+    quantized_pair,
+    round_to_grid,
+)
 from tests.engine.running import load, logits_of, relative_error
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
@@ -224,6 +230,31 @@ def test_checkpoints_equal_their_dequantized_twins(name: str, tmp_path: Path) ->
     assert loaded.weight_bytes < load(twin).weight_bytes
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_universal_route_widens_integers(name: str, tmp_path: Path) -> None:
+    quantized, twin = make_quantized(name, tmp_path)
+    loaded = load(quantized, model_impl="transformers")
+    expected = load(twin, model_impl="transformers")
+    assert loaded.info.model_impl == "transformers"
+    assert relative_error(logits_of(loaded, PROMPT), logits_of(expected, PROMPT)) < 1e-5
+    assert loaded.weight_bytes == expected.weight_bytes
+    assert loaded.info.digest != load(quantized).info.digest, "w8a8's activations are not rounded"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmo2"])
+def test_other_models_of_integers_take_the_universal_route(kind: str, tmp_path: Path) -> None:
+    quantized, twin = make_quantized("gptq-desc-act", tmp_path, kind)
+    found = logits_of(load(quantized, model_impl="transformers"), PROMPT)
+    assert relative_error(found, logits_of(load(twin, model_impl="transformers"), PROMPT)) < 1e-5
+
+
+def test_integers_of_transposed_layers_are_refused(tmp_path: Path) -> None:
+    quantized, twin = (make_tiny_model("gpt2", tmp_path / name) for name in ("quantized", "twin"))
+    quantized_pair("w8a16", quantized, twin)
+    with pytest.raises(ModelRefused, match=r"GPT2LMHeadModel .*transposed layers \(Conv1D\)"):
+        load(quantized)
+
+
 @pytest.mark.parametrize("name", ["w4a16", "gptq-asymmetric", "awq", "w8a16"])
 def test_checkpoints_in_bfloat16(name: str, tmp_path: Path) -> None:
     quantized, twin = make_quantized(name, tmp_path)
@@ -357,11 +388,9 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     quantized, twin = make_quantized("gptq", tmp_path)
     with pytest.raises(ConfigError, match="quantized already"):
         load(quantized, quantization="int8")
-    with pytest.raises(ModelRefused, match="lean route alone"):
-        load(quantized, model_impl="transformers")
-    with pytest.raises(ModelRefused, match="lean route alone"):
+    with pytest.raises(ModelRefused, match="only the lean route rounds weights"):
         load(make_tiny_model("gpt2", tmp_path / "gpt2"), quantization="int8")
-    with pytest.raises(ModelRefused, match="lean route alone"):
+    with pytest.raises(ModelRefused, match="only the lean route rounds weights"):
         load(tmp_path / "gpt2", lm_head_quantization="int8")
     odd = make_tiny_model("llama", tmp_path / "narrow", hidden_size=72, head_dim=16)
     with pytest.raises(ModelRefused, match="lm_head cannot be quantized") as refused:

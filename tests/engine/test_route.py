@@ -60,10 +60,6 @@ def route(values: dict[str, Any], **options: Any) -> Any:
         ({**HYBRID, "layer_types": ["mamba", "attention"]}, "layers of type linear_attention"),
         ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "recurrent state"),
         ({**LLAMA, "quantization_config": {"quant_method": "quip"}}, "quantized by quip"),
-        (
-            {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "lean route alone, and it cannot serve this: model_type 'gpt2'",
-        ),
     ],
 )  # fmt: skip
 def test_the_reason_is_true_and_says_what_would_work(values: dict[str, Any], reason: str) -> None:
@@ -77,10 +73,17 @@ def test_options_that_a_model_cannot_meet() -> None:
         route(LLAMA, max_model_len=1000)
     with pytest.raises(ModelRefused, match="4 query heads cannot be split over 3"):
         route(LLAMA, tensor_parallel_size=3)
-    with pytest.raises(ModelRefused, match="quantized weights are served by the lean route alone"):
+    with pytest.raises(ModelRefused, match="only the lean route rounds weights"):
         route({"model_type": "gpt2"}, quantization="int8")
     with pytest.raises(ModelRefused, match="only the lean route is split over ranks"):
         route({"model_type": "gpt2"}, tensor_parallel_size=2)
+
+
+def test_integers_without_a_lean_decoder_take_the_universal_route() -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert route({"model_type": "gpt2", **quantized}) is None
+    with pytest.raises(ModelRefused, match="only the lean route is split over ranks"):
+        route({"model_type": "gpt2", **quantized}, tensor_parallel_size=2)
 
 
 def test_layers_that_all_attend_are_no_recurrent_state() -> None:

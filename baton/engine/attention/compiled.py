@@ -1,8 +1,8 @@
-"""Paged attention with the compiled CPU kernels: straight from the pool, no gathers; also of a
-pool of int8.
+"""Paged attention with the compiled CPU kernels, which read the pool directly, without gathers.
 
-Layers that the kernels do not know (other dtypes, odd sizes) are torch_cpu.py's. A row's
-result depends on its own keys alone, and on whether it is its sequence's only one in the step.
+One class serves bfloat16 pools, the other int8 pools. Layers that the kernels do not support (other
+dtypes, odd sizes) go to torch_cpu.py. A row's result depends on its own keys, and on whether it is
+the only row of its sequence in the step; on nothing else.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ MAX_DIM: Final = 576  # attention.h's kMaxDim
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """Spans of one row and of several, for the layers of one group; None without any."""
+    """The spans of a step for the layers of one group, split into those of one row and the others.
+
+    `decode` or `prefill` is None if there are no such spans.
+    """
 
     decode: DecodeRows | None
     prefill: PrefillSpans | None
 
 
 class CompiledAttention:
-    """See base.Attention. CPU."""
+    """Attention over a bfloat16 pool on a CPU. See state/attention.py."""
 
     def __init__(
         self, pool: KVViews, layers: Sequence[AttentionLayer], kernels: CpuKernels
@@ -44,7 +47,8 @@ class CompiledAttention:
         self._kernels = kernels
         self._prefill = PrefillKernel(kernels)
         self._layers = [known_layer(pool, index, spec) for index, spec in enumerate(layers)]
-        # For steps that take all layers in one call; None if the kernels do not know one.
+        # For steps that compute all layers in one call; None if the kernels do not support some
+        # layer.
         known = [layer for layer in self._layers if layer is not None]
         self.step_pools = StepPools(known, self.group_of) if StepPools.suit(self._layers) else None
 
@@ -55,7 +59,7 @@ class CompiledAttention:
             self._torch.write(layer, k, v, slots)
             return
         self._kernels.store(k, compiled.keys, slots)
-        if v.shape[2]:  # else MLA: a value is a part of its key
+        if v.shape[2]:  # with MLA a value is a part of its key, and v is empty
             self._kernels.store(v, compiled.values, slots)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
@@ -75,8 +79,11 @@ class CompiledAttention:
 
 
 class CompiledInt8Attention:
-    """See base.Attention. CPU, bfloat16 queries, a pool of int8: rounded into the pool, and read by
-    decode rows without a copy in between. Prefill spans are torch_cpu.py's."""
+    """Attention over an int8 pool on a CPU, with bfloat16 queries. See state/attention.py.
+
+    `write` rounds keys and values into the pool. Decode rows read the pool without a copy; prefill
+    spans go to torch_cpu.py.
+    """
 
     def __init__(
         self, pool: KVViews, layers: Sequence[AttentionLayer], kernels: Int8KVKernels
@@ -112,8 +119,10 @@ class CompiledInt8Attention:
 def known_layer(
     pool: KVViews, layer: int, spec: AttentionLayer, dtype: torch.dtype = torch.bfloat16
 ) -> DecodeLayer | None:
-    """What the kernels read of a layer; None for what they do not know. `dtype`: of the pool that
-    they are for."""
+    """Return what the kernels read of a layer; None if they do not support the layer.
+
+    `dtype` is that of the pools for which the kernels are made.
+    """
     keys, values = pool.layer(layer)
     if keys.dtype != dtype or values.dtype != dtype:
         return None
@@ -131,18 +140,20 @@ def known_layer(
 
 
 def _int8_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> Int8Layer | None:
-    """What the kernels read of a layer; None for what they do not know."""
+    """Return what the int8 kernels read of a layer; None if they do not support the layer."""
     plain = known_layer(pool, layer, spec, torch.int8)
     return None if plain is None else Int8Layer(plain, *pool.scales(layer))
 
 
 def dense(x: Tensor) -> bool:
-    """x [rows, heads, dim]: are the numbers of a row side by side?"""
+    """Whether the numbers of each row of x [rows, heads, dim] lie side by side."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 def plan_of(batch: Batch, layer_group: int) -> CompiledPlan:
-    """The step's spans by this group's tables, laid out at the first layer that asks."""
+    """Return the step's spans with the tables of a group; made once per step, at its first
+    layer.
+    """
     key = ("compiled", layer_group)
     plan = batch.plans.get(key)
     if plan is None:

@@ -4,11 +4,12 @@
     partial   max, sum, P V  | max, sum, P V | ...            each a product of one fixed shape
     merged    the greatest max; then tile 0, tile 1, ... added in this order
 
-A query row sits in a product of QUERY_ROWS rows (its heads beside those of other rows), whether it
-decodes or prefills. Tiles that it cannot see add exact zeros, so where the first and the last tile
-of a chunk lie does not matter. Products, sums and maxima have fixed shapes; exponentials run in
-slabs that never split a vector (`in_lanes`). What is left to the machine, that a row's place within
-a product does not matter, is proved at load (deterministic.py). Its twin is reference.py.
+Whether a query row decodes or prefills, it sits in a product of QUERY_ROWS rows, which holds its
+heads beside those of other rows. Key tiles that a query cannot see add exact zeros, so it does not
+matter where the first and the last tile of a chunk lie. Products, sums and maxima have fixed
+shapes; exponentials run in slabs that never split a vector (`in_lanes`). One thing is left to the
+machine: that the place of a row within a product does not matter. A test at load proves it
+(deterministic.py). The twin is reference.py.
 Source: the split of FlashDecoding (crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
@@ -25,16 +26,19 @@ from baton.engine.attention.kv_store import KVStore, layer_store
 from baton.engine.state.attention import AttentionLayer, KVViews
 from baton.engine.state.batch import Batch, GroupTables, Span
 
-KEY_TILE: Final = 128  # keys of a partial product; every block size that divides it gives the same
+KEY_TILE: Final = 128  # keys of a partial product; block sizes that divide it give equal results
 QUERY_ROWS: Final = 16  # rows of a product: query rows times the query heads of one KV head
-SLAB_BYTES: Final = 8 << 20  # widened keys gathered at once
-LANES: Final = 32768  # elements that ATen gives to one thread: it splits nothing below
+SLAB_BYTES: Final = 8 << 20  # keys gathered at once, in float32
+LANES: Final = 32768  # ATen does not split fewer elements between threads
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One query tile of each unit that has so many: units [n] and the query tile [n] each meets,
-    `hidden` [n, positions, keys]: what a query may not see."""
+    """The i-th query tile of each unit of a slab that has so many query tiles.
+
+    `units` [n] are those units, and `tiles` [n] their query tiles. `hidden` [n, positions, keys] is
+    True where a query may not see a key.
+    """
 
     units: Tensor | None  # None: all units of the slab
     tiles: Tensor
@@ -43,9 +47,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Units (a sequence's key tile each) gathered at once, sorted by key tile.
+    """Units (a unit is one key tile of one sequence) gathered at once, sorted by key tile.
 
-    `blocks` [n * blocks per tile], `unwritten` [m]: gathered keys that hold no token yet.
+    `blocks` [n * blocks per tile] are the blocks to gather. `unwritten` [m] are the gathered keys
+    that hold no token yet.
     """
 
     blocks: Tensor
@@ -55,18 +60,21 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class FixedOrderPlan:
-    """`rows` [tiles, positions]: query rows of each query tile, padded with its first one. `taken`:
-    (tile, position) of each query row of the step."""
+    """How one step is computed for one layer group and window.
+
+    `rows` [tiles, positions]: the query rows of each query tile, padded with its first row.
+    `taken`: the (tile, position) of each query row of the step.
+    """
 
     rows: Tensor
     taken: tuple[Tensor, Tensor]
     slabs: tuple[Slab, ...]
-    order: tuple[Tensor, ...]  # per key tile: indices of the partials that belong to it
-    owners: Tensor  # query tile of each partial
+    order: tuple[Tensor, ...]  # per key tile: indices of its partials
+    owners: Tensor  # the query tile of each partial
 
 
 class FixedOrderAttention:
-    """Causal attention (full, windowed, soft-capped, with sinks, latent) in one order of sums."""
+    """Causal attention (full, windowed, soft-capped, with sinks, latent) with one order of sums."""
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
         self.group_of = pool.group_of
@@ -74,12 +82,12 @@ class FixedOrderAttention:
         self._stores = [layer_store(pool, index) for index in range(len(self._layers))]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """See Attention.write; rows beyond `slots` are padding."""
+        """See Attention.write. Rows beyond `slots` are padding."""
         count = slots.shape[0]
         self._stores[layer].write(k[:count], v[:count], slots)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """See Attention.attend; padding rows give zeros."""
+        """See Attention.attend. The result of padding rows is zero."""
         spec, store = self._layers[layer], self._stores[layer]
         positions = max(1, QUERY_ROWS // (spec.query_heads // store.kv_heads))
         plan = _plan_of(batch, self.group_of[layer], spec.window, store, positions)
@@ -94,10 +102,11 @@ class FixedOrderAttention:
 
 
 def in_lanes(function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Apply an elementwise function in place, every element in a full vector.
+    """Apply an elementwise function in place so that each element is computed in a full vector.
 
-    ATen computes the rest of a split range number by number, with another exponential than its
-    vectors'. x: contiguous, a multiple of 64 elements.
+    ATen splits a large range between threads and computes the rest of each part number by number,
+    with another exponential than that of its vectors. x must be contiguous, with a multiple of 64
+    elements.
     """
     flat = x.view(-1)
     assert flat.numel() % 64 == 0
@@ -113,12 +122,14 @@ def in_lanes(function: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def tile_keys(block_size: int) -> int:
-    """Keys per tile: KEY_TILE, or the next multiple of a block size that does not divide it."""
+    """Return the keys per tile: KEY_TILE, or the next multiple of a block size that does not divide
+    it.
+    """
     return -(-KEY_TILE // block_size) * block_size
 
 
 def _query_tiles(q: Tensor, rows: Tensor, kv_heads: int, scale: float) -> Tensor:
-    """q [T, query_heads, D] -> scaled float32 [tiles, kv_heads, positions * group, D]."""
+    """Turn q [T, query_heads, D] into scaled float32 [tiles, kv_heads, positions * group, D]."""
     wide = q.float() * scale
     tiles = wide[rows].unflatten(2, (kv_heads, -1))  # [tiles, positions, kv_heads, group, D]
     return tiles.transpose(1, 2).flatten(2, 3)
@@ -127,11 +138,13 @@ def _query_tiles(q: Tensor, rows: Tensor, kv_heads: int, scale: float) -> Tensor
 def _partials(
     tiles: Tensor, store: KVStore, slab: Slab, spec: AttentionLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Max, sum [n, kv_heads, rows] and P V [n, kv_heads, rows, v_dim] of the slab's turns."""
+    """Return max and sum [n, kv_heads, rows] and P V [n, kv_heads, rows, v_dim] of a slab's
+    turns.
+    """
     keys = tile_keys(store.block_size)
 
     def gathered(rows: Tensor) -> Tensor:  # -> [units, kv_heads, keys, dim]
-        rows.index_fill_(0, slab.unwritten, 0.0)  # 0 * NaN would poison a row
+        rows.index_fill_(0, slab.unwritten, 0.0)  # old numbers may be NaN, and 0 * NaN is NaN
         return rows.unflatten(0, (-1, keys)).transpose(1, 2).contiguous()
 
     k = gathered(store.keys.gather(slab.blocks, torch.float32))
@@ -151,7 +164,10 @@ def _partials(
 def _partial(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, spec: AttentionLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, h, rows, D], k [n, h, keys, D], v [n, h, keys, V], hidden [n, positions, keys]."""
+    """Compute max, sum and P V of one turn.
+
+    q [n, h, rows, D], k [n, h, keys, D], v [n, h, keys, V], hidden [n, positions, keys].
+    """
     n, heads, rows, _ = q.shape
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(n, heads, rows, -1)
     if spec.softcap is not None:
@@ -172,7 +188,7 @@ def _merge(
     kv_heads: int,
     rows: int,
 ) -> Tensor:
-    """Partials -> [tiles, kv_heads, rows, v_dim], key tile after key tile."""
+    """Merge the partials into [tiles, kv_heads, rows, v_dim], key tile after key tile."""
     maxima, sums, products = (torch.cat(part) for part in zip(*parts, strict=True))
     count = plan.rows.shape[0]
     greatest = maxima.new_full((count, kv_heads, rows), -torch.inf)
@@ -183,7 +199,7 @@ def _merge(
         greatest = sinks.expand(count, -1, -1).clone()  # reduced in place below
     index = plan.owners[:, None, None].expand_as(maxima)
     greatest.scatter_reduce_(0, index, maxima, "amax")
-    # Query tiles are no multiple of a vector for every shape: pad to whole ones.
+    # Not every shape of query tiles is a multiple of a vector: `_exp` pads it.
     shares = _exp(maxima - greatest[plan.owners])
     sums.mul_(shares)
     products.mul_(shares[..., None])
@@ -207,7 +223,7 @@ def _exp(x: Tensor) -> Tensor:
 def _plan_of(
     batch: Batch, layer_group: int, window: int, store: KVStore, positions: int
 ) -> FixedOrderPlan:
-    """The step's plan for these tables and this window, made at the first layer that asks."""
+    """Return the step's plan for these tables and this window; made once, at their first layer."""
     keys = tile_keys(store.block_size)
     per_slab = max(1, SLAB_BYTES // (keys * store.kv_heads * store.keys.dim * 4))
     key = (layer_group, window, positions, per_slab)
@@ -226,7 +242,7 @@ class _Unit:
 
 
 class _Planner:
-    """Lays a step out as units, turns and slabs; lists of integers only."""
+    """Lays a step out as units, turns and slabs, with lists of integers only."""
 
     def __init__(
         self, batch: Batch, table: GroupTables, window: int, block_size: int, positions: int
@@ -242,7 +258,9 @@ class _Planner:
             self._tiles.append(self._tiles_of(span))
 
     def plan(self, per_slab: int) -> FixedOrderPlan:
-        """The whole plan: slabs of at most `per_slab` units, in the order of their key tiles."""
+        """Return the whole plan: slabs of at most `per_slab` units, in the order of their key
+        tiles.
+        """
         units = [
             _Unit(index, key_tile)
             for index, span in enumerate(self._batch.spans)
@@ -286,7 +304,7 @@ class _Planner:
         columns = first[:, None] + torch.arange(per_tile, device=self._device)
         if any(table.first):
             columns -= self._tensor([table.first[unit.span] for unit in units])[:, None]
-        # Beyond either end lie keys that nobody may see: any block of its own will do.
+        # Beyond either end of a table lie keys that no query sees: any of its blocks will do there.
         columns.clamp_(min=0, max=width - 1)
         spans = self._tensor([unit.span for unit in units])
         blocks = table.blocks[spans[:, None], columns]
@@ -305,7 +323,9 @@ class _Planner:
         return Slab(blocks.flatten(), unwritten, tuple(turns)), given
 
     def _hidden(self, tiles: list[int], keys: Tensor) -> Tensor:
-        """keys [n, keys]: positions of each unit's keys -> [n, positions, keys]."""
+        """Return where keys are hidden, [n, positions, keys], given the positions `keys` [n,
+        keys].
+        """
         starts = self._tensor([self._starts[tile] for tile in tiles])
         queries = (starts[:, None] + self._tensor(range(self._positions)))[:, :, None]
         hidden = keys[:, None] > queries

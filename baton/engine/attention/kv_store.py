@@ -1,12 +1,14 @@
-"""One layer's keys and values as the pool stores them: written rounded, gathered widened.
+"""One layer's keys and values as the pool stores them.
+
+Writing rounds them to the pool's dtype; gathering widens them again.
 
     as computed   in the model's dtype
-    int8          a float32 scale per token and head, K's and V's apart, behind its page's slots
+    int8          a float32 scale per token and head, for K and V apart, behind the page's slots
     fp8           float8_e4m3fn, clamped to +-448, no scale; its casts are slow on a CPU
                   (docs/quantization.md has the numbers)
 
-Attention reads what is stored, also within the prefill that wrote it: a prompt computed here and
-one whose KV was fetched give the same numbers.
+Attention reads what is stored, even in the prefill that wrote it. So a prompt that was computed
+here and a prompt whose KV was fetched give the same numbers.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ FP8_MAX: Final = 448.0
 
 
 class StoredRows(Protocol):
-    """K (or V) of one layer: numbers per slot and head, stored in some precision."""
+    """K (or V) of one layer: a vector per slot and head, stored in some precision."""
 
     @property
     def dim(self) -> int:
-        """Numbers per head; 0 for the V of MLA."""
+        """Return the numbers per head; 0 for the V of MLA."""
         ...
 
     def write(self, x: Tensor, block: Tensor, offset: Tensor) -> None:
-        """Store x [T, kv_heads, dim] at slots (block [T], offset [T]); mutates the pool."""
+        """Store x [T, kv_heads, dim] in the pool at slots (block [T], offset [T])."""
         ...
 
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """blocks [n] -> [n * block_size, kv_heads, dim] in `dtype`, owned by the caller."""
+        """Return a copy [n * block_size, kv_heads, dim] in `dtype` of the blocks [n]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExactRows:
-    """`rows` [num_blocks, block_size, kv_heads, dim] in the model's dtype."""
+    """Rows stored as computed: [num_blocks, block_size, kv_heads, dim] in the model's dtype."""
 
     rows: Tensor
 
@@ -62,7 +64,10 @@ class ExactRows:
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
-    """`rows` int8 [num_blocks, block_size, kv_heads, dim], `scales` float32 [..., kv_heads]."""
+    """Rows stored as int8.
+
+    `rows` is int8 [num_blocks, block_size, kv_heads, dim], `scales` is float32 [..., kv_heads].
+    """
 
     rows: Tensor
     scales: Tensor
@@ -87,7 +92,9 @@ class Int8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """`rows` [num_blocks, block_size, kv_heads, dim]: bytes (uint8) of float8_e4m3fn numbers."""
+    """Rows stored as fp8: bytes (uint8) of float8_e4m3fn, [num_blocks, block_size, kv_heads,
+    dim].
+    """
 
     rows: Tensor
 
@@ -98,7 +105,7 @@ class Fp8Rows:
 
     def write(self, x: Tensor, block: Tensor, offset: Tensor) -> None:
         """See StoredRows.write."""
-        rounded = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # the cast alone makes NaN of more
+        rounded = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # without clamp, larger numbers become NaN
         self.rows.index_put_((block, offset), rounded.view(torch.uint8))
 
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,7 +115,7 @@ class Fp8Rows:
 
 @dataclass(frozen=True, slots=True)
 class KVStore:
-    """One layer of the pool. MLA: one latent per token is K; there is no V."""
+    """One layer of the pool. With MLA K holds one latent per token, and there is no V."""
 
     block_size: int
     kv_heads: int
@@ -124,7 +131,7 @@ class KVStore:
 
 
 def layer_store(pool: KVViews, layer: int) -> KVStore:
-    """How `layer` of the pool is written and read, by the dtype of its views."""
+    """Return a store for `layer` of the pool that fits the dtype of its views."""
     keys, values = pool.layer(layer)
     size, heads = keys.shape[1], keys.shape[2]
     if keys.dtype == torch.int8:

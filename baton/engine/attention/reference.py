@@ -1,6 +1,6 @@
 """The plain twin of every attention backend: one query and one head at a time, in float32.
 
-For tests; never on the hot path.
+Only tests use it; it is too slow for serving.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.engine.state.batch import Batch
 
 
 class ReferenceAttention:
-    """Paged causal attention written as its definition."""
+    """Paged causal attention, written like its definition."""
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
         self.group_of = pool.group_of
@@ -28,7 +28,7 @@ class ReferenceAttention:
         block_size = keys.shape[1]
         for row, slot in enumerate(slots.tolist()):
             keys[slot // block_size, slot % block_size] = k[row]
-            values[slot // block_size, slot % block_size] = v[row]  # MLA: of no dims
+            values[slot // block_size, slot % block_size] = v[row]  # with MLA v is empty
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
@@ -41,7 +41,8 @@ class ReferenceAttention:
         out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
         tables = batch.tables[self.group_of[layer]]
         for index, span in enumerate(batch.spans):
-            # A hole is a KeyError: what nobody holds is not looked at.
+            # A block that the sequence does not hold raises KeyError, so it cannot be read by
+            # mistake.
             table = dict(enumerate(tables.blocks[index].tolist(), tables.first[index]))
             for offset in range(span.num_rows):
                 position = span.start + offset
@@ -61,7 +62,7 @@ class ReferenceAttention:
 
 
 def _one_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionLayer, head: int) -> Tensor:
-    """q [k_dim], k [n, k_dim], v [n, v_dim] -> [v_dim] in float32."""
+    """Return the attention [v_dim] of q [k_dim] to k [n, k_dim] and v [n, v_dim], in float32."""
     scores = (k.float() @ q.float()) * spec.scale
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap

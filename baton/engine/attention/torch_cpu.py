@@ -1,11 +1,11 @@
-"""Paged attention in torch operations: the CPU backend, and CUDA's until kernels take over.
+"""Paged attention in torch operations, for devices and layers that no kernel serves.
 
-A step's spans split in two kinds. Decode rows (one new token each) are grouped by the size of their
+There are two kinds of spans. Decode rows (one new token each) are grouped by the size of their
 context; each group gathers its K and V by block table and runs one fused attention. Prefill spans
-run one by one, in tiles of query rows, so that a tile multiplies only keys it may see.
+run one by one, in tiles of query rows, so that a tile multiplies only keys that it may see.
 
-What a decode row computes depends on its own context length alone (its group's padded width is a
-function of it), never on which rows share the step.
+The result of a decode row depends on its own context length alone, never on the other rows of the
+step, because the padded width of its group is a function of that length.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ TILE_ROWS: Final = 256  # query rows per prefill tile
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows of similar context, padded to `width` blocks each: block `columns` [n, width] of
-    the spans `members`.
+    """Decode rows of similar context, padded to `width` blocks each.
 
-    `rows` [n] of the flattened step, `blocks` [n * width], `bias` [n, 1, 1, width * block_size] (0
-    or -inf), `unwritten` [m]: flat gathered positions in last blocks that hold no token yet.
+    `members` are the indices of their spans, `columns` [n, width] the block columns of each. `rows`
+    [n] are rows of the flattened step, `blocks` [n * width] block ids. `bias` [n, 1, 1, width *
+    block_size] is 0 or -inf. `unwritten` [m] are the gathered positions in last blocks that hold no
+    token yet.
     """
 
     members: list[int]
@@ -48,7 +49,9 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows [first_row, last_row) of a prefill span against gathered keys [low, high)."""
+    """Query rows [first_row, last_row) of a prefill span, and the gathered keys [low, high) they
+    see.
+    """
 
     first_row: int
     last_row: int
@@ -59,8 +62,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One prefill span: the blocks [first, last) that it gathers, and its tiles (keys counted from
-    the gather's start)."""
+    """One prefill span: the blocks [first, last) that it gathers, and its tiles.
+
+    Keys of the tiles are counted from the first gathered key.
+    """
 
     span: int
     first: int
@@ -71,14 +76,16 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Everything of a step that depends on the window but not on the layer."""
+    """The part of a step's layout that depends on group and window, but not on the layer."""
 
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillSpan, ...]
 
 
 class TorchAttention:
-    """Paged causal attention (full, windowed, soft-capped, with sinks) over the pool's views."""
+    """Paged causal attention (full, windowed, soft-capped, with sinks, latent) over the pool's
+    views.
+    """
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
         self.group_of = pool.group_of
@@ -101,7 +108,7 @@ class TorchAttention:
         return out
 
     def prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:
-        """`attend` for the spans of several rows alone: fills their rows of `out`."""
+        """Do `attend` for spans of several rows only, and fill their rows of `out`."""
         spec, store = self._layers[layer], self._stores[layer]
         plan = _plan_of(batch, self.group_of[layer], spec.window, store, q.dtype)
         for span in plan.prefill:
@@ -111,14 +118,14 @@ class TorchAttention:
 def _plan_of(
     batch: Batch, layer_group: int, window: int, store: KVStore, dtype: torch.dtype
 ) -> TorchPlan:
-    """The step's plan for these tables and this window, made at the first layer that asks."""
+    """Return the step's plan for these tables and this window; made once, at their first layer."""
     block_size, token_bytes = store.block_size, store.kv_heads * store.keys.dim * dtype.itemsize
     key = (layer_group, window, token_bytes, dtype)
     if key not in batch.plans:
         table = batch.tables[layer_group]
         for other in range(layer_group):
             sibling = batch.plans.get((other, *key[1:]))
-            if sibling is not None:  # groups of one window differ in their blocks alone
+            if sibling is not None:  # groups with equal windows differ only in their blocks
                 batch.plans[key] = _moved(sibling, table)
                 return batch.plans[key]
         max_blocks = max(1, GATHER_BYTES // (token_bytes * block_size))
@@ -134,7 +141,7 @@ def _plan_of(
 
 
 def _moved(plan: TorchPlan, table: GroupTables) -> TorchPlan:
-    """The plan over another group's blocks."""
+    """Return a copy of the plan with the blocks of another layer group."""
     decode = (replace(g, blocks=_decode_blocks(table, g.members, g.columns)) for g in plan.decode)
     prefill = (
         replace(s, blocks=_span_blocks(table, s.span, s.first, s.last)) for s in plan.prefill
@@ -143,7 +150,7 @@ def _moved(plan: TorchPlan, table: GroupTables) -> TorchPlan:
 
 
 def _decode_blocks(table: GroupTables, members: list[int], columns: Tensor) -> Tensor:
-    """columns [n, width]: blocks of the spans `members` -> their ids [n * width]."""
+    """Return the ids [n * width] of the block columns [n, width] of the spans `members`."""
     device = table.blocks.device
     if any(table.first):
         columns = columns - torch.tensor([table.first[index] for index in members])[:, None]
@@ -152,14 +159,14 @@ def _decode_blocks(table: GroupTables, members: list[int], columns: Tensor) -> T
 
 
 def _span_blocks(table: GroupTables, span: int, first: int, last: int) -> Tensor:
-    """Ids of a span's blocks [first, last)."""
+    """Return the ids of a span's blocks [first, last)."""
     held = table.first[span]
     return table.blocks[span, first - held : last - held]
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A step as layers of one group and one window see it."""
+    """A step as the layers of one group and one window see it."""
 
     spans: tuple[Span, ...]
     table: GroupTables
@@ -168,7 +175,7 @@ class _View:
     dtype: torch.dtype
 
     def first_block(self, position: int) -> int:
-        """The first block that a query at `position` can see."""
+        """Return the first block that a query at `position` can see."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
 
@@ -196,7 +203,8 @@ def _decode_group(view: _View, members: list[int], width: int) -> DecodeGroup:
     total = torch.tensor([s.num_tokens for s in spans])[:, None]
     last_block = (total - 1) // block_size
     columns = first + torch.arange(width)
-    # Padding repeats the row's first block: unlike the last one it has no slots that nobody wrote.
+    # Padding repeats the row's first block, which has no unwritten slots; the last block may have
+    # some.
     columns = torch.where(columns > last_block, first, columns)
     position = first * block_size + torch.arange(width * block_size)
     beyond = position >= total
@@ -236,10 +244,10 @@ def _plan_prefill(view: _View, index: int) -> PrefillSpan:
 
 
 def _decode(q: Tensor, store: KVStore, group: DecodeGroup, spec: AttentionLayer) -> Tensor:
-    """q [n, query_heads, k_dim] -> [n, query_heads, v_dim]."""
+    """Attend for a group's decode rows: q [n, query_heads, k_dim] -> [n, query_heads, v_dim]."""
     n, kv_heads = q.shape[0], store.kv_heads
     k = store.keys.gather(group.blocks, q.dtype)
-    # A hidden key still meets the products: what a slot's former owner left must not be NaN there.
+    # Hidden keys are multiplied, too, so slots that hold no token yet must not contain NaN.
     k.index_fill_(0, group.unwritten, 0.0)
     if spec.latent:
         v = k[..., : spec.latent]
@@ -247,7 +255,7 @@ def _decode(q: Tensor, store: KVStore, group: DecodeGroup, spec: AttentionLayer)
         v = store.values.gather(group.blocks, q.dtype)
         v.index_fill_(0, group.unwritten, 0.0)
     k, v = (x.view(n, -1, kv_heads, x.shape[2]).transpose(1, 2) for x in (k, v))
-    # The query heads of one KV head become that head's query rows: GQA without repeating K and V.
+    # The query heads of one KV head become query rows of that head: GQA without copies of K and V.
     grouped = q.view(n, kv_heads, -1, q.shape[2])
     bias = group.bias.expand(-1, 1, grouped.shape[2], -1)
     sinks = None if spec.sinks is None else spec.sinks.view(1, kv_heads, -1, 1)
@@ -257,7 +265,7 @@ def _decode(q: Tensor, store: KVStore, group: DecodeGroup, spec: AttentionLayer)
 def _prefill(
     q: Tensor, store: KVStore, span: PrefillSpan, spec: AttentionLayer, out: Tensor
 ) -> None:
-    """Fill the span's rows of `out` [T, query_heads, v_dim]."""
+    """Attend for one prefill span and fill its rows of `out` [T, query_heads, v_dim]."""
     kv_heads = store.kv_heads
     group = q.shape[1] // kv_heads
     k = store.keys.gather(span.blocks, q.dtype).transpose(0, 1)[None]
@@ -282,7 +290,7 @@ def _prefill(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionLayer, sinks: Tensor | None
 ) -> Tensor:
-    """q [n, h, r, k_dim], k [n, h, L, k_dim], v [n, h, L, v_dim] -> [n, h, r, v_dim].
+    """Return the attention [n, h, r, v_dim] of q [n, h, r, k_dim] to k and v [n, h, L, dims].
 
     `bias` [n, 1, r, L] is added to the scores.
     """
@@ -301,7 +309,7 @@ def _attention(
 
 
 def _bucket(num_blocks: int) -> int:
-    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few shapes, at most a third of padding."""
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few shapes, and at most a third is padding."""
     power = 1 << (num_blocks - 1).bit_length()
     middle = power * 3 // 4
     return middle if power > 2 and num_blocks <= middle else power

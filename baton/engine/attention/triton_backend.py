@@ -1,9 +1,8 @@
-"""Paged attention with the Triton kernels: straight from the pool, no gathers; GPU.
+"""Paged attention with the Triton kernels, which read the pool directly, without gathers; GPU.
 
-Decode rows go to one kernel, spans of several rows to another, whatever their number. Layers that
-the kernels do not know (MLA, wide heads) are torch_cpu.py's. A recorded decode step
-(cuda_graphs.py) brings its own plan. Under Triton's interpreter all of it runs on a CPU, for
-tests.
+One kernel computes all decode rows, another all spans of several rows. Layers that the kernels do
+not support (MLA, wide heads) go to torch_cpu.py. A recorded decode step (cuda_graphs.py) brings its
+own plan. Under Triton's interpreter the backend runs on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ MAX_DIM: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """What the kernels want of a step, for the layers of one group; None without such rows."""
+    """The rows of a step, for the layers of one group; None where there are no rows of a kind."""
 
     decode: GpuDecodeRows | None
     prefill: PrefillTiles | None
 
 
 class TritonAttention:
-    """See base.Attention."""
+    """Attention with Triton kernels. See state/attention.py."""
 
     def __init__(
         self,
@@ -50,8 +49,11 @@ class TritonAttention:
         tiles: TileSizes | None = None,
         splits: int | None = None,
     ) -> None:
-        """`tiles`: of prefill; None = by dtype and width of the heads. `splits`: of a decode row's
-        keys; None = by the number of rows."""
+        """Prepare all layers.
+
+        `tiles` are the tile sizes of prefill; None chooses them by dtype and head width. `splits`
+        is the number of parts of a decode row's keys; None chooses it by the number of rows.
+        """
         self.group_of = pool.group_of
         self._torch = TorchAttention(pool, layers)
         self._tiles = tiles
@@ -60,11 +62,13 @@ class TritonAttention:
 
     @property
     def knows_all(self) -> bool:
-        """Whether no layer is left to torch: a decode step can be recorded."""
+        """Whether the kernels serve all layers, so that decode steps can be recorded as CUDA
+        graphs.
+        """
         return all(layer is not None for layer in self._layers)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """See Attention.write; rows with a negative slot are padding."""
+        """See Attention.write. Rows with a negative slot are padding."""
         pages = self._layers[layer]
         if pages is None:
             self._torch.write(layer, k, v, slots)
@@ -87,7 +91,7 @@ class TritonAttention:
         return out
 
     def _plan_of(self, batch: Batch, layer_group: int, q: Tensor) -> TritonPlan:
-        """Laid out at the first layer of the group that asks."""
+        """Return the plan of a layer group; made once per step, at the group's first layer."""
         key = plan_key(layer_group)
         plan = batch.plans.get(key)
         if plan is None:
@@ -101,7 +105,7 @@ class TritonAttention:
 
 
 def plan_key(layer_group: int) -> tuple[str, int]:
-    """Where a batch's `plans` hold the TritonPlan of a layer group."""
+    """Return the key under which a batch's `plans` hold the TritonPlan of a layer group."""
     return ("triton", layer_group)
 
 
@@ -119,7 +123,7 @@ def _decode_rows(batch: Batch, layer_group: int) -> GpuDecodeRows | None:
 
 
 def _known(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages | None:
-    """What the kernels read of a layer; None for what they do not know."""
+    """Return what the kernels read of a layer; None if they do not support the layer."""
     keys, values = pool.layer(layer)
     widest = max(keys.shape[3], values.shape[3])
     if spec.latent or not values.shape[3] or widest > MAX_DIM:

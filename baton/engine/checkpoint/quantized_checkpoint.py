@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -310,6 +311,28 @@ def checked(module: str, weight: IntWeight) -> IntWeight:
             field="model",
         )
     return weight
+
+
+@dataclass(frozen=True, slots=True)
+class LazyIntegers:
+    """The weight of a quantized module, still in its file. transformers' loader takes it as it
+    takes a tensors.LazyTensor."""
+
+    layout: Layout
+    module: str
+    stored: StoredTensors
+
+    def __getitem__(self, index: EllipsisType) -> LazyIntegers:
+        """All of it: still unread."""
+        return self
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the weight [out, in] widened to `dtype`, float32 by default. Raises ModelRefused
+        as Layout.weight does."""
+        weight = self.layout.weight(self.module, self.stored)
+        return weight.dequantized(dtype or torch.float32).to(device)
 
 
 def module_names(names: Sequence[str] | frozenset[str], layout: Layout) -> frozenset[str]:

@@ -1,13 +1,13 @@
 """Rotary position embedding: a checkpoint's rule, and the rotation of query and key heads.
 
-The rule is also part of the KV layout fingerprint (stored keys are rotated keys), so its text is
-canonical. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071); llama3, yarn and dynamic
-scaling as in transformers/modeling_rope_utils.py.
+The rule is also part of the KV layout fingerprint, because stored keys are rotated keys. So its
+text is canonical. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071); llama3, yarn and
+dynamic scaling as in transformers/modeling_rope_utils.py.
 
-A row's rotation may depend on its own position only: a key is stored once, and is read by whoever
-shares its prefix. Two rules of transformers do not have that form: `dynamic` (NTK) and `longrope`
-take other frequencies once the longest sequence of a forward call passes a length. Up to there they
-are plain rules, and served; `position_limit` says where it lies, and nothing beyond is served.
+A row's rotation may depend on its own position only, because a key is stored once and read by every
+request with the same prefix. Two rules of transformers break this: `dynamic` (NTK) and `longrope`
+change all frequencies once the longest sequence of a forward call passes a length. Up to that
+length they do not, so Baton serves them up to there; `position_limit` returns that length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-# What `inverse_frequencies` can compute: (parameters that must be there, those that may be).
+# What `inverse_frequencies` can compute: (required parameters, optional parameters).
 LEAN_KINDS: Final[dict[str, tuple[set[str], set[str]]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -41,8 +41,10 @@ _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_s
 
 @dataclass(frozen=True, slots=True)
 class RopeRule:
-    """`kind` is Hugging Face's rope_type; `parameters` are the other keys of the rule, sorted by
-    name."""
+    """A rule of rotary embedding.
+
+    `kind` is Hugging Face's rope_type; `parameters` are the other keys of the rule, sorted by name.
+    """
 
     kind: str
     theta: float
@@ -50,22 +52,24 @@ class RopeRule:
 
     @property
     def text(self) -> str:
-        """Canonical text, for fingerprints."""
+        """Return the rule as canonical text, for fingerprints."""
         return json.dumps([self.kind, self.theta, dict(self.parameters)], sort_keys=True)
 
     def number(self, name: str) -> float:
-        """A numeric parameter. Raises KeyError if the rule lacks it."""
+        """Return a numeric parameter. Raises KeyError if the rule lacks it."""
         return float(dict(self.parameters)[name])
 
     def optional(self, name: str) -> float | None:
-        """A numeric parameter, None if the rule lacks it."""
+        """Return a numeric parameter, None if the rule lacks it."""
         value = dict(self.parameters).get(name)
         return None if value is None else float(value)
 
 
 def rope_rule(config: dict[str, Any]) -> RopeRule | None:
-    """Read either spelling (`rope_parameters`, or `rope_theta` + `rope_scaling`); None without
-    RoPE."""
+    """Read the rule in either spelling; None for a model without RoPE.
+
+    The spellings are `rope_parameters`, and `rope_theta` with `rope_scaling`.
+    """
     keys = ("rope_parameters", "rope_scaling", "rope_theta")
     if all(config.get(key) is None for key in keys):
         return None
@@ -77,7 +81,7 @@ def rope_rule(config: dict[str, Any]) -> RopeRule | None:
 
 
 def inverse_frequencies(rule: RopeRule, head_dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions: [head_dim / 2] float32."""
+    """Return the angle per position of each pair of dimensions: [head_dim / 2] float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rule.theta**exponents)
     if rule.kind == "linear":
@@ -86,12 +90,12 @@ def inverse_frequencies(rule: RopeRule, head_dim: int) -> Tensor:
         return _llama3(frequencies, rule)
     if rule.kind == "yarn":
         return _yarn(frequencies, rule, head_dim)
-    assert rule.kind in ("default", "dynamic"), rule.kind  # dynamic: below its limit nothing scales
+    assert rule.kind in ("default", "dynamic"), rule.kind  # dynamic scales only beyond its limit
     return frequencies
 
 
 def attention_factor(rule: RopeRule) -> float:
-    """What cos and sin are multiplied with: 1, but for YaRN, which sharpens attention so."""
+    """Return the factor of cos and sin: 1, except with YaRN, which sharpens attention by it."""
     if rule.kind != "yarn":
         return 1.0
     given = rule.optional("attention_factor")
@@ -105,7 +109,7 @@ def attention_factor(rule: RopeRule) -> float:
 
 
 def softmax_factor(rule: RopeRule) -> float:
-    """What DeepSeek's attention scale is multiplied with: 1, but for YaRN with mscale_all_dim."""
+    """Return the factor of DeepSeek's attention scale: 1, except with YaRN and mscale_all_dim."""
     all_dim = None if rule.kind == "default" else rule.optional("mscale_all_dim")
     if not all_dim:
         return 1.0
@@ -113,10 +117,10 @@ def softmax_factor(rule: RopeRule) -> float:
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
-    """Positions that a model's config allows; None if it does not say.
+    """Return how many positions a model's config allows; None if it does not say.
 
-    YaRN: factor times its original length, where that is more than the config's own number.
-    longrope: its original length, beyond which transformers changes the frequencies of all rows.
+    YaRN: factor times its original length, if that is more than the config's own number. longrope:
+    its original length, beyond which transformers changes the frequencies of all rows.
     """
     stated = next((config[key] for key in _LENGTH_KEYS if config.get(key) is not None), None)
     for rule in _rules(config):
@@ -133,7 +137,7 @@ def position_limit(config: dict[str, Any]) -> int | None:
 
 
 def _rules(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The RoPE rules of a config: one, or one per layer type."""
+    """Return the RoPE rules of a config: a single one, or one per layer type."""
     found: list[dict[str, Any]] = []
     for key in ("rope_scaling", "rope_parameters"):
         rule = config.get(key) or {}
@@ -142,7 +146,9 @@ def _rules(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _llama3(frequencies: Tensor, rule: RopeRule) -> Tensor:
-    """Slow down the long wavelengths by `factor`, keep the short ones, blend in between."""
+    """Divide the frequencies of long wavelengths by `factor`, keep the short ones, blend
+    between.
+    """
     low, high = rule.number("low_freq_factor"), rule.number("high_freq_factor")
     original = rule.number("original_max_position_embeddings")
     wavelengths = 2 * math.pi / frequencies
@@ -163,7 +169,7 @@ def _yarn(frequencies: Tensor, rule: RopeRule, head_dim: int) -> Tensor:
     original = rule.number("original_max_position_embeddings")
 
     def dimension(turns: float) -> float:
-        """Where a dimension turns so often in the original length."""
+        """Return which dimension turns that many times within the original length."""
         ratio = math.log(original / (turns * 2 * math.pi))
         return head_dim * ratio / (2 * math.log(rule.theta))
 
@@ -194,13 +200,16 @@ class Rotation:
     def at(
         cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
     ) -> Rotation:
-        """positions [T] int64, frequencies [head_dim / 2] float32; see attention_factor."""
+        """Compute the rotation of `positions` [T] int64 with `frequencies` [head_dim / 2] float32.
+
+        `factor` is that of attention_factor.
+        """
         angles = positions[:, None].float() * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return cls(cos.to(dtype)[:, None], sin.to(dtype)[:, None])
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """heads [T, n, head_dim] (first half paired with the second) -> the same, rotated."""
+        """Return heads [T, n, head_dim] rotated; dim i is paired with dim i + head_dim / 2."""
         first, second = heads.chunk(2, dim=-1)
         return torch.cat(
             (
@@ -219,7 +228,7 @@ class PairRotation(StrEnum):
     REGROUPED = "regrouped"  # dim 2i with dim 2i + 1, written as halves
 
     def __call__(self, heads: Tensor, rotation: Rotation) -> Tensor:
-        """heads [T, n, D] -> the same, rotated."""
+        """Return heads [T, n, D] rotated."""
         if self is PairRotation.HALVES:
             return rotation.rotate(heads)
         first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)

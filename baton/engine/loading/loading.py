@@ -28,7 +28,7 @@ from baton.engine.checkpoint.shared_weights import (
     shared_weights,
 )
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
-from baton.engine.checkpoint.widening import open_tensors
+from baton.engine.checkpoint.widening import integer_layout, open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
 from baton.engine.loading.route import (
@@ -136,7 +136,7 @@ def load_model(
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=_digest(checkpoint, config),
+        digest=_digest(checkpoint, config, built.impl),
         layers=model.layers,
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
@@ -150,8 +150,8 @@ def load_model(
     )
     logger.info(
         "loaded %s: %s route, %s%s on %s, %d layers, %.1f MB of weights, up to %d tokens",
-        info.name, info.model_impl, dtype_name, _origin(checkpoint), device, len(info.layers),
-        weight_bytes / 1e6, max_model_len,
+        info.name, built.impl, dtype_name, _origin(checkpoint, built.impl), device,
+        len(info.layers), weight_bytes / 1e6, max_model_len,
     )  # fmt: skip
     if isinstance(model, FixedTiles):
         prove(model, info, device)
@@ -162,20 +162,28 @@ def load_model(
     )  # fmt: skip
 
 
-def _origin(checkpoint: Checkpoint) -> str:
+def _widened_from(checkpoint: Checkpoint, impl: str) -> str | None:
+    """The format of the stored weights if this route widens them; None if it keeps them."""
+    quantized = checkpoint.config.get("quantization_config")
+    if quantized is None or integer_layout(quantized) is None:
+        return widened_kind(quantized)
+    return None if impl == "lean" else f"integers ({quantized['quant_method']})"
+
+
+def _origin(checkpoint: Checkpoint, impl: str) -> str:
     """What its weights were before they were read."""
-    kind = widened_kind(checkpoint.config.get("quantization_config"))
+    kind = _widened_from(checkpoint, impl)
     return "" if kind is None else f" (widened from {kind})"
 
 
-def _digest(checkpoint: Checkpoint, config: EngineConfig) -> str:
+def _digest(checkpoint: Checkpoint, config: EngineConfig, impl: str = "lean") -> str:
     """The checkpoint's digest, bound to how its weights were widened and rounded.
 
     Adapters come and go: their ids are bound to their contents, and KV to the id.
     """
     base = digest(checkpoint)
     named: list[str] = []
-    kind = widened_kind(checkpoint.config.get("quantization_config"))
+    kind = _widened_from(checkpoint, impl)
     if kind is not None:
         named.append(f"widened {kind}")
     if config.quantization != "none":

@@ -91,10 +91,9 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
         raise ModelRefused(message, field="model")
     if config.model_impl == "lean":
         raise ModelRefused(f"the lean route cannot serve this: {reason}", field="model_impl")
-    if integer_layout(values.get("quantization_config")) is not None or rounds(config):
+    if rounds(config):
         raise ModelRefused(
-            "quantized weights are served by the lean route alone, and it cannot serve this: "
-            f"{reason}",
+            f"only the lean route rounds weights, and it cannot serve this: {reason}",
             field="quantization",
         )
     if config.tensor_parallel_size > 1:

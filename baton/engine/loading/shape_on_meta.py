@@ -7,6 +7,7 @@ needs real numbers for that is read from its config's usual keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
     tables = {id(table), id(head.weight) if head is not None else None}
     layers, note, refused = _layers(config, causal, text)
     matrices = sum(p.numel() for p in causal.parameters() if p.dim() > 1 and id(p) not in tables)
+    stored = stored_weights(config)  # the universal route widens them
     return ModelShape(
         model_type=str(config["model_type"]),
         parameters=sum(sizes.values()),
@@ -62,7 +64,7 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         max_positions=text.get("max_position_embeddings"),
         dtype=stored_dtype({**config, **(config.get("text_config") or {})}),
         experts=_experts(text, sizes),
-        stored=stored_weights(config),
+        stored=None if stored is None else replace(stored, widened=True),
         note=note,
         refused=refused,
     )

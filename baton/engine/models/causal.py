@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
-from baton.engine.checkpoint.widening import open_tensors
+from baton.engine.checkpoint.quantized_checkpoint import LazyIntegers, module_names
+from baton.engine.checkpoint.tensors import LazyTensor
+from baton.engine.checkpoint.widening import integer_layout, open_tensors
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -120,7 +124,7 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     family, config = causal_class(_unquantized(checkpoint.config))
     refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
-    lazy = open_tensors(checkpoint, dtype, torch.device("cpu")).lazy()
+    lazy = _lazy_tensors(checkpoint, dtype)
     loaded: Any = family.from_pretrained(
         None,
         config=config,
@@ -136,4 +140,29 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     if loading["unexpected_keys"]:
         unused = sorted(loading["unexpected_keys"])
         logger.warning("tensors of %s not used: %s", checkpoint.path, unused[:3])
+    _refuse_transposed(checkpoint, causal)
     return causal
+
+
+def _lazy_tensors(
+    checkpoint: Checkpoint, dtype: torch.dtype
+) -> Mapping[str, LazyTensor | LazyIntegers]:
+    """All tensors by the names of a plain checkpoint, none of them read. Integers are widened, one
+    tensor at a time, when transformers asks for them."""
+    reader = open_tensors(checkpoint, dtype, torch.device("cpu"))
+    layout = integer_layout(checkpoint.config.get("quantization_config"))
+    if layout is None:
+        return reader.lazy()
+    modules = module_names(reader.names, layout)
+    own = {f"{module}.{tensor}" for module in modules for tensor in layout.tensors}
+    plain = {name: tensor for name, tensor in reader.lazy().items() if name not in own}
+    return plain | {f"{module}.weight": LazyIntegers(layout, module, reader) for module in modules}
+
+
+def _refuse_transposed(checkpoint: Checkpoint, causal: nn.Module) -> None:
+    """Raise ModelRefused for integers of layers that keep their weights [in, out]: no tool says
+    which way it has packed them."""
+    if integer_layout(checkpoint.config.get("quantization_config")) is None:
+        return
+    if any(isinstance(module, Conv1D) for module in causal.modules()):
+        raise ModelRefused("integer weights of its transposed layers (Conv1D) are not read")

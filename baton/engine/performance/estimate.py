@@ -1,9 +1,9 @@
 """`baton estimate`: parameters, memory, ideal TTFT and TPOT of a model on a machine, as a table.
 
-A process of its own (`python -m baton.engine.performance.estimate`): families that are not counted
-by formula need torch, and so does the answer to whether Baton would serve what is sized. It works
-from a config.json alone; where weights lie beside it, the bytes in their files are shown too. The
-arithmetic is ideal.py's, a refusal route.py's.
+It runs as a process of its own (`python -m baton.engine.performance.estimate`), because torch is
+needed for families that no formula counts, and to say whether Baton would serve the model. A
+config.json suffices. If weights lie beside it, the bytes of their files are shown, too. ideal.py
+has the arithmetic, route.py decides about refusal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.text.tokenizer import read_json
 
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
-_ASKED: Final = (  # options that an engine has too
+_ASKED: Final = (  # options that EngineConfig has under the same name
     "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
     "data_parallel_size", "enable_expert_parallel", "block_size", "gpu_memory_utilization",
     "max_num_batched_tokens", "max_num_seqs",
@@ -41,7 +41,9 @@ _ASKED: Final = (  # options that an engine has too
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """The config.json in or at `model`, or a GGUF file's. Raises ConfigError, ModelRefused."""
+    """Return the config.json in or at `model`, or that of a GGUF file. Raises ConfigError,
+    ModelRefused.
+    """
     if is_gguf(model):
         model = gguf_folder(model)
     file = model / "config.json" if model.is_dir() else model
@@ -51,8 +53,10 @@ def read_config(model: Path) -> dict[str, Any]:
 
 
 def stored_bytes(model: Path) -> int | None:
-    """Bytes of all tensors in the safetensors beside the config, by their headers; None without.
-    Of a GGUF file its size."""
+    """Return the bytes of all tensors in the safetensors files of the folder, by their headers.
+
+    For a GGUF file return its size. Return None without such files.
+    """
     if is_gguf(model):
         return model.stat().st_size
     if not model.is_dir():
@@ -64,7 +68,10 @@ def stored_bytes(model: Path) -> int | None:
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Source: safetensors' format: header length (8 bytes, little-endian), JSON header, data."""
+    """Return the bytes of a file's tensors, by its header.
+
+    Source: the format of safetensors: header length (8 bytes, little-endian), JSON header, data.
+    """
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > _MAX_HEADER_BYTES:
@@ -81,10 +88,12 @@ def _tensor_bytes(file: Path) -> int:
 
 
 def refusal(options: EstimateOptions, result: Estimate) -> str | None:
-    """Why Baton would not serve what is sized, by the checks of its own start; None if none of them
-    objects."""
+    """Return why Baton would refuse to serve this model, None if it would not.
+
+    It runs the checks of an engine's start.
+    """
     try:
-        # Lazy: they need torch, which the arithmetic does not.
+        # Late imports: these modules need torch, the arithmetic does not.
         from baton.engine.checkpoint.checkpoint import open_checkpoint
         from baton.engine.loading.route import choose_route
     except ImportError:
@@ -107,7 +116,7 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
 
 
 def sized(options: EstimateOptions) -> Estimate:
-    """All that can be said of the model that `options` name. Raises ModelRefused, ConfigError."""
+    """Return the estimate for the model that `options` name. Raises ModelRefused, ConfigError."""
     model, draft = options.model.expanduser(), options.speculative_model
     shape = model_shape(read_config(model))
     drafts = None if draft is None else model_shape(read_config(draft.expanduser()))
@@ -119,12 +128,12 @@ def sized(options: EstimateOptions) -> Estimate:
 
 
 def as_json(result: Estimate) -> str:
-    """One JSON object; numbers in bytes and seconds."""
+    """Return one JSON object with numbers in bytes and seconds."""
     return json.dumps(asdict(result), indent=2)
 
 
 def rows(result: Estimate) -> list[tuple[str, str]]:
-    """What a person reads, as (name, value)."""
+    """Return the lines of the table, as (name, value)."""
     r = result
     stored = "" if r.stored_bytes is None else f" ({_size(r.stored_bytes)} in the files)"
     several = r.tensor_parallel_size * r.data_parallel_size > 1
@@ -183,7 +192,7 @@ def _time(seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status, 2 for a refusal."""
+    """Run the command and return its exit status: 2 for a refusal, else 0."""
     parser = argparse.ArgumentParser(
         prog="baton estimate",
         description="What a model needs, and the best that a machine could do with it.",

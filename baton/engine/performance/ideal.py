@@ -1,13 +1,13 @@
-"""What a model needs, and how fast a machine could at best serve it: the arithmetic. Nothing runs.
+"""What a model needs, and how fast a machine could serve it at best: arithmetic, nothing runs.
 
     weights   parameters x bytes each          KV       bytes per token x tokens
     TTFT      tokens x 2 x active parameters / FLOP/s       (prefill computes)
-    TPOT      bytes read per step / bandwidth               (decode reads: weights once for the
-              whole batch, KV of every request; of an MoE the experts that the batch is expected to
-              meet), or the computing of the batch, if that takes longer
-    MBU       bytes read per step / (measured TPOT x bandwidth): how near the truth comes to it
-All of it is per device under tensor parallelism, communication left out. Ideal numbers: no machine
-reaches them. Not here: the command and its table (estimate.py).
+    TPOT      bytes read per step / bandwidth               (decode reads weights once for the
+              whole batch, and the KV of every request; of an MoE the experts that the batch is
+              expected to use); or the time to compute the batch, if that is longer
+    MBU       bytes read per step / (measured TPOT x bandwidth): the share of the ideal reached
+With tensor parallelism all numbers are per device, without communication. No machine reaches these
+ideal numbers. Not here: the command and its table (estimate.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
 
 @dataclass(frozen=True, slots=True)
 class EstimateOptions:
-    """Every flag. What is not given about the machine is not estimated."""
+    """The flags of `baton estimate`. Without the machine's numbers its times are not estimated."""
 
     model: Path = option(help="directory of a checkpoint, or a config.json alone")
     speculative_model: Path | None = option(
@@ -84,7 +84,7 @@ class EstimateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One ideal decode step of `batch` requests at the asked context, on each device."""
+    """One ideal decode step of `batch` requests with the given context, on each device."""
 
     batch: int
     weight_bytes: int
@@ -99,7 +99,9 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All numbers; None where the machine is not known. Bytes and seconds; memory is per device."""
+    """All numbers, in bytes and seconds; None where the machine is not known. Memory is per
+    device.
+    """
 
     model_type: str
     note: str
@@ -112,7 +114,7 @@ class Estimate:
     tensor_parallel_size: int
     data_parallel_size: int
     weight_bytes: int
-    stored_bytes: int | None  # in the checkpoint's files, where there are any
+    stored_bytes: int | None  # in the checkpoint's files; None without files
     kv_bytes_per_token: int
     block_size: int
     block_bytes: int
@@ -128,7 +130,7 @@ class Estimate:
     mbu: float | None = None
     draft_weight_bytes: int = 0
     draft_kv_bytes_per_token: int = 0
-    refused: str | None = None  # why Baton would not serve it so
+    refused: str | None = None  # why Baton would refuse to serve it; None = it would serve it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,15 @@ class Precision:
         return int(everywhere + (num_bytes - everywhere) / size)
 
     def held_bytes(self, shape: ModelShape) -> int:
-        """Of all parameters; the rounded head of tied embeddings is a copy beside them."""
+        """Return the bytes of all weights in memory.
+
+        With tied embeddings a quantized head is a copy beside the embedding.
+        """
         replaced = 0 if shape.tied else shape.embedding
         return int(self._plain_head(shape, shape.parameters) + self._head(shape, replaced))
 
     def read_bytes(self, shape: ModelShape) -> int:
-        """Of all that a step reads if it meets every expert."""
+        """Return the bytes of all weights that a step reads if it uses every expert."""
         read = self._plain_head(shape, shape.read_parameters)
         return int(read + self._head(shape, shape.embedding))
 
@@ -166,7 +171,9 @@ class Precision:
         return self.held_bytes(shape) - int(elsewhere * self.matrix_bytes)
 
     def _plain_head(self, shape: ModelShape, parameters: int) -> float:
-        """`parameters` of the model, of which all of its matrices may be narrow."""
+        """Return the bytes of `parameters` of the model with a plain head; its matrices may be
+        quantized.
+        """
         plain = WEIGHT_BYTES[self.dtype]
         if self.stored is None:
             return parameters * plain
@@ -174,7 +181,7 @@ class Precision:
         return (parameters - narrow) * plain + narrow * self.stored.bytes_per_weight
 
     def _head(self, shape: ModelShape, replaced: int) -> float:
-        """What rounding the head adds, instead of `replaced` plain numbers."""
+        """Return the bytes that a quantized head adds, less those of `replaced` plain numbers."""
         if self.head is None:
             return 0.0
         rounded = shape.embedding * self.head.bytes_per_weight
@@ -187,10 +194,10 @@ def estimate(
     stored_bytes: int | None = None,
     draft: ModelShape | None = None,
 ) -> Estimate:
-    """All that can be said. `stored_bytes`: of the checkpoint's files, passed on. `draft`: a draft
-    model beside it; it takes memory, the times are those of decoding without it.
+    """Compute everything that can be said of the model.
 
-    Raises ConfigError for bad units, and when the memory cannot even hold the weights.
+    `stored_bytes` (of the checkpoint's files) is passed on. `draft` is a draft model that shares
+    the memory; times are those without it. Raises ConfigError for bad units or too little memory.
     """
     tp, dp = options.tensor_parallel_size, options.data_parallel_size
     precision = _precision(shape, options)
@@ -207,7 +214,7 @@ def estimate(
     if options.memory is not None:
         activations = max(activations, drafts.activations)
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
-        # Each token of the model's KV has one in the draft's.
+        # Each token of the model's KV has a token of the draft's KV.
         both = block_bytes + drafts.token * options.block_size // groups.num_groups
         num_blocks = _num_blocks(kv_bytes, both, MIN_BLOCKS * groups.num_groups)
         concurrency = num_blocks // groups.blocks_held(context, options.block_size)
@@ -270,8 +277,11 @@ def _decode(
     batch: int,
     rates: tuple[float, float | None],
 ) -> Decode:
-    """`rates`: bandwidth in bytes per second, FLOP/s if known; both of one device. Of data-parallel
-    ranks each has a batch of its own, and its experts meet the rows of all."""
+    """Compute one ideal decode step.
+
+    `rates` are the bandwidth in bytes per second and the FLOP/s (None if unknown), both of one
+    device. Of data-parallel ranks each has a batch of its own; its experts meet the rows of all.
+    """
     tp, dp = result.tensor_parallel_size, result.data_parallel_size
     met = shape.read_parameters
     if shape.experts is not None:
@@ -291,7 +301,7 @@ def _decode(
 
 
 def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
-    """Bytes of the `met` parameters: the others, not met, are matrices of experts."""
+    """Return the bytes of `met` parameters; those that are not met are matrices of experts."""
     everything = precision.read_bytes(shape)
     missed = shape.read_parameters - met
     return everything - int(missed * precision.matrix_bytes)
@@ -301,7 +311,7 @@ def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
 
 
 def kv_token_bytes(spec: LayerSpec, dtype: str) -> int:
-    """Bytes of one token in one layer, scales of int8 included."""
+    """Return the bytes of one token in one layer, scales of int8 included."""
     return spec.token_bytes(dtype) + spec.scale_bytes(dtype)
 
 
@@ -312,7 +322,11 @@ def _token_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
-    """What a draft model takes on each device: bytes of weights, of KV per token, at its peak."""
+    """What a draft model takes on each device.
+
+    `weights` are its bytes of weights, `token` the bytes of KV per token, `activations` the peak
+    bytes of a step.
+    """
 
     weights: int = 0
     token: int = 0
@@ -330,12 +344,15 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
 
 
 def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
-    """A rank's slice of heads; a latent, and heads fewer than ranks, are held by every rank."""
+    """Return what one rank stores of a layer.
+
+    The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank.
+    """
     return LayerSpec(-(-spec.kv_heads // tp), spec.k_dim, spec.v_dim, spec.window, spec.kind)
 
 
 def _note(shape: ModelShape, precision: Precision) -> str:
-    """What is not certain, and what the weights are before they are read."""
+    """Return a remark on what is uncertain, and on weights that are widened when they are read."""
     if shape.stored is None or not shape.stored.widened:
         return shape.note
     kept = precision.dtype if precision.stored is None else precision.stored.method
@@ -358,8 +375,11 @@ def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
 
 
 def _activation_bytes(shape: ModelShape, options: EstimateOptions, precision: Precision) -> int:
-    """A guess at the peak of a full step: hidden states and the widest layer for every token,
-    logits and the sampler's copies for every request. A real start measures it (memory.py)."""
+    """Guess the peak bytes of a full step.
+
+    It counts hidden states and the widest layer for every token, logits and the sampler's copies
+    for every request. A real start measures the peak (sizing.py).
+    """
     per_token = 4 * shape.hidden_size + shape.widest // options.tensor_parallel_size
     steps = options.max_num_batched_tokens * per_token * WEIGHT_BYTES[precision.dtype]
     logits = options.max_num_seqs * shape.vocab_size * WEIGHT_BYTES["float32"]
@@ -367,7 +387,10 @@ def _activation_bytes(shape: ModelShape, options: EstimateOptions, precision: Pr
 
 
 def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int, drafts: int) -> int:
-    """`drafts`: bytes of a draft model's weights."""
+    """Return the bytes left for KV; `drafts` are the bytes of a draft model's weights.
+
+    Raises ConfigError if nothing is left.
+    """
     total = parse_bytes(options.memory or "", field="memory")
     share = int(options.gpu_memory_utilization * total)
     left = share - weight_bytes - drafts - activations
@@ -384,7 +407,7 @@ def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int, dr
 
 
 def _num_blocks(kv_bytes: int, block_bytes: int, least: int) -> int:
-    """Raises ConfigError for fewer than the `least` that serving takes."""
+    """Return how many blocks fit. Raises ConfigError for fewer than `least`."""
     if kv_bytes < least * block_bytes:
         raise ConfigError(
             f"{_gb(kv_bytes)} are left for KV, less than the {least} blocks of {block_bytes:,} "
@@ -403,7 +426,9 @@ def _cut(length: int, longest: int | None) -> int:
 
 
 def parse_rate(text: str, field: str) -> float:
-    """Units per second of "3.3TB/s", "900 GB/s", "990T", "1.98PFLOPS". Raises ConfigError."""
+    """Return the rate per second of "3.3TB/s", "900 GB/s", "990T", "1.98PFLOPS". Raises
+    ConfigError.
+    """
     match = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?)\s*([KMGTPE]?)(i?)\s*(?:(?:B|FLOPS?|FLOP)?(?:/s)?)\s*",
         text,
@@ -423,7 +448,7 @@ def parse_rate(text: str, field: str) -> float:
 
 
 def parse_seconds(text: str, field: str) -> float:
-    """Seconds of "12ms", "0.5 s", "800us". Raises ConfigError."""
+    """Return the seconds of "12ms", "0.5 s", "800us". Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None or float(match.group(1)) <= 0:
         raise ConfigError(f"{field}: {text!r} is not a time such as 12ms", field=field)

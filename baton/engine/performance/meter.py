@@ -1,10 +1,10 @@
-"""Meter: a runner around another that counts what each step needs (work.py).
+"""Meter: a runner around another runner, which counts what each step needs (work.py).
 
-It counts before the step's end; the share of the machine's limits follows from the step's time,
-which the engine measures. A few microseconds a step. A share above 1 says
-that the limits were measured beside other work: once the engine is idle they are measured again,
-after the first such time of work, the second, the fourth, ... for what a CPU's caches hold may be
-read faster than memory for good.
+It counts at the end of the model's run; the engine then measures the step's time, from which the
+share of the machine's limits follows. The cost is a few microseconds a step. A share above 1 says
+that the limits were measured while other work ran. Then they are measured again when the engine is
+idle: after the first such busy period, the second, the fourth, and so on. The distance grows
+because what lies in a CPU's caches may always be read faster than memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from baton.engine.state.work import ModelWork, Utilization, layer_works
 
 
 class Meter:
-    """Implements interface.Runner for `loaded`: counts into `utilization`, which it also gives the
-    machine's limits, measured now if nobody knows them."""
+    """Implements interface.Runner for `loaded` and counts into `utilization`.
+
+    At the start it also puts the machine's limits there, and measures them if they are not known.
+    """
 
     def __init__(
         self, inner: Runner, loaded: LoadedModel, config: EngineConfig, utilization: Utilization
@@ -35,7 +37,11 @@ class Meter:
         utilization.limits = limits_of(config, loaded.device, loaded.dtype)
 
     def look_again(self) -> None:
-        """The engine is idle: measure limits that the last steps exceeded, in about 0.2 s."""
+        """Measure the limits again if the last steps exceeded them. Called while the engine is
+        idle.
+
+        It takes about 0.2 s.
+        """
         config, now = self._config, self._utilization
         reads = now.mbu > 1 and config.memory_bandwidth is None
         products = now.mfu > 1 and config.peak_flops is None
@@ -55,7 +61,7 @@ class Meter:
 
 
 def work_of(loaded: LoadedModel) -> ModelWork:
-    """What steps of this model need; of a tensor-parallel one, what they need of its leader."""
+    """Return what steps of this model need; with tensor parallelism, of the leader's device."""
     info, attention = loaded.info, loaded.attention_layers
     layers = info.layers if loaded.ranks is None else rank_layers(info.layers, loaded.ranks.size)
     values = [layer.latent or spec.v_dim for layer, spec in zip(attention, layers, strict=True)]

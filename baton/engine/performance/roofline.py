@@ -1,11 +1,11 @@
-"""The machine's limits, measured: how fast it reads memory, how fast it multiplies matrices.
+"""The machine's limits, measured: how fast it reads memory, and how fast it multiplies matrices.
 
-Both with the threads in use, in a fraction of a second; products by torch and by the engine's own
-layers, of which the faster counts. What was found is kept until the machine boots again, per set of
-cores, threads and dtype, and processes that start together measure one after the other. Measured
-beside other work the limits come out too low: a share above 1 says so, and they are measured again
-(meter.py); who knows them better says them (--memory-bandwidth, --peak-flops). Not here: what a
-step needs of them (work.py).
+Both are measured with the threads in use, in a fraction of a second. Products are tried with torch
+and with the engine's own layers; the faster one counts. The result is kept until the machine boots
+again, per set of cores, threads and dtype. Processes that start together measure one after the
+other. Beside other work the measured limits are too low. A share above 1 reveals it, and they are
+measured again (meter.py). Users who know the limits can give them (--memory-bandwidth,
+--peak-flops). Not here: what a step needs (work.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from baton.runtime.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
-READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 1 << 30}  # more than the caches hold
-SIZES: Final = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}  # of a square product
-BUDGET_S: Final = 0.06  # for each of the two
+READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 1 << 30}  # more than fits in the caches
+SIZES: Final = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}  # rows and columns of a product
+BUDGET_S: Final = 0.06  # for each of the two measurements
 GIGA, TERA = 1e9, 1e12
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -40,8 +40,11 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 def limits_of(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, folder: Path | None = None
 ) -> Limits | None:
-    """What the configuration states, else what is measured (or was, since the last boot: kept in
-    `folder`, by default the user's cache); None if it says not to measure."""
+    """Return the limits: as configured, else as measured; None if the configuration forbids
+    measuring.
+
+    A measurement since the last boot is read from `folder` (by default the user's cache).
+    """
     given, flops = config.memory_bandwidth, config.peak_flops
     if given is not None and flops is not None:
         return Limits(given * GIGA, flops * TERA)
@@ -58,13 +61,15 @@ def limits_again(
     before: Limits,
     folder: Path | None = None,
 ) -> Limits:
-    """Measure again, and keep of each limit the higher: other work can only have lowered it."""
+    """Measure again, and keep the higher value of each limit: other work can only have lowered
+    it.
+    """
     found = _kept(device, dtype, folder, before)
     return _logged("limits, measured again", config, found, dtype)
 
 
 def _logged(name: str, config: EngineConfig, found: Limits, dtype: torch.dtype) -> Limits:
-    """`found`, but for what the configuration states."""
+    """Replace what the configuration states in `found`, log the limits and return them."""
     given, flops = config.memory_bandwidth, config.peak_flops
     limits = Limits(
         found.read_bytes_per_s if given is None else given * GIGA,
@@ -78,10 +83,10 @@ def _logged(name: str, config: EngineConfig, found: Limits, dtype: torch.dtype) 
 
 
 def measure(device: torch.device, dtype: torch.dtype, budget_s: float = BUDGET_S) -> Limits:
-    """Measure both now, about `budget_s` each."""
+    """Measure both limits now, for about `budget_s` each."""
     kind = device.type
     source = torch.ones(READ_BYTES[kind] // 8, dtype=torch.float64, device=device)
-    if kind == "cuda":  # a copy reads and writes
+    if kind == "cuda":  # a copy reads and writes: its bytes count twice
         target = torch.empty_like(source)
         read = 2 * source.nbytes / _fastest(lambda: target.copy_(source), device, budget_s)
     else:
@@ -98,14 +103,14 @@ def measure(device: torch.device, dtype: torch.dtype, budget_s: float = BUDGET_S
             _fastest(lambda a=a, layer=layer: layer(a), device, share_s),
         )
         flops = max(flops, 2 * size**3 / seconds)
-        # The next one takes eight times as long, twice.
+        # The next size takes eight times as long, and is measured with two kinds of products.
         if time.perf_counter() + 16 * seconds > until:
             break
     return Limits(read, flops)
 
 
 def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Seconds of the fastest call within the budget, after one that does not count."""
+    """Return the seconds of the fastest call within the budget; the first call does not count."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -125,7 +130,10 @@ def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) 
 def _kept(
     device: torch.device, dtype: torch.dtype, folder: Path | None, low: Limits | None
 ) -> Limits:
-    """From the file, or measured and written there. `low`: what is too low to be taken from it."""
+    """Return the limits from the file, or measure them and write them there.
+
+    If `low` is given, the file's limits are too low: measure, and keep the higher of each.
+    """
     key = _key(device, dtype)
     if key is None:
         return _highest(measure(device, dtype), low)
@@ -159,7 +167,7 @@ def _highest(found: Limits, other: Limits | None) -> Limits:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Names what the limits depend on; None where boots cannot be distinguished."""
+    """Return a name for all that the limits depend on; None if this boot has no id."""
     try:
         boot = _BOOT_ID.read_text().strip()
     except OSError:
@@ -180,7 +188,7 @@ def _read(path: Path) -> Limits | None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Nobody else on this machine measures meanwhile."""
+    """Hold a lock, so that no other process on this machine measures meanwhile."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield  # closing unlocks

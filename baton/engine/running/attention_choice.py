@@ -1,4 +1,4 @@
-"""Which attention backend serves a loaded model."""
+"""Chooses the attention backend for a loaded model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def choose_attention(loaded: LoadedModel, pool: KVViews) -> Attention:
-    """The backend for `loaded` over `pool`: Triton's, compiled, torch's, or the one of fixed
-    order."""
+    """Return the backend for `loaded` over `pool`.
+
+    A deterministic model gets the one of fixed order, a GPU Triton's; a CPU the compiled kernels if
+    they know dtype and pool, else torch.
+    """
     if loaded.deterministic:
         return FixedOrderAttention(pool, loaded.attention_layers)
     if triton_serves(loaded.device):

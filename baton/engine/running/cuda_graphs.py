@@ -1,13 +1,15 @@
-"""Decode steps recorded once per size and replayed: a step costs one launch instead of hundreds.
+"""Decode steps as CUDA graphs: recorded once per size, then replayed with one launch.
+
+Without a graph a step needs hundreds of launches.
 
     sizes      1 2 4 8 16 24 32 ...                   a step of 5 rows replays the record of 8
-    buffers    token ids, positions, slots, tables    of one address each, refilled before a replay
+    buffers    token ids, positions, slots, tables    fixed addresses, refilled before each replay
     padding    slot -1, 0 tokens                      written nowhere, attends to nothing
 
-Recorded at the first step of a size, after warm runs that compile its kernels. Only steps of one
-new token per sequence are recorded: no prefill, no LoRA adapter, nobody who waits for single
-layers. What cannot be recorded runs as it did. A `Recorder` does the recording; all else is plain
-tensors, tested without a GPU. Not here: sampling, which differs from row to row.
+A size is recorded at the first step that needs it, after warm runs that compile the kernels. Only
+steps with one new token per sequence are recorded: without prefill, LoRA adapters and a callback
+per layer. Any other step runs without a graph. A `Recorder` does the recording; the rest is plain
+tensors and is tested without a GPU. Not here: sampling, which differs from row to row.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:  # imports triton
 logger = logging.getLogger(__name__)
 SWITCH: Final = "BATON_CUDA_GRAPHS"  # "off": every step is launched kernel by kernel
 SMALL_SIZES: Final = (1, 2, 4)
-STEP: Final = 8  # between the sizes above
+STEP: Final = 8  # distance between the larger sizes
 MAX_ROWS: Final = 256
 WARM_RUNS: Final = 2
 
@@ -40,16 +42,18 @@ Forward = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
 class Recorder(Protocol):
-    """Records what work does, to be done again."""
+    """Records the GPU work of a function, so that it can be replayed."""
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Do `work` at least once; what each replay fills, and the replay. Raises RuntimeError for
-        work that cannot be recorded."""
+        """Call `work` at least once; return the tensor that each replay fills, and the replay.
+
+        Raises RuntimeError for work that cannot be recorded.
+        """
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool: they never run at the same time."""
+    """Records CUDA graphs. They share one memory pool, because they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # an opaque handle
@@ -63,7 +67,7 @@ class CudaRecorder:
                 work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads move KV meanwhile: their calls are none of this graph's business.
+        # Other threads copy KV meanwhile; "thread_local" keeps their calls out of this graph.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         self._pool = graph.pool()
@@ -72,8 +76,10 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One size's inputs, at addresses that stay. `numbers` [4, rows] int64 per layer group, as
-    GpuDecodeRows has them."""
+    """The inputs of one size, at fixed addresses.
+
+    `numbers` has, per layer group, a tensor [4, rows] int64 as in GpuDecodeRows.
+    """
 
     step: Step
     numbers: tuple[Tensor, ...]
@@ -84,11 +90,13 @@ class Buffers:
 
     @property
     def width(self) -> int:
-        """Blocks that a row's table has room for."""
+        """Return how many blocks a row's table has room for."""
         return self.step.batch.tables[0].blocks.shape[1]
 
     def fill(self, step: Step) -> None:
-        """Take over the rows of `step`, at most `rows` of them; the others become padding."""
+        """Copy the rows of `step` (at most `rows`) into the buffers; the other rows become
+        padding.
+        """
         count = len(step.batch.spans)
         self.step.token_ids[:count].copy_(step.token_ids)
         self.step.positions[:count].copy_(step.positions)
@@ -104,7 +112,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A size's record: `replay` turns what the buffers hold into `hidden` [rows, H]."""
+    """The record of one size: `replay` computes `hidden` [rows, H] from what the buffers hold."""
 
     buffers: Buffers
     hidden: Tensor
@@ -135,8 +143,10 @@ class DecodeGraphs:
         return len(self._recorded)
 
     def forward(self, step: Step) -> Tensor | None:
-        """Hidden states [T, H] of a decode step, the caller's own; None for a step that no record
-        fits."""
+        """Return the hidden states [T, H] of a decode step, in a tensor that the caller may keep.
+
+        Returns None if no record fits the step.
+        """
         rows = size_for(len(step.batch.spans), self._sizes)
         if rows is None or not self._fits(step.batch):
             return None
@@ -148,13 +158,15 @@ class DecodeGraphs:
         return recorded.hidden[: len(step.batch.spans)].clone()
 
     def _fits(self, batch: Batch) -> bool:
-        """One new token per sequence, and nothing that a record does not hold."""
+        """Whether each sequence has one new token, and the batch has nothing that graphs cannot
+        hold.
+        """
         widest = max(table.blocks.shape[1] for table in batch.tables)
         plain = all(span.num_rows == 1 and not span.adapter for span in batch.spans)
         return plain and batch.on_layer is None and widest <= self._width
 
     def _record(self, rows: int, step: Step) -> Recorded | None:
-        """Record a size by running `step`, whose KV is written more than once so."""
+        """Record a size by running `step`, which writes its KV more than once; None if it fails."""
         buffers = buffers_for(rows, self._width, step, self._attention)
         buffers.fill(step)
         fixed = buffers.step
@@ -174,7 +186,7 @@ class DecodeGraphs:
 def choose_graphs(
     loaded: LoadedModel, attention: Attention, block_size: int
 ) -> DecodeGraphs | None:
-    """Records for a lean model whose attention is all Triton's, on a GPU; None elsewhere."""
+    """Return graphs for a lean model on a GPU whose layers all use Triton attention, else None."""
     if not triton_serves(loaded.device) or os.environ.get(SWITCH) == "off":
         return None
     from baton.engine.attention.triton_backend import TritonAttention  # imports triton
@@ -188,18 +200,18 @@ def choose_graphs(
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Rows of the records: close together, so that little is computed for nothing."""
+    """Return the sizes of the records: close together, so that few padding rows are computed."""
     larger = range(STEP, most + STEP, STEP)
     return tuple(size for size in (*SMALL_SIZES, *larger) if size <= most)
 
 
 def size_for(count: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of `sizes` (ascending) that holds `count` rows; None without."""
+    """Return the smallest of `sizes` (ascending) that holds `count` rows; None if none does."""
     return next((size for size in sizes if size >= count), None)
 
 
 def buffers_for(rows: int, width: int, step: Step, attention: TritonAttention) -> Buffers:
-    """Empty buffers of this size, laid out as `step` is: its groups, on its device."""
+    """Return empty buffers of this size, with the layer groups and the device of `step`."""
     from baton.engine.attention.triton_backend import TritonPlan, plan_key  # imports triton
     from baton.engine.kernels.gpu.decode_attention import GpuDecodeRows
 
@@ -218,6 +230,6 @@ def buffers_for(rows: int, width: int, step: Step, attention: TritonAttention) -
 
 
 def _numbers(tokens: Sequence[int], first: Sequence[int], rows: int) -> list[list[int]]:
-    """DecodeRows.numbers: rows beyond `tokens` are padding."""
+    """Return the numbers of DecodeRows; rows beyond `tokens` are padding."""
     own, spare = list(range(rows)), [0] * (rows - len(tokens))
     return [own, own, [*tokens, *spare], [*first, *spare]]

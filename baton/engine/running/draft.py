@@ -1,17 +1,18 @@
 """DraftModelProposer: a small model guesses the next tokens of a large one, with the same noise.
 
-It draws its guesses as the target will draw: same params, seed, sample, position, and noise keyed
-by vocabulary id. Where the two models' distributions agree, the same token wins for both, so
-guesses stand far more often than independent draws would.
+The draft model samples as the target will: with the same params, seed, sample, position, and noise
+keyed by vocabulary id. Where the distributions of the two models agree, both choose the same token.
+So far more guesses are accepted than with independent draws.
 
 The life of a branch (one sample of one request) in the draft's own pool:
-    first ask   -> blocks; its history is computed, over several calls if it is long (meanwhile no
-                   guesses)
-    each ask    -> KV from where the history went another way (rejected guesses) is dropped, the
-                   rest is computed, guesses are drawn step by step, all branches together
-    forget()    -> its blocks are free; also if others need the room and it was not asked for lately
-The pool is its own: no guess ever meets a block of the target. Both pools are sized together
-(memory.py), so that each token of the target's has its place in the draft's.
+    first ask   -> it gets blocks; its history is computed, over several calls if it is long (no
+                   guesses until it is complete)
+    each ask    -> KV that does not match the history (rejected guesses) is dropped, missing KV is
+                   computed, guesses are drawn step by step, for all branches together
+    forget()    -> its blocks are freed; this also happens to the least recently asked branch when
+                   others need room
+The draft has its own pool: no guess ever uses a block of the target. Both pools are sized together
+(sizing.py), so that the draft's pool has room for each token of the target's.
 """
 
 from __future__ import annotations
@@ -38,15 +39,20 @@ DEFAULT_BATCHED_TOKENS: Final = 2048
 
 @dataclass(slots=True)
 class _Branch:
-    """One sample of one request: `tokens` are those whose KV is in `blocks`; the first `known` of
-    them were history, not guesses, when it was last asked for."""
+    """One sample of one request.
+
+    `tokens` are those whose KV is in `blocks`. The first `known` of them were history, not guesses,
+    at the last ask.
+    """
 
     blocks: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     known: int = 0
 
     def rewind(self, history: Sequence[int]) -> None:
-        """Keep what is a proper prefix of `history`: at least its last token is computed again."""
+        """Keep the tokens that are a proper prefix of `history`; its last token is always
+        recomputed.
+        """
         count = min(len(self.tokens), len(history) - 1)
         same = min(self.known, count)
         if self.tokens[:same] != list(history[:same]):
@@ -59,7 +65,7 @@ class _Branch:
 
 @dataclass(slots=True)
 class _Guess:
-    """An ask under way. `tokens` = its history, then the guesses so far."""
+    """An ask in progress. `tokens` is its history, followed by the guesses so far."""
 
     ask: DraftAsk
     branch: _Branch
@@ -76,7 +82,9 @@ class _Guess:
         return len(self.tokens) - len(self.ask.history)
 
     def chunk(self, num_tokens: int) -> SequenceChunk:
-        """The next `num_tokens` tokens to compute; draws a guess if they are all there are."""
+        """Return a chunk of the next `num_tokens` tokens; it draws a guess if it reaches the last
+        one.
+        """
         start = len(self.branch.tokens)
         end = start + num_tokens
         return SequenceChunk(
@@ -103,8 +111,10 @@ class DraftModelProposer:
         block_size: int = DEFAULT_BLOCK_SIZE["cpu"],
         max_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
     ) -> None:
-        """`pool_tokens`: tokens of KV over all branches; as many as the target's pool holds is
-        never short. `max_batched_tokens`: most tokens that one propose() computes of histories.
+        """Make a pool for the draft model and a runner over it.
+
+        `pool_tokens`: tokens of KV over all branches; the number of the target's pool always
+        suffices. `max_batched_tokens`: the most history tokens that one propose() computes.
 
         Raises ConfigError if the two models do not share a vocabulary.
         """
@@ -116,7 +126,7 @@ class DraftModelProposer:
                 field="speculative_model",
             )
         num_blocks = max(1, -(-pool_tokens // block_size))
-        # A rejected guess may rewind a branch to any token: windows free nothing here.
+        # One group without windows, because a rejected guess may rewind a branch to any token.
         groups = one_group(info.layers)
         arena = KVArena(groups, num_blocks, block_size, info.kv_dtype, loaded.device)
         self._pool = BlockPool(num_blocks, block_size, enable_prefix_caching=False)
@@ -124,16 +134,16 @@ class DraftModelProposer:
         self._max_len = info.max_model_len
         self._eos_token_ids = target.eos_token_ids
         self._max_batched_tokens = max_batched_tokens
-        # Least recently asked for first.
+        # In order of the last ask, oldest first.
         self._branches: OrderedDict[tuple[str, int], _Branch] = OrderedDict()
 
     @property
     def pool(self) -> BlockPool:
-        """Who holds what; for checks and metrics."""
+        """Return the block pool; for checks and metrics."""
         return self._pool
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
-        """See Proposer.propose. Runs the draft model max(max_drafts) times at most."""
+        """See Proposer.propose. It runs the draft model at most max(max_drafts) times."""
         keys = {(ask.request_id, ask.sample_index) for ask in asks}
         guesses = [self._begin(ask, keys) for ask in asks]
         active = [guess for guess in guesses if guess is not None]
@@ -162,7 +172,9 @@ class DraftModelProposer:
         self._pool.check(Counter(block for branch in branches for block in branch.blocks))
 
     def _begin(self, ask: DraftAsk, keys: set[tuple[str, int]]) -> _Guess | None:
-        """Room for an ask's history and guesses; None if there is none, or nothing to guess."""
+        """Allocate blocks for an ask's history and guesses; None if there is no room or no guess to
+        make.
+        """
         limit = min(ask.max_drafts, self._max_len - len(ask.history))
         if limit < 1:
             return None
@@ -182,7 +194,9 @@ class DraftModelProposer:
         return _Guess(ask, branch, params, limit, list(ask.history))
 
     def _allocate(self, count: int, keys: set[tuple[str, int]]) -> list[int] | None:
-        """Blocks, if need be of branches that nobody asks for now."""
+        """Allocate `count` blocks, if necessary from branches without a current ask; None if too
+        few.
+        """
         while self._pool.num_free < count:
             idle = next((key for key in self._branches if key not in keys), None)
             if idle is None:
@@ -191,7 +205,7 @@ class DraftModelProposer:
         return self._pool.allocate(count)
 
     def _catch_up(self, guesses: Sequence[_Guess]) -> list[tuple[_Guess, SequenceChunk]]:
-        """Chunks of the histories that lack KV, the shortest first, within the token budget."""
+        """Return chunks of the histories that lack KV, shortest first, within the token budget."""
         budget = self._max_batched_tokens
         work: list[tuple[_Guess, SequenceChunk]] = []
         for guess in sorted(guesses, key=lambda g: len(g.tokens) - len(g.branch.tokens)):
@@ -203,7 +217,9 @@ class DraftModelProposer:
         return work
 
     def _done(self, guess: _Guess) -> bool:
-        """Whether no further guess is of use: enough, or the last one would end the sample."""
+        """Whether to stop guessing: the limit is reached, or the last guess would end the
+        sample.
+        """
         token = guess.tokens[-1]
         ends = token in guess.params.stop_token_ids or (
             not guess.params.ignore_eos and token in self._eos_token_ids

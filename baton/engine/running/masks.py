@@ -1,9 +1,8 @@
-"""Masks on logits: what a grammar, or a list of token ids, does not allow becomes -inf, before
-anything else looks at a row.
+"""Masks on logits: a token that a grammar or a list of token ids does not allow becomes -inf.
 
-So temperature, filters, penalties, bias and noise choose among what is allowed; min_tokens and bad
-words that would leave nothing yield to it (penalties.py). Log probabilities are told of
-the logits before this.
+Masks are applied before all else, so temperature, filters, penalties, bias and noise choose among
+allowed tokens. If min_tokens and bad words would forbid the rest, they have no effect
+(penalties.py). Reported log probabilities are those of the logits before the masks.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ from baton.engine.state.interface import SequenceChunk
 
 
 class AskedRows(Protocol):
-    """A chunk that samples, from row `first` on: one row, and one after each draft; or, where it
-    fans out, the same row for each of its samples."""
+    """A chunk that samples, whose rows of logits begin at `first`.
+
+    It has one row, and one more after each draft. A chunk that fans out has one row for each of its
+    samples instead.
+    """
 
     @property
     def chunk(self) -> SequenceChunk: ...
@@ -31,11 +33,11 @@ class AskedRows(Protocol):
 
 
 def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
-    """Mask the rows of logits [N, vocab] float32 whose chunks have guides, or name the tokens that
-    they allow. Mutates them.
+    """Mask, in place, the rows of logits [N, vocab] float32 whose chunks have a guide or allowed
+    tokens.
 
-    A row of which nothing would be left keeps its logits: its guide says what went wrong, or nobody
-    looks at it.
+    A row whose mask would leave no token keeps its logits: either its guide reports an error, or
+    nobody uses the row.
     """
     vocab_size = logits.shape[1]
     for one in asked:
@@ -54,7 +56,7 @@ def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
 
 
 def _keep_only(rows: Tensor, ids: Sequence[int]) -> None:
-    """rows [n, vocab] float32: -inf but for the tokens `ids`."""
+    """Set rows [n, vocab] float32 to -inf, except at the tokens `ids`."""
     allowed = torch.tensor(ids, dtype=torch.int64, device=rows.device)
     kept = rows[:, allowed]
     rows.fill_(-torch.inf)
@@ -62,7 +64,7 @@ def _keep_only(rows: Tensor, ids: Sequence[int]) -> None:
 
 
 def _mask(row: Tensor, words: np.ndarray) -> None:
-    """row [vocab] float32: -inf where the bit is 0."""
+    """Set row [vocab] float32 to -inf where the token's bit in `words` is 0."""
     if row.device.type == "cpu":
         _mask_on_cpu(row.numpy(), words)
         return
@@ -71,10 +73,13 @@ def _mask(row: Tensor, words: np.ndarray) -> None:
 
 
 def _mask_on_cpu(row: np.ndarray, words: np.ndarray) -> None:
-    """In numpy: torch's masked_fill_ took 700 us at 152k words, this 23 (nearly all are allowed) to
-    120 us, and 30 where few are."""
+    """Do `_mask` in numpy.
+
+    Over 152k words torch's masked_fill_ took 700 us; this takes 23 to 120 us if most tokens are
+    allowed, and 30 us if few are.
+    """
     some = np.flatnonzero(words)
-    if 4 * some.size < words.size:  # a JSON text between its strings
+    if 4 * some.size < words.size:  # few tokens are allowed: JSON between its strings
         bits = np.unpackbits(words[some].view(np.uint8), bitorder="little").reshape(-1, 32)
         word, bit = np.nonzero(bits)
         ids = 32 * some[word] + bit

@@ -1,14 +1,14 @@
-"""ModelRunner: one engine step: flatten the chunks, run the model, sample where asked.
+"""ModelRunner runs one engine step: it flattens the chunks, runs the model, and samples.
 
-Only rows that are asked about meet the vocabulary, the widest product of the model:
+Only rows that need logits are multiplied with the head, the widest matrix of the model:
 
     rows of a chunk     k k k k | k d d d        k known tokens, d drafts (num_drafts = 3)
     sampled rows                  ^ ^ ^ ^        one draw for each of position .. position + 3
     prompt logprobs     ^ ^ ^ ^                  rows that predict a prompt token, in slabs
 
-A draw after a draft is the draw that plain decoding would make if the draft stands: same noise,
-same history. So the accepted tokens are plain decoding's own, whatever was proposed.
-Synchronous; owned by the engine thread. It keeps no state between steps beyond the pool's KV.
+The draw after an accepted draft has the noise and the history of plain decoding. So the accepted
+tokens are those of plain decoding, whatever was proposed.
+Synchronous; owned by the engine thread. It keeps no state between steps except the pool's KV.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPT_SLAB_ELEMENTS: Final = 1 << 23  # logits of prompt rows at once: 32 MiB
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A chunk that samples: draws [first, first + len(draws)) of the step, one per row."""
+    """A chunk that samples, and its draws. Draw i uses row `first` + i of the sampled rows."""
 
     chunk: SequenceChunk
     first: int
@@ -44,7 +44,9 @@ class Asked:
 
     @property
     def drafts(self) -> Sequence[int]:
-        """The proposals among the chunk's tokens; draw i decides whether drafts[i] stands."""
+        """Return the proposals among the chunk's tokens; draw i decides whether drafts[i] is
+        accepted.
+        """
         chunk = self.chunk
         return chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
 
@@ -75,7 +77,7 @@ class ModelRunner:
         ]
 
     def _forward(self, step: Step) -> Tensor:
-        """Hidden states [T, H], from a recorded step where one fits."""
+        """Return the hidden states [T, H], from a CUDA graph if one fits the step."""
         hidden = None if self._graphs is None else self._graphs.forward(step)
         if hidden is None:
             hidden = self._loaded.forward(step.token_ids, step.positions, step.batch)
@@ -84,7 +86,7 @@ class ModelRunner:
     def _sample(
         self, chunks: Sequence[SequenceChunk], spans: Sequence[Span], hidden: Tensor
     ) -> dict[int, Sampled]:
-        """What each sampling chunk yields, by its index."""
+        """Return what each sampling chunk yields, by the chunk's index."""
         rows: list[int] = []
         asked: dict[int, Asked] = {}
         for index, chunk in enumerate(chunks):
@@ -106,7 +108,9 @@ class ModelRunner:
     def _prompt_logprobs(
         self, chunks: Sequence[SequenceChunk], spans: Sequence[Span], hidden: Tensor
     ) -> dict[int, tuple[tuple[TokenLogprob, ...], ...]]:
-        """Log probabilities of the prompt tokens that the chunks' rows predict, by chunk index."""
+        """Return log probabilities of the prompt tokens that the rows predict, by the chunk's
+        index.
+        """
         rows: list[int] = []
         tokens: list[int] = []
         counts: list[int] = []
@@ -132,20 +136,20 @@ class ModelRunner:
 
 
 def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int]) -> list[Sampled]:
-    """What each of `asked` yields, given the logits [rows of all, vocab] float32.
+    """Choose tokens, or candidates of beams, for each of `asked`.
 
-    Mutates the rows of logits whose draws alter them. Raises InternalError for logits that are not
-    numbers.
+    `logits` [rows of all, vocab] float32 are changed where masks, penalties or beams ask for it.
+    Raises InternalError for logits that are not numbers.
     """
     draws = [draw for one in asked for draw in one.draws]
-    # Log probabilities are those of raw logits, but which rows stand is known once tokens are
-    # chosen: so copies are kept.
+    # Reported log probabilities are those of raw logits, but only chosen tokens tell which rows are
+    # reported. So raw rows are copied before they change.
     kept = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     raw = _rows(logits, kept)
     for one in asked:
         if one.chunk.num_candidates:
-            # Before what follows, as transformers' beam search does: scores of beams that differ
-            # in what they may not say stay comparable.
+            # The softmax comes before masks, as in transformers' beam search, so that scores of
+            # beams with different masks stay comparable.
             logits[one.first] = logits[one.first].log_softmax(-1)
     masks.apply(logits, asked)
     penalties.apply(logits, draws, eos_token_ids)
@@ -168,8 +172,10 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
 
 
 def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
-    """The draws of a chunk that samples: one, and one more after each draft, or one per sample that
-    fans out from here."""
+    """Return the draws of a chunk that samples.
+
+    They are one draw and one more after each draft, or one per sample that fans out from the chunk.
+    """
     params = chunk.sample
     assert params is not None
     first = Draw(
@@ -189,7 +195,11 @@ def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
 
 
 def _accepted(one: Asked, tokens: Mapping[int, int]) -> tuple[int, ...]:
-    """The tokens that plain decoding would have drawn: up to the first that is not the draft."""
+    """Return the tokens that plain decoding would have drawn: up to the first that is not the
+    draft.
+
+    With `fan_out`, return one token per sample.
+    """
     if one.chunk.fan_out:
         return tuple(tokens[one.first + index] for index in range(len(one.draws)))
     accepted: list[int] = []
@@ -201,7 +211,7 @@ def _accepted(one: Asked, tokens: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _branches(logits: Tensor, asked: Sequence[Asked]) -> dict[int, tuple[TokenLogprob, ...]]:
-    """The candidates of each row that belongs to a beam."""
+    """Return the candidates of each beam, by row of the logits; empty without beams."""
     beams = [one for one in asked if one.chunk.num_candidates]
     if not beams:
         return {}
@@ -216,7 +226,10 @@ def _reported(
     draws: Sequence[Draw],
     standing: Mapping[int, tuple[int, ...]],
 ) -> dict[int, tuple[TokenLogprob, ...]]:
-    """Log probabilities by row, for the rows of `kept` (their logits are `raw`) that stand."""
+    """Return log probabilities by row, for those rows of `kept` whose tokens were accepted.
+
+    `raw` holds the logits of the rows `kept`.
+    """
     tokens = {
         first + i: token for first, accepted in standing.items() for i, token in enumerate(accepted)
     }
@@ -234,7 +247,7 @@ def _reported(
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of a tensor: a copy of them, also of none."""
+    """Return a copy of some rows of a tensor, which may be none."""
     if not rows:
         return tensor[:0]
     return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]

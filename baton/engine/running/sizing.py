@@ -1,18 +1,18 @@
-"""How many KV blocks fit the machine: what is left after weights and a measured forward.
+"""How many KV blocks fit the machine: what is left after weights and a measured forward pass.
 
     GPU   utilization x total - in use (weights, context, others) - peak of a forward = KV bytes
     CPU   kv_cache_memory, else a share of the available memory
-either way: KV bytes / bytes of a block = blocks; below two the start is refused, with the sums
+either way: KV bytes / bytes of a block = blocks; with fewer than two the engine does not start
 
-A draft model is in the sums: its weights are loaded before, the peak is the larger of the two
-models', and each block is paid for twice, once in the target's KV and once in the draft's.
+A draft model is included: its weights are loaded before, the peak is the larger of the two models',
+and each block is counted twice, once in the target's KV and once in the draft's.
 
-The peak is that of a dummy step at max_num_batched_tokens through a scratch arena: few long
+The peak is that of dummy steps of max_num_batched_tokens through a scratch arena: first few long
 prompts (widest attention), then as many short ones as may run (widest logits, sampler). On a GPU
 torch's allocator counts it exactly. On a CPU `HostMemory` reads the growth of the process' resident
-set: it sees oneDNN's scratch too, but misses what fits memory the process already holds (2 % of
-400 MB in a trial), and it costs a forward per start. So a CPU pool does not subtract it: it is
-reported by `bench.engine_memory`, and lives in the three quarters that the pool leaves free.
+set. That includes oneDNN's scratch, but misses what fits memory that the process already holds (2 %
+of 400 MB in a trial), and it costs a forward pass per start. So a CPU pool does not subtract the
+peak: `bench.engine_memory` reports it, and three quarters of the memory stay free for it.
 The GPU path has run over a fake device only, so far.
 """
 
@@ -45,23 +45,25 @@ _RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
 
 
 class DeviceMemory(Protocol):
-    """What sizing asks of a device. All numbers are bytes."""
+    """What sizing asks about a device's memory. All numbers are bytes."""
 
     def total(self) -> int:
-        """Memory of the whole device."""
+        """Return the memory of the whole device."""
         ...
 
     def in_use(self) -> int:
-        """Taken at this moment, by this process (weights included) and by others."""
+        """Return the memory in use now, by this process (weights included) and by others."""
         ...
 
     def peak_of(self, run: Callable[[], object]) -> int | None:
-        """Most that `run` holds at once, beyond what is in use before; None = unknown."""
+        """Return the most memory that `run` takes in addition to what is in use; None = unknown."""
         ...
 
 
 class CudaMemory:
-    """One CUDA device, by torch's allocator. Source: torch.cuda memory statistics."""
+    """Memory of one CUDA device, as torch's allocator counts it. Source: torch.cuda memory
+    statistics.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,12 +74,12 @@ class CudaMemory:
 
     def in_use(self) -> int:
         """See DeviceMemory.in_use."""
-        torch.cuda.empty_cache()  # what the allocator merely keeps is not in use
+        torch.cuda.empty_cache()  # memory that the allocator caches is not in use
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """See DeviceMemory.peak_of. Reserved, not allocated: fragments cost memory too."""
+        """See DeviceMemory.peak_of. Counts reserved memory, because fragments cost memory, too."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -90,7 +92,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """This process in main memory, by the kernel's account. Linux; elsewhere peaks are unknown."""
+    """Main memory of this process, as the kernel counts it. Peaks are unknown except on Linux."""
 
     def __init__(self, proc: Path = PROC, cgroup: Path = CGROUP) -> None:
         self._proc = proc
@@ -109,7 +111,9 @@ class HostMemory:
         return available_memory(self._proc, self._cgroup)
 
     def peak_of(self, run: Callable[[], object]) -> int | None:
-        """See DeviceMemory.peak_of. Too low by what fits memory that the process already holds."""
+        """See DeviceMemory.peak_of. The result misses what fits memory that the process already
+        holds.
+        """
         try:
             (self._proc / "self" / "clear_refs").write_text(_RESET_PEAK)
             before = _status_bytes(self._proc, "VmRSS")
@@ -122,12 +126,12 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes for KV, and the sentence that says where they come from."""
+    """Bytes for KV, and the words of an error message that say where they come from."""
 
     num_bytes: int
     origin: str
     field: str
-    explicit: bool = False  # given by the user: taken whole, needed or not
+    explicit: bool = False  # the user gave it: it is spent whole, needed or not
 
 
 def size_pool(
@@ -137,10 +141,12 @@ def size_pool(
     max_model_len: int,
     draft: LoadedModel | None = None,
 ) -> int:
-    """Blocks of the pool of `model`, and of `draft`'s: the weights of both are in memory by now.
+    """Return how many blocks `model` gets, and `draft` too; the weights of both are in memory by
+    now.
 
-    As configured (num_kv_blocks, kv_cache_memory), else what the device has left, but at most what
-    max_num_seqs requests of max_model_len tokens can use. Raises ConfigError with the arithmetic.
+    The number is as configured (num_kv_blocks, kv_cache_memory). Otherwise it is what the device
+    has left, but at most what max_num_seqs requests of max_model_len tokens can use. Raises
+    ConfigError, with the arithmetic, if it is too small or does not fit.
     """
     info = model.info
     groups = group_layers(info.layers, info.kv_dtype)
@@ -150,7 +156,7 @@ def size_pool(
         layout = f"{len(info.layers)} layers, {info.kv_dtype}"
     block = f"{block_size} tokens ({layout}"
     if draft is not None:
-        # The draft's pool holds as many tokens: a block of its own for one of each group.
+        # The draft's pool holds equally many tokens: one draft block per block of each group.
         whole = bytes_per_block(one_group(draft.info.layers), block_size, draft.info.kv_dtype)
         drafts = -(-whole // groups.num_groups)
         block_bytes += drafts
@@ -169,7 +175,8 @@ def size_pool(
         budget = host_budget(HostMemory().available() // config.data_parallel_size)
     if budget.explicit and model.device.type == "cpu":
         refuse_beyond(budget, HostMemory())
-    # Of each group: a prompt takes blocks for its whole length, whatever a window frees later.
+    # For each group, because a prompt takes blocks for its whole length, whatever a window frees
+    # later.
     useful = config.max_num_seqs * -(-max_model_len // block_size) * groups.num_groups
     return num_blocks(budget, block_bytes, useful, block + ")", MIN_BLOCKS * groups.num_groups)
 
@@ -177,10 +184,11 @@ def size_pool(
 def num_blocks(
     budget: Budget, block_bytes: int, useful: int, block: str, least: int = MIN_BLOCKS
 ) -> int:
-    """Blocks of `block_bytes` that the budget pays for. `block` says what one is.
+    """Return how many blocks of `block_bytes` bytes the budget pays for.
 
-    `useful`: more than so many never help; an explicit budget is spent whole all the same.
-    Raises ConfigError, with the arithmetic, below `least` blocks.
+    `block` describes a block for error messages. `useful` is the most blocks that can be of use; an
+    explicit budget is spent whole all the same. Raises ConfigError, with the arithmetic, below
+    `least` blocks.
     """
     count = budget.num_bytes // block_bytes
     if count < least:
@@ -194,15 +202,15 @@ def num_blocks(
 
 
 def host_budget(available: int) -> Budget:
-    """A share of the `available` bytes of main memory."""
+    """Return a budget of CPU_MEMORY_SHARE of the `available` bytes of main memory."""
     origin = f"{CPU_MEMORY_SHARE:.0%} of the {available:,} bytes of available memory"
     return Budget(int(CPU_MEMORY_SHARE * available), origin, "kv_cache_memory")
 
 
 def refuse_beyond(budget: Budget, memory: HostMemory) -> None:
-    """Raise ConfigError for a pool that main memory cannot hold: the kernel would kill us later.
+    """Raise ConfigError for a pool that main memory cannot hold: later the kernel would kill us.
 
-    Where the kernel does not report what is available, the user's word is taken.
+    If the kernel does not report the available memory, nothing is checked.
     """
     try:
         available = memory.available()
@@ -224,13 +232,12 @@ def device_budget(
     block_size: int,
     draft: LoadedModel | None = None,
 ) -> Budget:
-    """utilization x total - in use - measured peak of a forward at max_num_batched_tokens.
+    """Return utilization x total - in use - measured peak of a forward at max_num_batched_tokens.
 
-    The two models never run at once: the larger peak counts.
-
-    Raises ConfigError with the arithmetic when that is not above 0.
+    Of two models the larger peak counts, because they never run at once. Raises ConfigError, with
+    the arithmetic, if nothing is left.
     """
-    in_use = memory.in_use()  # before the scratch arena exists: it goes again
+    in_use = memory.in_use()  # before the scratch arena is made, which does not stay
     models = [model] if draft is None else [model, draft]
     peak = max(memory.peak_of(dummy_steps(config, each, block_size)) or 0 for each in models)
     weights = sum(each.weight_bytes for each in models)
@@ -256,7 +263,10 @@ def device_budget(
 def make_pool(
     model: LoadedModel, num_blocks: int, block_size: int, memory: MakeMemory | None
 ) -> KVArena:
-    """The pool of `model`, its ranks' too; one on the CPU alone lies in `memory`, if given."""
+    """Make the pool of `model`, and of its ranks.
+
+    Without ranks and on a CPU, the pool lies in `memory`, if that is given.
+    """
     info = model.info
     if model.ranks is not None:
         arena: KVArena = model.ranks.make_pool(info, num_blocks, block_size)
@@ -274,7 +284,9 @@ def make_pool(
 
 
 def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Callable[[], None]:
-    """What runs two full steps of made-up tokens; the scratch arena they write is made now."""
+    """Return a function that runs two full steps of made-up tokens over a scratch arena made
+    here.
+    """
     limit = min(model.info.max_model_len, config.max_num_batched_tokens)
     table = range(-(-limit // block_size))
     info = model.info
@@ -291,8 +303,10 @@ def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Ca
 
 
 def dummy_lengths(num_tokens: int, num_sequences: int, limit: int) -> list[int]:
-    """`num_tokens` over at least `num_sequences` sequences
-    (fewer if tokens are few), none longer than `limit`."""
+    """Split `num_tokens` into at least `num_sequences` lengths, none above `limit`.
+
+    There are fewer lengths if there are fewer tokens than sequences.
+    """
     count = min(num_tokens, max(num_sequences, -(-num_tokens // limit)))
     share, rest = divmod(num_tokens, count)
     return [share + (index < rest) for index in range(count)]
@@ -301,7 +315,7 @@ def dummy_lengths(num_tokens: int, num_sequences: int, limit: int) -> list[int]:
 def dummy_chunks(
     lengths: Sequence[int], table: Sequence[int], vocab_size: int
 ) -> list[SequenceChunk]:
-    """Prompts of these lengths, all over the same blocks: nobody reads what they compute."""
+    """Return prompts of these lengths, all over the same blocks: nobody reads what they compute."""
     params = SamplingParams(seed=0, top_p=0.9, max_tokens=1)
     return [
         SequenceChunk(

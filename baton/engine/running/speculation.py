@@ -1,6 +1,6 @@
-"""Speculation: who guesses, and asking them within the step's budget. What drafts may touch is
-decided by the scheduler (blocks), whether they stand by the runner (the target's own samples).
+"""Speculation: who guesses, and how many guesses a step may ask for.
 
+The scheduler decides which blocks drafts may use; the runner decides which drafts are accepted.
 Drafts change no output: a draft is accepted iff it equals the token that the target samples there.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Drafter:
-    """At most `num_tokens` drafts per sequence and step, from `proposer`."""
+    """Asks `proposer` for at most `num_tokens` drafts per sequence and step."""
 
     def __init__(self, proposer: Proposer, num_tokens: int) -> None:
         self._proposer = proposer
@@ -33,20 +33,22 @@ class Drafter:
 
     @classmethod
     def of(cls, proposer: Proposer | None, config: EngineConfig) -> Drafter | None:
-        """As many drafts as configured; None if nobody proposes."""
+        """Return a drafter with the configured number of drafts; None without a proposer."""
         return None if proposer is None else cls(proposer, config.num_speculative_tokens)
 
     def propose(
         self, sequences: Sequence[SequenceState], budget: int
     ) -> list[tuple[SequenceState, list[int]]]:
-        """Drafts for `sequences`, `budget` tokens in all,
-        the first ones first; never empty ones."""
+        """Return drafts for `sequences`, at most `budget` tokens in all.
+
+        Earlier sequences are served first. A sequence without drafts is not in the result.
+        """
         asks: list[tuple[SequenceState, DraftAsk]] = []
         for sequence in sequences:
             params = sequence.request.params
             if sequence.exact_chunk is not None:
-                continue  # drafts would change the shape in which what follows is computed
-            # The last token of an output needs no successor.
+                continue  # drafts would change the shape of the steps that follow
+            # The last token of an output needs no guess for a next one.
             room = params.max_tokens - sequence.num_outputs - 1
             count = min(self._num_tokens, room, budget)
             if count <= 0:
@@ -69,14 +71,14 @@ class Drafter:
 
 
 def load_draft(config: EngineConfig) -> LoadedModel | None:
-    """The configured draft model; None if nobody, or the n-grams of the text, guess.
+    """Load the configured draft model; return None if there is none.
 
-    Before the pools are sized: its weights take of the same memory. Raises ModelRefused or
+    Call it before the pools are sized, because its weights take memory, too. Raises ModelRefused or
     ConfigError as loading.load_model does.
     """
     if config.speculative_method != "draft" or config.speculative_model is None:
         return None
-    # Lazy: engines over other runners never need model code.
+    # A late import, because engines over other runners need no model code.
     from baton.engine.loading.loading import load_model
 
     return load_model(
@@ -98,16 +100,16 @@ def load_draft(config: EngineConfig) -> LoadedModel | None:
 def load_proposer(
     config: EngineConfig, target: ModelInfo, draft: LoadedModel | None = None
 ) -> Proposer | None:
-    """The configured proposer for `target`; None without speculation. `config` is resolved;
-    `draft` is what load_draft gave.
+    """Return the configured proposer for `target`; None without speculation.
 
-    Raises ConfigError for a draft model that does not fit the target.
+    `config` is resolved; `draft` is the result of load_draft. Raises ConfigError for a draft model
+    that does not fit the target.
     """
     if config.speculative_method == "none":
         return None
     if config.speculative_method == "ngram":
         return NgramProposer()
-    # Lazy: only this method needs a second model.
+    # A late import, because only this method needs a second model.
     from baton.engine.running.draft import DraftModelProposer
 
     if draft is None or config.num_kv_blocks is None or config.block_size is None:

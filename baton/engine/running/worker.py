@@ -1,9 +1,10 @@
-"""A rank other than the leader: a process that runs its share of whatever the leader sends.
+"""A rank other than the leader: a process that computes its share of what the leader sends.
 
-`python -m baton.engine.running.worker SOCKET MEMORY` (two inherited descriptors): started
-by ranks.py, never by hand. Its life: SETUP -> weights -> LOADED -> POOL -> meets the others ->
-READY -> FORWARD and LOGITS in turn, until the socket closes. Signals are the leader's business: it
-drains, and these end with it. It keeps no state beyond KV and the last forward's hidden states.
+`python -m baton.engine.running.worker SOCKET MEMORY` (two inherited descriptors): started by
+ranks.py, never by hand. Its life: SETUP -> weights -> LOADED -> POOL -> connects to the other ranks
+-> READY -> FORWARD and LOGITS in turn, until the socket closes. It ignores SIGINT and SIGTERM: the
+leader drains, and the ranks end with the leader. It keeps no state except KV and the hidden states
+of the last forward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A loaded share of the model, ready to follow."""
+    """A loaded share of the model, ready to follow the leader."""
 
     link: Link
     group: RankGroup
@@ -46,7 +47,7 @@ class Rank:
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Do as the leader does, until it is Gone."""
+        """Compute what the leader sends, until it is Gone."""
         last: torch.Tensor | None = None
         adapters = self.loaded.info.adapters
         while True:
@@ -65,7 +66,7 @@ class Rank:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 when the leader has gone."""
+    """Run one rank. Return the exit status: 0 when the leader has gone, 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=int(arguments[0])))
@@ -88,9 +89,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def join(link: Link, memory: int, setup: dict[str, Any]) -> Rank:
-    """Load this rank's share and meet the others. `setup`: what SETUP said; `memory` is closed.
+    """Load this rank's share and connect to the other ranks.
 
-    Raises ConfigError as load_model does, Gone, InternalError."""
+    `setup` is the content of SETUP. The descriptor `memory` is closed. Raises ConfigError as
+    load_model does, Gone, InternalError.
+    """
     values: dict[str, Any] = setup["config"]
     values["lora_modules"] = tuple(values["lora_modules"])
     config = EngineConfig(**values)

@@ -1,8 +1,8 @@
-"""What is reported about tokens: log probabilities, ranks, the best alternatives.
+"""What a client is told about tokens: log probabilities, ranks and the best alternatives.
 
 Log probabilities are the log-softmax of the model's raw logits, before bias, penalties and
-temperature (vLLM's default, raw_logprobs). Ranks count from 1 in the order of the logits, ties by
-ascending id, the order in which a greedy choice prefers.
+temperature (vLLM's default, raw_logprobs). Rank 1 is the highest logit; of equal logits, the lower
+token id has the better rank. A greedy choice takes the token of rank 1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SLAB_ELEMENTS: Final = 1 << 22  # logits whose log-softmax exists at once: 16 Mi
 def report(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Per row of logits [N, vocab] float32: its token first, then the best others.
+    """Return, per row of logits [N, vocab] float32, the row's token, then its best alternatives.
 
-    Row i reports the counts[i] best tokens (-1 = all), best first, without tokens[i] if that is
-    among them (its rank says where it belongs).
+    The entry of row i begins with tokens[i]. The counts[i] best tokens follow (-1 = all), best
+    first; tokens[i] is not repeated among them, because its rank says where it belongs.
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
@@ -38,7 +38,10 @@ def report(
 
 
 def report_ids(logits: Tensor, token: int, ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
-    """Of one row of logits [vocab] float32: its token first, then `ids`, best first."""
+    """Return log probabilities of one row of logits [vocab] float32.
+
+    The first entry is about `token`; then come the tokens of `ids`, best first.
+    """
     wanted = [token, *(other for other in dict.fromkeys(ids) if other != token)]
     chosen = torch.tensor(wanted, device=logits.device)
     values = logits.log_softmax(-1)[chosen].tolist()
@@ -48,11 +51,11 @@ def report_ids(logits: Tensor, token: int, ids: Sequence[int]) -> tuple[TokenLog
 
 
 def candidates(scores: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
-    """The counts[i] highest of each row of scores [N, vocab] float32, best first.
+    """Return the counts[i] highest scores of each row of [N, vocab] float32, best first.
 
-    For beams: scores are log probabilities that penalties.py has changed, and are reported as they
-    are. Tokens that are ruled out (-inf) are left out, so a row may have fewer. Raises
-    InternalError if a row holds NaN or +inf.
+    Beam search uses it: the scores are log probabilities that penalties.py has changed. Tokens with
+    score -inf are forbidden and left out, so a row may have fewer entries. Raises InternalError if
+    a row holds NaN or +inf.
     """
     require_numbers(scores)
     reported: list[tuple[TokenLogprob, ...]] = []
@@ -74,12 +77,14 @@ def candidates(scores: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob
 
 
 def top_exact(logits: Tensor, count: int) -> Tensor:
-    """Ids [N, min(count, vocab)] of each row's highest logits;
-    ties by ascending id, also across the border."""
+    """Return the ids [N, min(count, vocab)] of each row's highest logits, highest first.
+
+    Of equal logits the lower id comes first, and the lower id is taken when only some of them fit.
+    """
     vocab_size = logits.shape[1]
     if count >= vocab_size:
         return top(logits, vocab_size)[1]
-    values, ids = top(logits, count + 1)  # one more: a tie across the border shows
+    values, ids = top(logits, count + 1)  # one more than asked: shows a tie at the cut
     tied = (values[:, count] == values[:, count - 1]).nonzero().squeeze(1)
     ids = ids[:, :count]
     if tied.numel():
@@ -101,7 +106,7 @@ def _report(
         return [(TokenLogprob(token, value, rank),) for token, value, rank in rows]
     ids = top_exact(logits, width)
     values = logprobs.gather(1, ids).tolist()
-    # Most chosen tokens are among the best: only the others' ranks need a look at the whole row.
+    # Most chosen tokens are among the best. Only the ranks of the others need the whole row.
     found, places = (ids == chosen).max(-1)
     ranks = (places + 1).tolist()
     beyond = (~found).nonzero().squeeze(1)
@@ -119,9 +124,11 @@ def _report(
 
 
 def _ranks(logits: Tensor, chosen: Tensor) -> list[int]:
-    """Rank of chosen [N, 1] in each row: 1 + how many tokens come before it."""
+    """Return the rank of chosen [N, 1] in each row: 1 + the number of tokens that come before
+    it.
+    """
     value = logits.gather(1, chosen)
     lower_id = torch.arange(logits.shape[1], device=logits.device) < chosen
     before = (logits > value) | ((logits == value) & lower_id)
-    # Summed as int8: torch's sum of bools took four times as long.
+    # The sum is over int8, because torch's sum of bools took four times as long.
     return (before.view(torch.int8).sum(-1, dtype=torch.int32) + 1).tolist()

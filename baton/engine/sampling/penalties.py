@@ -1,16 +1,17 @@
-"""What changes logits before a token is chosen, row by row, in vLLM's order:
+"""Changes logits, row by row, before a token is chosen. The order is that of vLLM:
 
-    1. bad words         -inf for a token that would complete one (looks at the output only)
+    1. bad words         -inf for a token that would complete a bad word in the output
     2. min_tokens        -inf for end-of-sequence and stop tokens while the output is shorter
-    3. logit_bias        added
-    4. repetition        over prompt and output: positive logits divided by it, others multiplied
-    5. frequency         minus penalty * occurrences in the output
-    6. presence          minus penalty, for tokens of the output
+    3. logit_bias        is added
+    4. repetition        divides positive logits of tokens in prompt or output, multiplies others
+    5. frequency         subtracts the penalty times the token's occurrences in the output
+    6. presence          subtracts the penalty if the token is in the output
     (then temperature, min-p, top-k, top-p and the noise: sampler.py)
 
-Source: the steps in vLLM's v1 Sampler docs. Log probabilities are those of the logits before
-all of this (logprobs.py). Only the cells concerned are touched: rows that ask for nothing cost
-nothing, and a long text costs no more than its distinct tokens (occurrences.py).
+Source: the steps in vLLM's v1 Sampler docs. Reported log probabilities are those of the logits
+before these steps (logprobs.py). Only cells that a request asks to change are touched. A row
+without such a request costs nothing; a long text costs as much as its number of distinct tokens
+(occurrences.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from baton.engine.state.occurrences import Occurrences
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Some cells of the logits, each once, and what they held: rows, tokens, values, all [n]."""
+    """Some cells of the logits, each listed once, and the values that they held before a change.
+
+    `rows`, `tokens` and `values` are all [n]: cell i is logits[rows[i], tokens[i]].
+    """
 
     rows: Tensor
     tokens: Tensor
@@ -38,8 +42,8 @@ class Cells:
 def apply(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> None:
     """Change, in place, the cells of logits [N, vocab] float32 that the draws ask to change.
 
-    A row of which nothing finite would be left (everything forbidden, an infinite bias) keeps its
-    logits: one request's demands must not fail its batch mates.
+    A row whose maximum would not be finite afterwards (everything forbidden, an infinite bias)
+    keeps its logits, because the demands of one request must not fail the others of its batch.
     """
     altered = {row: draw for row, draw in enumerate(draws) if draw.altered}
     if not altered:
@@ -52,13 +56,13 @@ def apply(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -
     lost = ~torch.isfinite(logits.amax(-1))
     if not bool(lost.any()):
         return
-    for cells in reversed(changed):  # a cell that changed twice gets its first value last
+    for cells in reversed(changed):  # last changes first: each cell ends with its original value
         back = lost[cells.rows]
         logits[cells.rows[back], cells.tokens[back]] = cells.values[back]
 
 
 def forbidden(draw: Draw, eos_token_ids: Sequence[int]) -> set[int]:
-    """Tokens that bad words and min_tokens rule out at this draw."""
+    """Return the tokens that bad words and min_tokens forbid at this draw."""
     params = draw.params
     out: set[int] = set()
     num_outputs = len(draw.history) + len(draw.ahead) - draw.num_prompt
@@ -89,7 +93,7 @@ def _bias(logits: Tensor, draws: Mapping[int, Draw]) -> Cells:
     places: list[tuple[int, int]] = []
     biases: list[float] = []
     for row, draw in draws.items():
-        by_token = dict(draw.params.logit_bias)  # each cell once: the last entry of a token counts
+        by_token = dict(draw.params.logit_bias)  # of several entries of a token the last counts
         for token in _in_vocab(by_token, logits):
             places.append((row, token))
             biases.append(by_token[token])
@@ -100,7 +104,9 @@ def _bias(logits: Tensor, draws: Mapping[int, Draw]) -> Cells:
 
 
 def _penalise(logits: Tensor, draws: Mapping[int, Draw]) -> Cells:
-    """Repetition, then frequency, then presence, at the cells of tokens that occurred."""
+    """Apply repetition, frequency and presence penalties, in this order, to tokens that
+    occurred.
+    """
     places: list[np.ndarray] = [np.empty((3, 0), np.int64)]  # row, token, occurrences in the output
     weights: list[np.ndarray] = [np.empty((3, 0), np.float32)]  # repetition, frequency, presence
     for row, draw in draws.items():
@@ -124,9 +130,10 @@ def _penalise(logits: Tensor, draws: Mapping[int, Draw]) -> Cells:
 
 
 def _occurrences(draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct tokens that a draw's penalties concern, and how often each is in the output, int64.
+    """Return the distinct tokens that a draw's penalties concern, and their counts in the output.
 
-    The prompt is looked at for the repetition penalty alone.
+    Both arrays are int64. Tokens of the prompt are included only if the draw has a repetition
+    penalty.
     """
     counted = Occurrences() if draw.occurrences is None else draw.occurrences
     whole = draw.params.repetition_penalty != 1.0

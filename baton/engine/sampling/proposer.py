@@ -1,8 +1,9 @@
-"""Proposers: who guesses the next tokens of a sequence, for the target model to check in one step.
+"""Proposers guess the next tokens of a sequence; the target model checks the guesses in one step.
 
-A guess is never trusted: it stands iff the target's own keyed sample is the same token (runner.py),
-so a proposer decides how fast tokens come, never which. Here: the seam, and prompt lookup
-(NgramProposer), which needs no model. A small model as proposer: draft.py.
+A guess is accepted only if the target's own sample at that position is the same token (runner.py).
+So a proposer changes how fast tokens come, never which tokens come. This file has the seam
+(`Proposer`) and prompt lookup (`NgramProposer`), which needs no model. draft.py has the proposer
+that uses a small model.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _INITIAL_CAPACITY: Final = 256  # tokens
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """Guess up to `max_drafts` tokens after `history` (all known tokens, prompt first).
+    """A question to a proposer: which tokens, at most `max_drafts`, follow `history`?
 
-    `position` is the absolute output index of the first guess; with `params` and `sample_index` it
-    says which keyed sample the target will draw there.
+    `history` holds all known tokens, prompt first. `position` is the index, in the output, of the
+    first guessed token. `params`, `sample_index` and `position` determine the noise with which the
+    target will sample there.
     """
 
     request_id: str
@@ -36,23 +38,24 @@ class DraftAsk:
 
 
 class Proposer(Protocol):
-    """Guesses tokens. Owned by the engine thread; may keep state per (request, sample)."""
+    """Guesses tokens. The engine thread owns it; it may keep state per (request, sample)."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
-        """Per ask, in order, at most max_drafts tokens; none where nothing is worth a try."""
+        """Return, per ask and in order, at most max_drafts tokens; an empty list means no guess."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request and its samples. Idempotent; unknown ids are fine."""
+        """Drop the state of a request and its samples. Unknown ids are ignored."""
         ...
 
 
 class NgramProposer:
-    """Prompt lookup: what followed the latest earlier occurrence of the sequence's last n tokens.
+    """Prompt lookup: finds where the last n tokens occurred before, and guesses what followed
+    there.
 
-    The longest n in [min_n, max_n] that occurred before wins, then its most recent occurrence. A
-    continuation that runs into the end goes on periodically: a loop is guessed as long as asked.
-    Source: Saxena, "Prompt Lookup Decoding", 2023.
+    The longest n in [min_n, max_n] that occurred before is used; of its occurrences, the latest. If
+    the text that followed there reaches the end of the sequence, the guess repeats it: a loop is
+    guessed for as long as asked. Source: Saxena, "Prompt Lookup Decoding", 2023.
     """
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
@@ -66,7 +69,7 @@ class NgramProposer:
         self._texts: dict[str, dict[int, _Text]] = {}  # by request, by sample
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
-        """See Proposer.propose. One vectorised pass over the history per ask."""
+        """See Proposer.propose. Each ask costs one vectorised pass over its history."""
         return [self._propose(ask) for ask in asks]
 
     def forget(self, request_id: str) -> None:
@@ -86,13 +89,16 @@ class NgramProposer:
 
 @dataclass(slots=True)
 class _Text:
-    """The tokens of one sequence as an array that grows, so that a search is vectorised."""
+    """The tokens of one sequence in an array that grows, so that numpy can search it."""
 
     count: int = 0
     memory: np.ndarray = field(default_factory=lambda: np.empty(_INITIAL_CAPACITY, np.int64))
 
     def follow(self, history: Sequence[int]) -> None:
-        """Take in what is new; start again if `history` is not a continuation (its end shows)."""
+        """Append the new tokens of `history`; begin anew if it does not continue the known text.
+
+        Only its length and the last known token are compared.
+        """
         total = len(history)
         if total < self.count or (self.count and history[self.count - 1] != self._last):
             self.count = 0
@@ -108,11 +114,15 @@ class _Text:
         return int(self.memory[self.count - 1])
 
     def continuation(self, min_n: int, max_n: int) -> int | None:
-        """Where the latest earlier occurrence of the longest known tail ends."""
+        """Return the index after the latest earlier occurrence of the longest tail, None if none.
+
+        A tail is the last n tokens; n is at least min_n and at most max_n.
+        """
         tokens = self.memory[: self.count]
         if self.count <= min_n:
             return None
-        # Last positions of candidates, all but the tail itself; narrowed token by token.
+        # Last positions of the candidates, which are all but the tail itself; narrowed token by
+        # token.
         found = np.flatnonzero(tokens[:-1] == tokens[-1])
         length = 1
         while found.size and length < max_n:

@@ -1,16 +1,16 @@
-"""The sampler: a token per row, a pure function of (logits, params, seed, sample, position).
+"""The sampler: one token per row, a pure function of (logits, params, seed, sample, position).
 
-Not here: what changes logits before a token is chosen (penalties.py), what is reported about it
-afterwards (logprobs.py), which rows are sampled (runner.py).
+Not here: changes of logits before a token is chosen (penalties.py), reports about the chosen token
+(logprobs.py), the choice of the rows to sample (runner.py).
 
 There is no RNG state. The noise of a token is a hash of (seed, sample, position, vocabulary id),
-and the token with the highest logit / temperature + Gumbel noise wins: exactly a draw from the
-softmax. Rows share tensors but no decision: a row's token never depends on its batch mates.
+and the token with the highest logit / temperature + Gumbel noise wins. This is exactly a draw from
+the softmax. Rows share tensors, but a row's token never depends on the other rows of its batch.
 
-    greedy rows     highest logit, lowest id on ties
-    whole rows      no filter: noise for the whole vocabulary, approximate, then exact for finalists
-                    (on a CPU in one compiled pass where there is one: kernels/cpu/sampling.h)
-    filtered rows   temperature, then min-p, top-k, top-p; noise for the survivors only
+    greedy rows     take the highest logit; on ties, the lowest id
+    whole rows      have no filter: approximate noise for all tokens, exact noise for the finalists
+                    (on a CPU one compiled pass, if the library is there: kernels/cpu/sampling.h)
+    filtered rows   temperature, then min-p, top-k, top-p; noise for the surviving tokens only
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from baton.engine.state.occurrences import Occurrences
 from baton.protocol.errors import InternalError
 from baton.protocol.sampling import SamplingParams
 
-# Below this a softmax is a maximum (vLLM's _SAMPLING_EPS); division would leave float32's range.
+# Lower temperatures choose the maximum (vLLM's _SAMPLING_EPS): division would overflow float32.
 GREEDY_TEMPERATURE: Final = 1e-5
-# Filtered rows look at so many top logits, then at more, before they sort a whole vocabulary.
+# A filtered row looks at its 128 top logits, then at 2048, before it sorts the whole vocabulary.
 CANDIDATES: Final = (128, 2048)
-SLAB_ELEMENTS: Final = 1 << 18  # logits handled at once: 2 MiB of hashes, stays in the caches
+SLAB_ELEMENTS: Final = 1 << 18  # logits handled at once: 2 MiB of hashes fit in the caches
 
 _MASK: Final = (1 << 64) - 1
 
@@ -44,11 +44,12 @@ Chosen: TypeAlias = dict[int, int]  # row -> token
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which token of which sample is drawn, and how. `position` = absolute index in the output.
+    """Which token of which sample is drawn, and how.
 
-    `history` holds the known tokens before it, prompt first (`num_prompt` of them), `ahead` the
-    drafts between them and this one; only a draw that `remembers` needs either. `occurrences`: what
-    was counted of `history` at earlier steps, if its owner keeps it.
+    `position` is the index of the token in the output. `history` holds the known tokens, prompt
+    first (`num_prompt` of them). `ahead` holds the drafts between `history` and this draw. Only a
+    draw with `params.remembers` needs `history` and `ahead`. `occurrences` has the counts of
+    `history` from earlier steps, None if the sequence keeps none.
     """
 
     params: SamplingParams
@@ -61,23 +62,23 @@ class Draw:
 
     @property
     def greedy(self) -> bool:
-        """Whether no noise is involved."""
+        """Whether the highest logit is taken, without noise."""
         return self.params.temperature < GREEDY_TEMPERATURE
 
     def filtered(self, vocab_size: int) -> bool:
-        """Whether some of the vocabulary is ruled out."""
+        """Whether top-k, top-p or min-p rules out some of the vocabulary."""
         p = self.params
         return 0 < p.top_k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0
 
     @property
     def altered(self) -> bool:
-        """Whether the logits change before a token is chosen: see penalties.py."""
+        """Whether penalties.py changes the logits before a token is chosen."""
         p = self.params
         return p.remembers or bool(p.logit_bias) or self.position < p.min_tokens
 
     @property
     def key(self) -> int:
-        """The 64-bit start of this draw's noise stream."""
+        """Return the 64-bit start of this draw's noise stream."""
         seed = self.params.seed
         assert seed is not None, "the front door draws the seed"
         mixed = _mix_int(seed)
@@ -90,7 +91,7 @@ Choose: TypeAlias = Callable[[Tensor, Sequence[Draw]], list[int]]  # rows' logit
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """logits [N, vocab] float32 and one draw per row -> N token ids.
+    """Choose N token ids from logits [N, vocab] float32, with one draw per row.
 
     Raises InternalError if a row holds NaN or +inf, or nothing but -inf.
     """
@@ -98,18 +99,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def sample_plainly(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """The same tokens by torch alone: the compiled kernels' twin."""
+    """Choose the same tokens as `sample` by torch alone: the twin of the compiled kernels."""
     return _sample(logits, draws, None)
 
 
 def prepare(device: torch.device) -> None:
-    """Compile what sampling on `device` will use, if it is not there yet."""
+    """Compile the kernels that sampling on `device` uses, unless they are compiled already."""
     if device.type == "cpu":
         kernels()
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw], compiled: SamplingKernels | None) -> list[int]:
-    """`compiled`: None = by torch alone."""
+    """Choose a token per row. `compiled` None means by torch alone."""
     noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
     if compiled is not None:
         highest, ids = compiled.highest(logits)
@@ -131,7 +132,7 @@ def _draw(
     noisy: Sequence[int],
     compiled: SamplingKernels | None,
 ) -> Chosen:
-    """Tokens of the noisy rows: of as many as a kernel can decide, and torch draws the rest."""
+    """Draw tokens for the noisy rows: by a kernel where one can decide, else by torch."""
     filtered = [row for row in noisy if draws[row].filtered(logits.shape[1])]
     whole = [row for row in noisy if not draws[row].filtered(logits.shape[1])]
     chosen: Chosen = {}
@@ -148,7 +149,7 @@ def _draw(
 
 
 def _in_slabs(choose: Choose, logits: Tensor, draws: Sequence[Draw], rows: list[int]) -> Chosen:
-    """What `choose` makes of these rows, so many at once as the caches hold."""
+    """Call `choose` on slabs of these rows that fit in the caches; return row -> token."""
     chosen: Chosen = {}
     rows_at_once = max(1, SLAB_ELEMENTS // logits.shape[1])
     for at in range(0, len(rows), rows_at_once):
@@ -164,7 +165,7 @@ def _race(
     draws: Sequence[Draw],
     rows: Sequence[int],
 ) -> Chosen:
-    """Tokens of whole rows, as far as the kernel can decide them."""
+    """Return tokens of unfiltered rows; rows that the kernel cannot decide are missing."""
     if not rows:
         return {}
     every = len(rows) == len(draws)
@@ -184,7 +185,11 @@ def _among_top(
     draws: Sequence[Draw],
     rows: Sequence[int],
 ) -> Chosen:
-    """Tokens of filtered rows whose survivors are all among the kernel's top candidates."""
+    """Return tokens of filtered rows; rows that the kernel's top candidates do not decide are
+    missing.
+
+    A row is decided if all tokens that survive its filters are among the candidates.
+    """
     vocab_size = logits.shape[1]
     count = min(CANDIDATES, default=vocab_size)
     if not rows or count >= vocab_size:
@@ -201,7 +206,11 @@ def _among_top(
 def _masses(
     logits: Tensor, highest: Tensor, draws: Sequence[Draw], rows: Sequence[int]
 ) -> Tensor | None:
-    """What top-p shares out of each row, where the candidates do not show it: [n, 1] float64."""
+    """Return the probability mass that top-p cuts of each row, [n, 1] float64; None if none needs
+    it.
+
+    A row needs it if it has top-p without top-k, because the candidates do not show its whole mass.
+    """
     masses = torch.zeros(len(rows), 1, dtype=torch.float64)
     needed = False
     for index, row in enumerate(rows):
@@ -220,15 +229,16 @@ def require_numbers(logits: Tensor) -> None:
 
 
 def _require_finite(highest: Tensor) -> None:
-    # A NaN is its row's maximum. In Python: torch took ten times as long over so few.
+    # A NaN is the maximum of its row. Python tests them: torch took ten times as long for so few.
     if not all(map(math.isfinite, highest.tolist())):
         raise InternalError("the model produced logits that are not numbers")
 
 
 def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` highest values of each row and their ids, descending; ties by ascending id.
+    """Return the `count` highest values of each row and their ids, highest value first.
 
-    Of equal values across the border, which ones are taken is not defined.
+    Of equal values the lower id comes first. If only some of several equal lowest values fit, it is
+    not defined which ones are taken.
     """
     if count == scores.shape[1]:
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
@@ -237,7 +247,7 @@ def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _descending(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row by descending value, ties by ascending id."""
+    """Sort each row by descending value; of equal values the lower id comes first."""
     ids, by_id = ids.sort(-1)
     values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, by_value)
@@ -251,11 +261,11 @@ def _kernels(logits: Tensor) -> SamplingKernels | None:
 
 
 def _argmax(logits: Tensor) -> list[int]:
-    """The lowest id of each row's maximum."""
+    """Return the lowest id of each row's maximum."""
     if logits.device.type == "cpu":
-        # numpy's is vectorised, torch's is not: 32 x 152k took 0.4 ms against 2.6 ms on one core.
+        # numpy's argmax is vectorised: 32 x 152k took 0.4 ms, torch's 2.6 ms, on one core.
         return logits.numpy().argmax(-1).tolist()
-    if triton_serves(logits.device):  # torch's takes any of equal ones there
+    if triton_serves(logits.device):  # torch's argmax may take any of several equal maxima on a GPU
         from baton.engine.kernels.gpu import sampling  # imports triton
 
         return sampling.greatest(logits)[1].tolist()
@@ -263,7 +273,7 @@ def _argmax(logits: Tensor) -> list[int]:
 
 
 def _keyed_on_gpu(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
-    """`_choose_whole` of some rows in one pass of a kernel."""
+    """Do `_choose_whole` for some rows in one pass of a Triton kernel."""
     from baton.engine.kernels.gpu import sampling  # imports triton
 
     mine, device = [draws[row] for row in rows], logits.device
@@ -274,26 +284,26 @@ def _keyed_on_gpu(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) ->
 
 
 def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Logits over temperature with the row's maximum at 0: [n, vocab] float32."""
+    """Return logits / temperature, shifted so that each row's maximum is 0: [n, vocab] float32."""
     return (logits - logits.max(-1, keepdim=True).values) / _temperatures(draws, logits.device)
 
 
 def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    """[n, 1] float32."""
+    """Return the temperatures of the draws, [n, 1] float32."""
     degrees = [draw.params.temperature for draw in draws]
     return torch.tensor(degrees, dtype=torch.float32, device=device)[:, None]
 
 
 def _choose_whole(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Gumbel-max over the whole vocabulary.
+    """Choose a token per row by Gumbel-max over the whole vocabulary.
 
-    Float32 noise picks the finalists (about two per row), float64 noise decides: the same winner as
-    float64 throughout, at a fraction of its cost.
+    Float32 noise picks the finalists, about two per row. Float64 noise decides among them. The
+    winner is the same as with float64 for all tokens, at a fraction of the cost.
     """
     scaled = _scaled(logits, draws)
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
     bits = _noise_bits(_keys(draws, logits.device), ids)
-    # -log(u) from 1 - u, which float32 holds to full relative precision where scores are high.
+    # Compute -log(u) from 1 - u: float32 holds 1 - u precisely where scores are high.
     complement = ((1 << BITS) - bits).float().sub_(0.5).mul_(2.0**-BITS)
     complement.clamp_(max=1 - 2.0**-24)
     approximate = scaled - complement.neg_().log1p_().neg_().log_()
@@ -308,7 +318,7 @@ def _choose_whole(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _choose_filtered(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Gumbel-max over the survivors of min-p, top-k and top-p."""
+    """Choose a token per row by Gumbel-max over the tokens that survive min-p, top-k and top-p."""
     scaled = _scaled(logits, draws)
     vocab_size = logits.shape[1]
     tokens = [0] * len(draws)
@@ -328,7 +338,10 @@ def _choose_filtered(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 def _choose_among(
     scaled: Tensor, draws: Sequence[Draw], num_candidates: int
 ) -> tuple[list[int], list[bool]]:
-    """Draw among each row's top candidates; a row is decided if no survivor can lie beyond them."""
+    """Draw among each row's top candidates; return the tokens, and whether each is decided.
+
+    A row is decided if no token beyond the candidates can survive the filters.
+    """
     mass = _mass(scaled, draws) if any(draw.params.top_p < 1.0 for draw in draws) else None
     return _choose_of(*top(scaled, num_candidates), scaled.shape[1], draws, mass)
 
@@ -336,8 +349,11 @@ def _choose_among(
 def _choose_of(
     values: Tensor, ids: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
 ) -> tuple[list[int], list[bool]]:
-    """Draw among the survivors of each row's candidates (`values` over temperature, descending);
-    whether it is decided."""
+    """Draw among the surviving candidates of each row; return the tokens, and whether each is
+    decided.
+
+    `values` are the candidates' logits over temperature, in descending order.
+    """
     num_candidates = values.shape[1]
     num_kept, decided = _survivors(values, vocab_size, draws, mass)
     width = int(num_kept.max())
@@ -351,7 +367,9 @@ def _choose_of(
 
 
 def _mass(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """What top-p shares out without top-k: the row above min-p's floor. [n, 1] float64."""
+    """Return the mass that top-p cuts in rows without top-k: all above min-p's floor, [n, 1]
+    float64.
+    """
     kept = scaled.exp()
     if any(draw.params.min_p for draw in draws):
         kept = torch.where(scaled >= _floor(draws, scaled), kept, 0.0)
@@ -359,7 +377,7 @@ def _mass(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _floor(draws: Sequence[Draw], like: Tensor) -> Tensor:
-    """p >= min_p * max(p), in logits: the maximum is at 0. [n, 1] float32."""
+    """Return the lowest logits that min-p lets pass, [n, 1] float32. The row's maximum is at 0."""
     floors = [math.log(d.params.min_p) if d.params.min_p else -math.inf for d in draws]
     return _column(floors, like).float()
 
@@ -367,11 +385,13 @@ def _floor(draws: Sequence[Draw], like: Tensor) -> Tensor:
 def _survivors(
     values: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """How many leading `values` [n, candidates] pass the filters, and whether that is decided.
+    """Return how many leading `values` [n, candidates] pass the filters, and whether that is
+    decided.
 
-    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is decided if
-    it ends above the lowest candidate (equal logits beyond could have had lower ids), and if the
-    mass that top-p shares out is known. `mass`: _mass, if a row without top-k has a top-p.
+    Both results are [n, 1]: int64 (at least 1) and bool. The survivors are a prefix of the order. A
+    row is decided if two things hold: its survivors end above the lowest candidate (equal logits
+    beyond the candidates could have lower ids), and the mass that top-p cuts is known. `mass` is
+    the result of `_mass`; it may be None if no row has top-p without top-k.
     """
     num_candidates = values.shape[1]
     top_k = _column([d.params.top_k if d.params.top_k > 0 else vocab_size for d in draws], values)
@@ -385,7 +405,7 @@ def _survivors(
         return count, _decided(values, count, lowest)
     weights = values.exp().double()
     cumulative = weights.cumsum(-1)
-    # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
+    # The mass that top-p cuts: what top-k left, or without top-k the row above min-p's floor.
     total = cumulative.gather(1, count - 1)
     if mass is not None:
         total = torch.where(top_k < vocab_size, total, mass)
@@ -396,8 +416,11 @@ def _survivors(
 
 
 def _decided(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
-    """Whether nothing beyond the candidates can survive: [n, 1] bool. What is ruled out (-inf, as
-    by a grammar) never wins, so where candidates end in that, they are all there is."""
+    """Return whether no token beyond the candidates can survive: [n, 1] bool.
+
+    A forbidden token (-inf, for instance by a grammar) never wins. So if the lowest candidate is
+    -inf, there are no further tokens to look at.
+    """
     return (values.gather(1, count - 1) > lowest) | lowest.isneginf()
 
 
@@ -406,15 +429,15 @@ def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _keys(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    """The draws' noise keys as [n, 1] int64 (two's complement)."""
+    """Return the draws' noise keys as [n, 1] int64 (two's complement)."""
     signed = [draw.key - (1 << 64) if draw.key >> 63 else draw.key for draw in draws]
     return torch.tensor(signed, dtype=torch.int64, device=device)[:, None]
 
 
 def _noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
-    """52 random bits per (key [n, 1], vocabulary id [n or 1, m]): [n, m] int64 in [0, 2^52).
+    """Return 52 random bits per (key [n, 1], vocabulary id [n or 1, m]): [n, m] int64 in [0, 2^52).
 
-    Counter-based: SplitMix64's output function at key + (id + 1) * golden ratio; int64 wraps
+    Counter-based: SplitMix64's output function at key + (id + 1) * golden ratio, where int64 wraps
     around. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
     2014.
     """
@@ -426,12 +449,12 @@ def _noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
-    """Logical shift of int64: the sign bit moves down instead of filling."""
+    """Shift int64 right and fill with zeros instead of copies of the sign bit."""
     return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniform bits, float64."""
+    """Turn uniform bits into standard Gumbel noise, float64."""
     uniform = (bits.double() + 0.5) * 2.0**-BITS
     return -torch.log(-torch.log(uniform))
 
@@ -441,7 +464,7 @@ def _signed(number: int) -> int:
 
 
 def _mix_int(number: int) -> int:
-    """SplitMix64's output function on a Python integer modulo 2^64."""
+    """Apply SplitMix64's output function to a Python integer modulo 2^64."""
     z = number & _MASK
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         z = ((z ^ (z >> shift)) * multiplier) & _MASK

@@ -1,8 +1,8 @@
-"""The attention seam: write a step's keys and values into the pool, attend to what a row may see.
+"""The attention seam: write the keys and values of a step into the pool, then attend.
 
-One backend per file (torch_cpu.py, reference.py). A backend is built once per runner from the
-pool's views and the model's `AttentionLayer`s; a model never sees the pool.
-Not here: how blocks are allocated (block_pool.py), how a step is laid out (batch.py).
+Each backend has its own file (torch_cpu.py, reference.py). A backend is built once per runner from
+the pool's views and the model's `AttentionLayer`s; a model never sees the pool.
+Not here: the allocation of blocks (block_pool.py), the layout of a step (batch.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:  # Batch carries an Attention: the two types name each other
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """How one layer attends, beyond what it stores.
+    """How one layer attends, besides what it stores.
 
-    `window` 0 = unlimited, else a query at position p sees keys in (p - window, p].
-    `softcap`: scores become softcap * tanh(scores / softcap). `sinks` [query_heads]: one extra
-    logit per head that takes probability and gives nothing. `latent` > 0 (MLA): one latent per
-    token is both key and value: the pool has no V, a value is the first `latent` dims of its key.
+    `window`: a query at position p sees keys in (p - window, p]; 0 means all keys up to p.
+    `softcap`: scores become softcap * tanh(scores / softcap).
+    `sinks` [query_heads]: one extra logit per head, which takes probability and adds no value.
+    `latent` > 0 (MLA): the pool has no V. One latent per token serves as key and value: the value
+    is the first `latent` dims of the key.
     """
 
     query_heads: int
@@ -35,20 +36,24 @@ class AttentionLayer:
 
 
 class KVViews(Protocol):
-    """What attention needs of the pool. `group_of`: the layer group of each layer, whose tables in
-    a batch name its blocks."""
+    """What attention needs of the pool.
+
+    `group_of` maps each layer to its layer group; the group's tables in a batch name its blocks.
+    """
 
     @property
     def group_of(self) -> tuple[int, ...]: ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K [num_blocks, block_size, kv_heads, k_dim] and V [..., v_dim] of one layer, as views."""
+        """Return views of a layer's K [num_blocks, block_size, kv_heads, k_dim] and V [...,
+        v_dim].
+        """
         ...
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor]:
-        """int8 KV: K's and V's scales, each [num_blocks, block_size, kv_heads] float32, as views.
+        """Return views of the scales of K and V, if the pool stores int8.
 
-        Raises InternalError for a pool of any other dtype.
+        Each is [num_blocks, block_size, kv_heads] float32. Raises InternalError for another dtype.
         """
         ...
 
@@ -58,15 +63,20 @@ class Attention(Protocol):
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """As the pool's."""
+        """Return `group_of` of the pool."""
         ...
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at flat `slots` [T]; mutates the
-        pool. MLA: v has v_dim 0."""
+        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] in the pool at flat `slots` [T].
+
+        With MLA v has v_dim 0.
+        """
         ...
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """q [T, query_heads, k_dim] -> [T, query_heads, v_dim]
-        (MLA: latent); reads the pool only."""
+        """Attend with q [T, query_heads, k_dim]; return [T, query_heads, v_dim], with MLA `latent`
+        dims.
+
+        It only reads the pool.
+        """
         ...

@@ -1,10 +1,10 @@
-"""One engine step as the model sees it: all new tokens flattened to rows, and where KV lives.
+"""One engine step as the model sees it: the new tokens of all chunks as rows, and where KV lies.
 
     chunk 0 (prefill, 5 tokens)   chunk 1 (decode)   chunk 2 (prefill, 3 tokens)
     rows 0 1 2 3 4                5                  6 7 8
 
-The batch travels through the model as an argument and carries the attention backend, so a model has
-no global and no pool of its own. It lives for one forward pass.
+The batch travels through the model as an argument and carries the attention backend. So a model has
+neither globals nor a pool of its own. A batch lives for one forward pass.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from baton.engine.state.interface import SequenceChunk
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows [first_row, first_row + num_rows): tokens [start, start + num_rows) of a sequence.
+    """Rows [first_row, first_row + num_rows) hold tokens [start, start + num_rows) of a sequence.
 
-    `adapter` names the LoRA adapter of its request, "" = none.
+    `adapter` names the LoRA adapter of the request; "" means none.
     """
 
     first_row: int
@@ -35,17 +35,17 @@ class Span:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence whose KV exists once this step has written."""
+        """Return how many of the sequence's tokens have KV once this step has written its own."""
         return self.start + self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTables:
-    """Where one layer group's KV of a step lies.
+    """Where the KV of a step lies in one layer group.
 
-    `slots` [T] int64: flat pool slot (block * block_size + offset) of each row. `blocks` [S, W]
-    int64: each span's blocks from its block `first[s]` on (the others have left its layers'
-    window), padded with a block of its own.
+    `slots` [T] int64: the flat pool slot (block * block_size + offset) of each row. `blocks` [S, W]
+    int64: row s lists the blocks of span s from its block `first[s]` on, padded with its last
+    block. Blocks before `first[s]` have left the window of the group's layers.
     """
 
     slots: Tensor
@@ -55,10 +55,10 @@ class GroupTables:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Layout of one step: its rows' spans, and a table per layer group.
+    """Layout of one step: the spans of its rows, and a table per layer group.
 
-    `on_layer(layer)` fires after each layer's write. `plans` is the attention backend's scratch:
-    index tensors computed at a step's first layer.
+    `on_layer(layer)` is called after the KV of each layer is written. `plans` is scratch space of
+    the attention backend: index tensors that it computes at the first layer of a step.
     """
 
     spans: tuple[Span, ...]
@@ -68,7 +68,9 @@ class Batch:
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [T, kv_heads, dim], call `on_layer`, attend with q [T, query_heads, dim]."""
+        """Write k, v [T, kv_heads, dim], call `on_layer`, then attend with q [T, query_heads,
+        dim].
+        """
         table = self.tables[self.attention.group_of[layer]]
         self.attention.write(layer, k, v, table.slots)
         if self.on_layer is not None:
@@ -103,7 +105,7 @@ def flatten(
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
         counts.append(count)
-    # Built on the host and moved once each: small copies to a device cost more than their bytes.
+    # Built on the host and moved in one copy each: many small copies cost more than their bytes.
     position = _int64(positions)
     owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
     column, offset = position // block_size, position % block_size
@@ -125,5 +127,5 @@ def flatten(
 
 
 def _int64(numbers: Sequence[int]) -> Tensor:
-    # By way of numpy: torch.tensor took 4 to 8 times as long over 5,000 numbers in lists.
+    # Through numpy: torch.tensor took 4 to 8 times as long for lists of 5,000 numbers.
     return torch.from_numpy(np.array(numbers, dtype=np.int64))

@@ -1,13 +1,13 @@
-"""BeamSearch: which continuations of a request's beams live on. Pure logic over candidates: no
-blocks, no tensors, no engine.
+"""BeamSearch decides which continuations of a request's beams live on. It is pure logic over
+candidates and knows no blocks, tensors or engine.
 
 The life of a search:
-    running: one hypothesis, the prompt, without output
-    advance(candidates of each running one) -> the survivors, each with the index of its parent
-    ... until `done`; then `best(n)` holds the results, best first
+    running: begins with one hypothesis, the prompt without output
+    advance(candidates of each running hypothesis) -> for each survivor the index of its parent
+    ... until `done`; then `best(n)` returns the results, best first
 
 It equals transformers' beam search token for token. Scores are rounded to float32 after each
-addition and division, as they are there, so that near-ties fall the same way.
+addition and division, as transformers does, so that near-ties are decided the same way.
 Source: transformers, generation/utils.py, _beam_search and its helpers (5.x).
 """
 
@@ -24,8 +24,12 @@ from baton.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A beam. `score` is the sum of its log probabilities; of a finished one, over
-    length ** length_penalty. `logprobs[i]` belongs to token_ids[i] (empty unless asked for)."""
+    """A beam.
+
+    `score` is the sum of its log probabilities; once finished, that sum over length **
+    length_penalty. `logprobs[i]` belongs to token_ids[i]; it is empty unless the request asked for
+    log probabilities.
+    """
 
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
@@ -33,7 +37,7 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The search of one request. `stop_ids` end a hypothesis; so does params.max_tokens."""
+    """The beam search of one request. A hypothesis ends at one of `stop_ids` or at max_tokens."""
 
     def __init__(self, params: SamplingParams, stop_ids: frozenset[int], vocab_size: int) -> None:
         self.width = params.beam_width
@@ -46,20 +50,22 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations of each beam that can matter:
-        `width` may live on, and stops beside them."""
+        """Return how many continuations of each beam can matter.
+
+        `width` of them may live on; any number of stop tokens may rank among them.
+        """
         wanted = max(self.width + len(self.stop_ids), self._params.logprobs or 0)
         return min(wanted, self._vocab_size)
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The results, once `done`."""
+        """Return the `count` best results. Call it once `done` is True."""
         return self._finished[:count]
 
     def advance(self, candidates: Sequence[Sequence[TokenLogprob]]) -> list[int]:
-        """One step: `candidates[i]` continue running[i], best first.
+        """Do one step and return the index of the parent of each survivor.
 
-        Mutates `running` (best first) and returns the parent of each; sets `done` when no running
-        one can improve the result.
+        `candidates[i]` are continuations of running[i], best first. Replaces `running` by the
+        survivors, best first. Sets `done` when no running hypothesis can improve the result.
         """
         length = len(self.running[0].token_ids) + 1
         last = length >= self._params.max_tokens
@@ -72,7 +78,7 @@ class BeamSearch:
                 self._finished.append(self._grown(parent, candidate, candidates, final))
             elif not stops and len(survivors) < self.width:
                 survivors.append((parent, self._grown(parent, candidate, candidates, score)))
-        # Stable: an earlier one stays in front of its equals.
+        # The sort is stable: of equal scores, the hypothesis that finished earlier stays in front.
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self._finished[self.width :]
         self.running = [hypothesis for _, hypothesis in survivors]
@@ -82,7 +88,7 @@ class BeamSearch:
     def _ranked(
         self, candidates: Sequence[Sequence[TokenLogprob]]
     ) -> list[tuple[float, int, TokenLogprob]]:
-        """(score, parent, candidate), best first."""
+        """Return all candidates as (score, parent, candidate), best first."""
         flat = [
             (_float32(self.running[parent].score + candidate.logprob), parent, candidate)
             for parent, row in enumerate(candidates)
@@ -106,7 +112,7 @@ class BeamSearch:
         return Hypothesis((*base.token_ids, candidate.token_id), score, logprobs)
 
     def _can_improve(self, length: int) -> bool:
-        """Whether a running hypothesis may still reach the finished ones; a heuristic by design."""
+        """Whether a running hypothesis may still beat the worst finished one; a heuristic."""
         if len(self._finished) < self.width:
             return True
         if self._params.early_stopping == "true":

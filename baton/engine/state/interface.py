@@ -1,8 +1,8 @@
-"""The seams inside the engine: between scheduler, runner, pool and whoever drives them.
+"""The seams inside the engine: between scheduler, runner, pool and their callers.
 
 engine.step() = plan -> run -> finish:
-    Scheduler.schedule() -> StepPlan              (pure Python: request -> number of tokens)
-    Runner.run(chunks)   -> list[ChunkResult]     (torch: tokens, where all known ones are computed)
+    Scheduler.schedule() -> StepPlan              (pure Python: sequence -> number of tokens)
+    Runner.run(chunks)   -> list[ChunkResult]     (torch: samples a token where a chunk asks for it)
     Outputs.take(...)    -> list[TokenEvent]
 """
 
@@ -32,25 +32,25 @@ class Task(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """Work of one step for one sequence.
+    """The work of one step for one sequence.
 
-    Tokens [start, start + len(token_ids)) are computed; KV of [0, start) is in `blocks` already.
-    `blocks`, a list per layer group, cover start + len(token_ids) tokens, but for a hole that the
-    group's layers cannot see. `sample` is None unless the chunk reaches the
-    last known token; then a token is sampled for output index `position`, keyed by
-    (params.seed, sample_index, position).
+    Tokens [start, start + len(token_ids)) are computed; the KV of [0, start) is in `blocks`
+    already. `blocks` has a list per layer group. The lists cover start + len(token_ids) tokens,
+    except the first blocks that a group's layers no longer see. `sample` is None unless the chunk
+    reaches the last known token. If it is set, a token is sampled for output index `position`, with
+    noise keyed by (params.seed, sample_index, position).
 
-    `num_drafts` > 0 (speculation): the last so many of token_ids are proposals, not known tokens;
-    a token is sampled at each of the last num_drafts + 1 positions, for output indices position,
-    position + 1, ...; proposal i stands iff it equals the token sampled for its position.
-    `num_candidates` > 0 (beam search): no token is drawn, so many most probable ones are found.
-    `fan_out`: of these samples, not of sample_index, a token each is drawn behind the last one.
-    `history` holds all known tokens, prompt first (`num_prompt` of them), for whoever needs the
-    past: penalties, bad words, prompt logprobs. It does not include drafts. `occurrences`: what was
-    counted of it at earlier steps, kept by whoever keeps the sequence; None = counted anew.
-    `guide`: follows the output through params.guided, kept like `occurrences`; None = unguided.
-    `prompt_logprobs` is params.prompt_logprobs, set in every chunk of a prompt (`sample` in the
-    last one only): so many alternatives for each prompt token that the chunk predicts.
+    `num_drafts` > 0 (speculation): the last `num_drafts` of token_ids are proposals, not known
+    tokens. A token is sampled at each of the last num_drafts + 1 positions, for output indices
+    position, position + 1, ...; proposal i is accepted iff it equals the token sampled for its
+    position. `num_candidates` > 0 (beam search): no token is drawn; that many most probable tokens
+    are found. `fan_out`: if not empty, one token is drawn behind the last known one for each of
+    these sample indices, and none for sample_index. `history` holds all known tokens, prompt first
+    (`num_prompt` of them), without drafts; penalties, bad words and prompt logprobs need it.
+    `occurrences` has the counts of `history` from earlier steps; None means to count anew. `guide`
+    follows the output through params.guided; None means no grammar. `prompt_logprobs` is
+    params.prompt_logprobs, set in every chunk of a prompt (`sample` in the last chunk only): the
+    number of alternatives for each prompt token that the chunk predicts.
     """
 
     request_id: str
@@ -75,11 +75,11 @@ class SequenceChunk:
 class Sampled:
     """What one chunk with `sample` set yields.
 
-    `token_ids`: the sampled token; with drafts, the accepted ones and the first that differs; with
-    `fan_out`, that of each of its samples.
-    `logprobs[i]` belongs to token_ids[i] (the token itself first, then the best alternatives);
-    empty unless params.logprobs is set. `candidates`: beam search, best first, then token_ids is
-    empty.
+    `token_ids` is the sampled token. With drafts it is the accepted ones and the first sampled
+    token that differs from its draft. With `fan_out` it is one token for each of those samples.
+    `logprobs[i]` belongs to token_ids[i]: the token itself first, then the best alternatives. It is
+    empty unless params.logprobs is set. `candidates` is the result for a beam, best first; then
+    token_ids is empty.
     """
 
     token_ids: tuple[int, ...]
@@ -89,10 +89,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """A chunk's result: `sampled` iff its `sample` is set and it reached the end.
+    """A chunk's result. `sampled` is None unless the chunk's `sample` is set.
 
-    `prompt_logprobs[i]` is about prompt token `start + 1 + i` (given all before it); filled when
-    the chunk's prompt_logprobs is set, for the prompt positions that this chunk computed.
+    `prompt_logprobs[i]` is about prompt token `start + 1 + i`, given all tokens before it. It is
+    filled if the chunk's prompt_logprobs is set, for the prompt positions that this chunk computed.
     """
 
     sampled: Sampled | None = None
@@ -101,10 +101,10 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What everybody else needs to know of a loaded model."""
+    """What the rest of the engine and the nodes need to know of a loaded model."""
 
     name: str
-    digest: str  # over config and weight files' headers and bytes (cheap but content-bound)
+    digest: str  # hash over the config and the names, sizes, headers and contents of weight files
     layers: tuple[LayerSpec, ...]
     rope: str  # canonical text of the RoPE rule, for the layout fingerprint
     vocab_size: int
@@ -113,18 +113,20 @@ class ModelInfo:
     kv_dtype: str  # "float32" | "bfloat16" | "float16"
     model_impl: str  # "lean" | "transformers"
     adapters: tuple[str, ...] = ()  # ids of the LoRA adapters that requests may ask for
-    generates: bool = True  # a classifier does not
-    dtype: str = ""  # what it computes in; as kv_dtype, if nothing is said
+    generates: bool = True  # False for a classifier
+    dtype: str = ""  # the dtype in which it computes; "" = kv_dtype
 
     @property
     def kv_token_bytes(self) -> int:
-        """KV of one token, as it travels."""
+        """Return the bytes of one token's KV, scales included, as a transfer sends it."""
         dtype = self.kv_dtype
         return sum(layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in self.layers)
 
     @property
     def precision(self) -> str:
-        """What models must have in common for each other's requests to come out alike."""
+        """Return the dtypes that nodes must share so that they give the same tokens for a
+        request.
+        """
         same = self.dtype in ("", self.kv_dtype)
         return self.kv_dtype if same else f"{self.dtype}, KV {self.kv_dtype}"
 
@@ -138,7 +140,7 @@ class Runner(Protocol):
     def run(
         self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
     ) -> list[ChunkResult]:
-        """One result per chunk, in order.
+        """Run the model and return one result per chunk, in order.
 
         Writes the chunks' KV into the arena. `on_layer(layer)` is called on this thread after the
         KV of that layer has been written for all chunks (on a GPU: enqueued on the current stream).
@@ -150,14 +152,14 @@ class Runner(Protocol):
 class Reservation:
     """Blocks held for a prompt whose KV arrives from elsewhere.
 
-    `blocks`, a list per layer group, cover `num_tokens` tokens, in order, but for what a window's
-    layers will never see; tokens [0, start_token) are already there (prefix hit), so only
-    [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`, in a
-    windowed group those from first_visible() on. `precision` is what the KV was made in, if not as
-    the pool stores it: it answers only for requests of the same.
+    `blocks` has a list per layer group. The lists cover `num_tokens` tokens in order, except blocks
+    that a windowed group will never see. Tokens [0, start_token) are already there (prefix hit), so
+    only [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`; in
+    a windowed group only those from first_visible() on. `precision` says in which precision the KV
+    was made, None if in that of the pool. Its blocks are prefix hits only at that precision.
 
-    `adopting`: the full blocks stay where they are, in another pool, and `Engine.add` wants the ids
-    of all (adoption.py); only the block behind the full ones is held here, and nothing need be
+    `adopting`: the full blocks stay in another node's pool, and `Engine.add` needs the ids of all
+    blocks (adoption.py). Then only the block after the full ones is held here, and nothing must be
     written.
     """
 
@@ -165,27 +167,34 @@ class Reservation:
     blocks: BlockLists
     num_tokens: int
     start_token: int
-    serial: int = 0  # of this engine: no two reservations are the same
+    serial: int = 0  # a number that no other reservation of this engine has
     precision: str | None = None
     adopting: bool = False
 
 
 class EngineHooks(Protocol):
-    """What a prefill node hangs into its engine. Called on the engine thread; must not block."""
+    """What a prefill node adds to its engine. Called on the engine thread; must not block."""
 
     def may_admit(self, num_tokens: int, num_pending: int) -> bool:
-        """Whether an export of so many tokens has room now, beside `num_pending` tokens that this
-        step is about to export. If not, the PREFILL request waits, and all behind it:
-        Engine.unpin() lets the engine ask again. Must be true for one alone."""
+        """Whether an export of `num_tokens` tokens has room now, in addition to `num_pending`
+        tokens.
+
+        The `num_pending` tokens are those that this step is about to export. If the answer is
+        False, the PREFILL request and all requests behind it wait until Engine.unpin() lets the
+        engine ask again. It must be True for a single export with nothing pending.
+        """
         ...
 
     def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
-        """A PREFILL request got all its blocks, but for prefix hits that no layer will look at.
+        """Take note that a PREFILL request got its blocks, except prefix hits that no layer will
+        see.
 
-        The engine pinned them once for the export; `Engine.unpin` undoes it.
+        The engine has pinned the blocks once for the export; `Engine.unpin` releases them.
         """
         ...
 
     def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
-        """KV of `layer` is there up to token `upto` of each PREFILL request here: (id, upto)."""
+        """Take note that `layer` has KV up to token `upto` of each PREFILL request here: (id,
+        upto).
+        """
         ...

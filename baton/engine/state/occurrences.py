@@ -1,13 +1,13 @@
-"""Occurrences: how often each token is in a text that only grows, taken in once.
+"""Occurrences: how often each token is in a text that only grows.
 
 Penalties ask at every step which tokens occurred and how often. Counting the whole text each time
-would make a step dearer the longer the text is; this takes in what is new, so that a step costs
-what it adds, and a copy of one number per distinct token.
+would make steps slower as the text grows. `Occurrences` counts only the new tokens, so a step costs
+the tokens that it adds and a copy of one number per distinct token.
 
     tokens   5 6 7 5 9 | 5 6       distinct [5 6 7 9], counts [1 1 0 0]     (| = end of the prompt)
 
-It belongs to one sequence and is no state of its own: made anew from the same tokens it says the
-same, so a preempted, failed over or forked sequence starts with an empty one.
+It belongs to one sequence and is only a cache: made anew from the same tokens it gives the same
+counts. So a preempted, failed over or forked sequence starts with an empty one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Occurrences:
     """Distinct tokens of one sequence, in the order of their first appearance."""
 
     _taken: int = 0  # tokens of the text that are in the counts
-    _whole: bool = True  # the prompt is looked at too
+    _whole: bool = True  # whether tokens of the prompt are listed, too
     _slots: dict[int, int] = field(default_factory=dict)
     _ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     _counts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -34,18 +34,19 @@ class Occurrences:
     def count(
         self, history: Sequence[int], num_prompt: int, whole: bool, ahead: Sequence[int] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(distinct tokens, how often each is in the output), both int64 [n]; to be read at once.
+        """Return (distinct tokens, how often each is in the output), both int64 [n].
 
-        `history`: the text, prompt first (`num_prompt` tokens); since the last call it may only
-        have grown. `whole`: tokens of the prompt are listed too, counted 0 unless they also are in
-        the output. `ahead`: tokens that follow in this call alone (drafts); they are output.
+        The arrays are valid until the next call. `history` is the text, prompt first (`num_prompt`
+        tokens); since the last call it may only have grown. `whole`: tokens of the prompt are
+        listed too, with count 0 unless they are also in the output. `ahead`: drafts that follow
+        `history` in this call alone; they count as output.
         """
         if whole != self._whole or len(history) < self._taken:
             self._restart(whole)
         if not self._taken:
             self._take_first(history, num_prompt)
         for token in history[self._taken :]:
-            slot = self._slot(token)  # first: it may put larger arrays in place
+            slot = self._slot(token)  # first: it may replace the arrays
             self._counts[slot] += 1
         self._taken = len(history)
         known = len(self._slots)
@@ -64,7 +65,7 @@ class Occurrences:
         self._slots.clear()
 
     def _take_first(self, history: Sequence[int], num_prompt: int) -> None:
-        """All of a text at once: it may be a long one."""
+        """Count a whole text at once with numpy, because it may be long."""
         start = 0 if self._whole else num_prompt
         text = np.array(history[start:], dtype=np.int64)
         ids, inverse = np.unique(text, return_inverse=True)

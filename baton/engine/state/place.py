@@ -1,6 +1,6 @@
-"""Where a process computes: on which device, and as which rank of how many; what its pool stores.
+"""Where a process computes: on which device, as which rank of how many, with which KV in its pool.
 
-No torch.distributed here.
+This file does not use torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEADER: Final = 0  # the rank that schedules and samples
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank of how many."""
+    """The number of this rank, and how many ranks there are."""
 
     rank: int
     size: int
@@ -31,12 +31,12 @@ class RankPlace:
 
 
 def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
-    """What a rank's pool stores of each layer of the whole model."""
+    """Return what the pool of one of `size` ranks stores of each layer of the whole model."""
     return tuple(replace(spec, kv_heads=max(1, spec.kv_heads // size)) for spec in layers)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of "auto", "cpu" or "cuda". Raises ConfigError for CUDA without a usable GPU."""
+    """Return the device for "auto", "cpu" or "cuda". Raises ConfigError for CUDA without a GPU."""
     available = torch.cuda.is_available() if name != "cpu" else False
     if name == "cuda" and not available:
         raise ConfigError("device is cuda, but torch sees no GPU", field="device")

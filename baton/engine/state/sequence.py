@@ -1,20 +1,21 @@
-"""SequenceState: one sample (or beam) of one request; RequestGroup: all of a request's together.
+"""SequenceState is one sample (or beam) of a request; RequestGroup is all samples of a request.
 
-Mutable; the scheduler and the block tables write them, but for the tokens and their
-log probabilities, which the engine appends.
+Both are mutable. The scheduler and the block tables write them; the engine appends tokens and log
+probabilities.
 
     tokens   [ prompt ............ | output ......... ]     all known tokens
              0                  num_prompt        len(tokens)
-    KV       [ computed ...... ) [ to compute ........ )    at least one, while it runs
+    KV       [ computed ...... ) [ to compute ........ )    at least one to compute, while it runs
              0          num_computed
-    tables   one per layer group: blocks cover every computed token, but for the first `num_freed`,
-             which a sliding window has left behind or never needed; the first `num_registered` of
-             them are in the prefix map; those before `first_whole` lack tokens and stay out of it
+    tables   one per layer group: blocks cover every computed token, except the first `num_freed`
+             blocks, which a sliding window has left behind or never needed; the first
+             `num_registered` blocks are in the prefix map; blocks before `first_whole` lack tokens
+             and stay out of the prefix map
 
-There are no phases: a sequence with one token to compute decodes, one with more prefills; an exact
-one (replay.py) has its known output tokens computed one by one, as they were before. A group
-is admitted, preempted and brought back as a whole. Its first sequence leads: the others follow,
-without a block, until it has computed what they share with it, and then fork from it.
+There are no phases: a sequence with one token to compute decodes, one with more prefills. An exact
+sequence (replay.py) computes its known output tokens one by one, as it did the first time. A group
+is admitted, preempted and brought back as a whole. Its first sequence leads. The others follow:
+they hold no block until the leader has computed the tokens that they share, then fork from it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from baton.protocol.request import FinishReason, Request
 
 @dataclass(slots=True)
 class Table:
-    """A sequence's blocks in one layer group, from its block `num_freed` on. Some of the first may
-    be another pool's: those of `adoption`."""
+    """A sequence's blocks in one layer group, from its block `num_freed` on.
+
+    Some of the first blocks may lie in the pool of another node: those of `adoption`.
+    """
 
     blocks: list[int]
     num_freed: int = 0
@@ -46,7 +49,7 @@ class Table:
 
     @property
     def end(self) -> int:
-        """Blocks of the sequence covered, freed ones included."""
+        """Return how many blocks of the sequence are covered, freed ones included."""
         return self.num_freed + len(self.blocks)
 
 
@@ -58,16 +61,16 @@ class SequenceState:
     root: bytes
     tokens: list[int]
     sample_index: int = 0
-    fan_out: tuple[int, ...] | None = None  # samples that draw from its last token; None = its own
+    fan_out: tuple[int, ...] | None = None  # samples that draw from its last token; None = itself
     tables: list[Table] = field(default_factory=list)  # empty while it holds nothing
     num_computed: int = 0
-    num_prefill_chunks: int = 0  # of the prefill under way
-    prefilling: bool = True  # from an admission with more than one token to compute to its sample
-    following: bool = False  # it holds nothing yet: it will fork from the group's first sequence
-    forked: bool = False  # blocks that it will write may be shared: to be copied before
-    candidates: tuple[TokenLogprob, ...] | None = None  # of this beam step, once computed
-    guide: Guide | None = None  # through params.guided; a replay of the output, like _occurrences
-    exact_chunk: int | None = None  # tokens; None: computed in whatever shape is cheapest
+    num_prefill_chunks: int = 0  # chunks so far of the current prefill
+    prefilling: bool = True  # since it was admitted with more than one token; ends when it samples
+    following: bool = False  # holds no block yet: it will fork from the group's first sequence
+    forked: bool = False  # it may share blocks that it will write, and must copy them before
+    candidates: tuple[TokenLogprob, ...] | None = None  # result of this beam step, once computed
+    guide: Guide | None = None  # position in params.guided; recomputed from the output, if lost
+    exact_chunk: int | None = None  # tokens per chunk; None: any number, as is cheapest
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)
 
@@ -77,7 +80,7 @@ class SequenceState:
 
     @property
     def num_outputs(self) -> int:
-        """Output tokens known so far: the absolute output index of the next one."""
+        """Return the number of known output tokens, which is the output index of the next one."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -86,7 +89,9 @@ class SequenceState:
 
     @property
     def replaying(self) -> bool:
-        """Its next row computes an output token that is known, and samples nothing."""
+        """Whether its next row computes an output token that is already known, and samples
+        nothing.
+        """
         return (
             self.exact_chunk is not None
             and self.num_computed >= self.num_prompt
@@ -95,19 +100,21 @@ class SequenceState:
 
     @property
     def decodes(self) -> bool:
-        """Its next row is one token: the last known one, or one of those it replays."""
+        """Whether it computes one token next: the last known one, or one that it replays."""
         return self.num_uncomputed == 1 or self.replaying
 
     @property
     def prefills(self) -> bool:
-        """More than one token is left to compute, and in more than one at a time."""
+        """Whether several tokens are left to compute, and it may compute several at a time."""
         return self.num_uncomputed > 1 and not self.replaying
 
     def next_tokens(self, room: int) -> int:
-        """Known tokens that its next row computes, of at most `room`; 0: it waits for more room.
+        """Return how many known tokens it computes next, at most `room`; 0 if it waits for more
+        room.
 
-        An exact one takes whole chunks, counted from its first token, and no two output tokens at
-        once: the same shapes whatever shares the step, and whenever it is computed again.
+        A sequence with `exact_chunk` takes whole chunks of the prompt, counted from its first
+        token, and output tokens one at a time. So its shapes do not depend on what else is in the
+        step, nor on whether it is computed again.
         """
         if self.exact_chunk is None:
             return max(0, min(self.num_uncomputed, room))
@@ -117,7 +124,9 @@ class SequenceState:
         return wanted if wanted <= room else 0
 
     def hashes(self, count: int, block_size: int) -> Sequence[bytes]:
-        """Chained hashes of the first `count` blocks, all of them full of known tokens."""
+        """Return the chained hashes of the first `count` blocks, which must be full of known
+        tokens.
+        """
         while len(self._hashes) < count:
             index = len(self._hashes)
             tokens = self.tokens[index * block_size : (index + 1) * block_size]
@@ -126,16 +135,18 @@ class SequenceState:
         return self._hashes[:count]
 
     def know_hashes(self, other: SequenceState, num_blocks: int) -> None:
-        """Take over the hashes of the first blocks, whose tokens both share."""
+        """Take over the hashes of the first `num_blocks` blocks, whose tokens both sequences
+        share.
+        """
         if len(self._hashes) < num_blocks:
             self._hashes = other._hashes[:num_blocks]
 
     def chunk(
         self, num_tokens: int, drafts: Sequence[int] = (), num_candidates: int = 0
     ) -> SequenceChunk:
-        """Work for the next `num_tokens` tokens; samples if they reach the last known one.
+        """Return the chunk for the next `num_tokens` tokens; it samples if it reaches the last one.
 
-        `drafts` are proposals for what follows it; blocks must cover them too.
+        `drafts` are proposals for the tokens after the last known one; blocks must cover them, too.
         """
         end = self.num_computed + num_tokens
         last = end == len(self.tokens)
@@ -161,7 +172,7 @@ class SequenceState:
         )
 
     def possible(self, drafts: list[int]) -> list[int]:
-        """`drafts` up to the first that no sample could be."""
+        """Return `drafts` up to the first one that the grammar forbids."""
         if self.guide is None:
             return drafts
         return self.guide.cut(self.tokens, self.num_prompt, drafts)
@@ -169,11 +180,15 @@ class SequenceState:
     def ends_with(
         self, token: int, num_outputs: int, eos_token_ids: Sequence[int], max_len: int
     ) -> tuple[FinishReason | None, int | None]:
-        """Whether `token`, the last of `num_outputs`, ends the sample, and the stop id if it is."""
+        """Return why `token`, the last of `num_outputs`, ends the sample, and the stop id if one
+        did.
+
+        Returns (None, None) if the sample goes on.
+        """
         params = self.request.params
         if token in params.stop_token_ids:
             return FinishReason.STOP, token
-        # A grammar allows its end only where it may end, and then nothing can follow.
+        # A grammar allows the end token only where the text may end, and nothing can follow it.
         if token in eos_token_ids and (params.guided is not None or not params.ignore_eos):
             return FinishReason.STOP, token
         if self.full(num_outputs, max_len):
@@ -181,31 +196,31 @@ class SequenceState:
         return None, None
 
     def full(self, num_outputs: int, max_len: int) -> bool:
-        """Whether so many outputs are all that it may have."""
+        """Whether the sample may have no more than `num_outputs` output tokens."""
         params = self.request.params
         return num_outputs >= params.max_tokens or self.num_prompt + num_outputs >= max_len
 
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """All samples of one request that have not ended. `order` counts arrivals in this engine."""
+    """All samples of one request that have not ended. `order` numbers requests by arrival here."""
 
     request: Request
     task: Task
     order: int
     sequences: list[SequenceState]
     beams: BeamSearch | None = None
-    num_cached_tokens: int = 0  # prompt tokens that its first admission found in the prefix map
+    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix map
     num_preempted: int = 0
-    admitted_before: bool = False  # it was preempted: it has precedence and is counted once
-    dropped: bool = False  # aborted during a step: its sampled tokens are thrown away
+    admitted_before: bool = False  # was preempted: goes first, and is not counted again
+    dropped: bool = False  # aborted during a step: the tokens of that step are thrown away
     prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until reported
     reported: bool = False  # its first event has been emitted
     stopping: set[int] = field(default_factory=set)  # samples that nobody wants any more
 
     @property
     def key(self) -> tuple[int, int]:
-        """First come, first served within priority (lower runs first)."""
+        """Sort key: lower priority values first, within a priority first come, first served."""
         return (self.request.priority, self.order)
 
     @property
@@ -214,14 +229,19 @@ class RequestGroup:
 
     @property
     def width(self) -> int:
-        """Slots that it takes: its sequences, or what beams will be here."""
+        """Return how many slots it takes: one per sequence; with beams, the beam width.
+
+        A PREFILL request takes one per sequence even with beams, which begin on the decode node.
+        """
         if self.beams is None or self.task is Task.PREFILL:
             return len(self.sequences)
         return self.beams.width
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens still to compute; followers count what they do not share with the leader."""
+        """Return the known tokens left to compute; a follower counts those that the leader
+        lacks.
+        """
         return sum(
             s.num_uncomputed
             if not s.following
@@ -231,9 +251,11 @@ class RequestGroup:
 
     @property
     def may_hit(self) -> bool:
-        """Whether KV that others computed will do for it: not if each prompt token's own log
-        probability is asked for, nor if it is to be computed in the same shapes each time, nor if
-        the client says so."""
+        """Whether the request may use KV from the prefix map.
+
+        It may not if the client forbids it, if it is computed in exact chunks, or if log
+        probabilities of the prompt's tokens are still to be reported.
+        """
         params = self.request.params
         waiting = params.prompt_logprobs is not None and not self.reported
         return (
@@ -246,8 +268,11 @@ class RequestGroup:
 
     @property
     def stopped(self) -> list[SequenceState]:
-        """Samples that can end now because nobody wants them. None while others wait to fork, and
-        never all: the last one ends with its request."""
+        """Return the samples that can end now because nobody wants them.
+
+        The list is empty while other samples wait to fork. It never has all samples: the last one
+        ends with the request.
+        """
         if not self.stopping or any(sequence.following for sequence in self.sequences):
             return []
         ending = [s for s in self.sequences if s.sample_index in self.stopping]
@@ -256,13 +281,18 @@ class RequestGroup:
     def note_prompt_logprobs(
         self, start: int, logprobs: Sequence[tuple[TokenLogprob, ...]]
     ) -> None:
-        """`logprobs[i]` is about prompt token start + 1 + i; later ones replace earlier ones."""
+        """Store logprobs[i] for prompt token start + 1 + i, in place of what is known from there
+        on.
+        """
         if logprobs and not self.reported:
             self.prompt_logprobs[start:] = logprobs
 
 
 def shared_tokens(leader: SequenceState, follower: SequenceState) -> int:
-    """Leading tokens whose KV `follower` can take from `leader`; one is left to compute."""
+    """Count the leading tokens whose KV `follower` can take from `leader`.
+
+    At least one token is left for the follower to compute.
+    """
     limit = min(len(leader.tokens), len(follower.tokens) - 1)
     prompt = min(limit, leader.num_prompt)
     for index in range(prompt, limit):

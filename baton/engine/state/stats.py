@@ -1,7 +1,7 @@
 """EngineStats: what an engine has done since its start. Counters only grow; means are exponential.
 
-Written on the engine thread only. `copy()` there (EngineThread.call) for a consistent reading
-elsewhere. `num_layers` alone may be read by any thread at any time.
+Only the engine thread writes it. For a consistent reading, another thread calls `copy()` through
+EngineThread.call. Any thread may read `num_layers` at any time.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ class EngineStats:
     num_finished: int = 0  # ended by a token: stop, length, or token 1 of a PREFILL task
     num_aborted: int = 0
     num_failed: int = 0
-    num_handed_on: int = 0  # left with their KV, to go on in another engine
-    num_left_behind_tokens: int = 0  # of these: KV that stayed, to be computed again there
+    num_handed_on: int = 0  # requests that left with their KV, to go on in another engine
+    num_left_behind_tokens: int = 0  # of those requests: tokens to compute again there
     departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
     num_steps: int = 0
-    num_steps_ahead: int = 0  # of these, planned while the one before ran
-    num_layers: int = 0  # that prompts went through, in the step under way too
-    num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
+    num_steps_ahead: int = 0  # steps that were planned while the step before them ran
+    num_layers: int = 0  # layers computed for prompts, those of the current step included
+    num_preemptions: int = 0  # requests preempted, by swapping or for recomputation
     num_swap_outs: int = 0  # requests
-    num_swap_ins: int = 0
+    num_swap_ins: int = 0  # requests
     num_swapped_out_blocks: int = 0  # copied to host memory
     num_swapped_in_blocks: int = 0  # copied back (the prefix map still had the others)
-    num_forks: int = 0  # block tables shared: parallel samples, beams
+    num_forks: int = 0  # times that a block table was shared (parallel samples, beams)
     num_copied_blocks: int = 0  # copies on write
-    num_adopted_blocks: int = 0  # read where they lie, in another node's pool
-    num_taken_over_blocks: int = 0  # of these, copied into own ones later
+    num_adopted_blocks: int = 0  # blocks read where they lie, in another node's pool
+    num_taken_over_blocks: int = 0  # adopted blocks that were copied into own ones later
     num_window_freed_blocks: int = 0  # given back because no layer could see them any more
     num_export_refusals: int = 0  # steps that left a PREFILL request waiting for export room
-    num_pooled_prompts: int = 0  # whose hidden states were asked for
-    num_pooled_tokens: int = 0  # of these
+    num_pooled_prompts: int = 0  # prompts whose hidden states were asked for
+    num_pooled_tokens: int = 0  # tokens of pooled prompts
     num_drafted_tokens: int = 0  # proposed and verified
-    num_accepted_tokens: int = 0  # of these, right
+    num_accepted_tokens: int = 0  # drafted tokens that were accepted
     num_prefix_query_tokens: int = 0  # looked up in the prefix map
-    num_prefix_hit_tokens: int = 0  # of these, found
-    num_prompt_tokens: int = 0  # computed in prefill chunks (recomputed ones too, hits not)
+    num_prefix_hit_tokens: int = 0  # looked-up tokens that were found
+    num_prompt_tokens: int = 0  # computed in prefill chunks, recomputed ones included, hits not
     num_generated_tokens: int = 0  # sampled
     num_replayed_tokens: int = 0  # known output tokens computed again one by one (exact resumes)
     num_prefill_chunks: int = 0  # rows that computed part of a prompt
-    num_chunked_prompts: int = 0  # prompts that took more than one
+    num_chunked_prompts: int = 0  # prompts that took more than one chunk
     step_seconds: float = 0.0  # moving mean
-    prefill_tokens_per_s: float = 0.0  # over steps that prefill, the last ones counting most
+    prefill_tokens_per_s: float = 0.0  # over steps that prefill; recent steps count most
     copy_bytes_per_s: float = 0.0  # moving mean over copies to and from host memory
     recent_prefill_tokens: float = 0.0  # fading sums, whose ratio is prefill_tokens_per_s
     recent_prefill_seconds: float = 0.0
@@ -65,7 +65,7 @@ class EngineStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafted tokens that the model accepted, 0 before the first."""
+        """Share of drafted tokens that the model accepted, 0 before the first draft."""
         drafted = self.num_drafted_tokens
         return self.num_accepted_tokens / drafted if drafted else 0.0
 
@@ -79,8 +79,8 @@ class EngineStats:
         """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts."""
         self.step_seconds = _mean(self.step_seconds, seconds, first=self.num_steps == 0)
         if num_prefill_tokens and seconds > 0:
-            # A ratio of sums, not a mean of ratios: a step with a few tokens costs almost as much
-            # as one without any, and says little about the rate of a long prompt.
+            # A ratio of sums, not a mean of ratios: a step with a few prompt tokens costs almost as
+            # much as one without, and says little about the rate of a long prompt.
             kept = 1 - SMOOTHING
             self.recent_prefill_tokens = kept * self.recent_prefill_tokens + num_prefill_tokens
             self.recent_prefill_seconds = kept * self.recent_prefill_seconds + seconds
@@ -90,7 +90,11 @@ class EngineStats:
         self.utilization.step_done(seconds)
 
     def left(self, leaving: str, num_left_behind: int = 0) -> None:
-        """Count a request that was asked to leave: how much of its KV did, or why it stays."""
+        """Count a request that was asked to leave this engine.
+
+        `leaving` says whether it left, or why it stays; `num_left_behind` is the number of its
+        tokens whose KV stayed.
+        """
         self.departures[leaving] = self.departures.get(leaving, 0) + 1
         self.num_left_behind_tokens += num_left_behind
 
@@ -107,16 +111,17 @@ def _mean(mean: float, value: float, *, first: bool) -> float:
 class KVUsage:
     """What the pool's blocks hold for requests at one moment; counts of blocks and token slots."""
 
-    allocated_blocks: int  # held by sequences, shared ones counted once
-    table_blocks: int  # entries of all block tables: what it would take without sharing
+    allocated_blocks: int  # held by sequences; a shared block counts once
+    table_blocks: int  # entries of all block tables: blocks needed without sharing
     shared_blocks: int  # held by more than one sequence
     allocated_slots: int
     used_slots: int  # slots that hold a computed token
 
     @classmethod
     def of(cls, sequences: Iterable[SequenceState], size: int) -> KVUsage:
-        """What blocks of `size` tokens hold for these sequences right now. Walks all block
-        tables."""
+        """Count what blocks of `size` tokens hold for these sequences now. It walks all block
+        tables.
+        """
         counts: Counter[int] = Counter()
         filled: dict[int, int] = {}
         for sequence in sequences:
@@ -135,10 +140,10 @@ class KVUsage:
 
     @property
     def waste(self) -> float:
-        """Share of allocated slots without a token, 0 when nothing is allocated."""
+        """Share of allocated slots that hold no token, 0 when nothing is allocated."""
         return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
 
     @property
     def saved(self) -> float:
-        """Share of blocks that sharing saves."""
+        """Share of the blocks that would be needed without sharing, and are not needed with it."""
         return 1 - self.allocated_blocks / self.table_blocks if self.table_blocks else 0.0

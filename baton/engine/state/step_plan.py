@@ -10,7 +10,7 @@ from baton.engine.state.sequence import RequestGroup, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One chunk of a step, and whose it is."""
+    """One chunk of a step, with the sequence and the group that it belongs to."""
 
     group: RequestGroup
     sequence: SequenceState
@@ -18,23 +18,26 @@ class Row:
 
     @property
     def gone(self) -> bool:
-        """Its sequence ended, or lost its place, after the step was planned."""
+        """Whether its sequence ended, or was preempted, after the step was planned."""
         return not any(table.blocks for table in self.sequence.tables)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes: `rows` in the runner's order; `admitted` have their first one now."""
+    """What one step computes.
+
+    `rows` are in the runner's order. `admitted` are the groups whose first row is in this step.
+    """
 
     rows: list[Row] = field(default_factory=list)
     admitted: list[RequestGroup] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
-    num_preempted: int = 0  # requests that lost their place: the next step finds others a slot
+    num_preempted: int = 0  # requests preempted while planning; the next step uses their slots
 
     @property
     def num_pending(self) -> int:
-        """Tokens of the exports that begin in this step."""
+        """Return the number of tokens of the exports that begin in this step."""
         exports = (group for group in self.admitted if group.task is Task.PREFILL)
         return sum(len(group.leader.tokens) for group in exports)
 
@@ -45,7 +48,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Of one step: sequences that run at once, tokens that it computes."""
+    """The most sequences that one step may run, and the most tokens that it may compute."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

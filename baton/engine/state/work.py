@@ -1,14 +1,14 @@
 """What a step must read and multiply, and how much of the machine's limits it reaches. Pure.
 
-Bytes: each weight that the step's rows meet, once (of routed experts, those that so many rows are
-expected to choose), and each sequence's KV, once. FLOPs: two per weight and row, the head's for the
-sampled rows only, and what attention multiplies. It is the least that the work needs, not what the
-kernels in fact do, so a share of it over the step's time is comparable between kernels:
+Bytes: each weight that the step uses, once, and the KV of each sequence, once. Of routed experts,
+those count that the step's rows are expected to choose. FLOPs: two per weight and row, for the head
+only of sampled rows, and those of attention. These are the least that the work needs, not what the
+kernels really do. So the shares below are comparable between kernels:
 
     MBU = bytes / seconds / read bandwidth        MFU = FLOPs / seconds / rate of a matrix product
 
 Source: roofline model (Williams, Waterman, Patterson, CACM 2009); vLLM's estimated_flops metrics.
-Not here: the limits' measurement (roofline.py), counting while an engine runs (meter.py).
+Not here: the measurement of the limits (roofline.py), counting while an engine runs (meter.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMOOTHING: Final = 0.1  # weight of the newest step in moving means and fading s
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the device that a model runs on, with the threads that it has."""
+    """Limits of the device that runs a model, with the threads that the model has."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -34,23 +34,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one step, or of several."""
+    """Bytes to read and FLOPs of one step, or of several steps."""
 
     read_bytes: float = 0.0
     flops: float = 0.0
 
     def intensity(self) -> float:
-        """FLOPs per byte: where the work stands on a roofline."""
+        """Return FLOPs per byte: the place of the work on a roofline's x axis."""
         return self.flops / self.read_bytes if self.read_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """A model's parameters by what meets them.
+    """A model's parameters, by which rows use them.
 
-    `dense`: every row (shared experts and routers too); `experts`: all routed ones together, of
-    which each row meets `experts_per_token` of `num_experts`; `head`: sampled rows only. `tied`:
-    the head is the embedding too.
+    `dense`: used by every row (shared experts and routers included). `experts`: all routed experts
+    together; each row uses `experts_per_token` of `num_experts`. `head`: used by sampled rows only.
+    `tied`: the head is also the embedding.
     """
 
     dense: int
@@ -63,8 +63,11 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """Layers of one window (0 = unlimited) together: KV bytes of one token, and FLOPs of one query
-    with one key."""
+    """All layers with one window (0 = unlimited): KV bytes of one token, and FLOPs per (query,
+    key).
+
+    The sums run over these layers.
+    """
 
     window: int
     kv_bytes: int
@@ -73,7 +76,9 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """What `step` counts with. Bytes as the weights are held, so quantized ones are fewer."""
+    """The model's numbers from which `step` computes. Bytes are those of the stored weights:
+    quantized weights have fewer.
+    """
 
     counts: ParameterCounts
     dense_bytes: float
@@ -90,8 +95,11 @@ class ModelWork:
         layers: tuple[LayerWork, ...],
         rounded_head_bytes: int = 0,
     ) -> ModelWork:
-        """`weight_bytes`: the whole model's, embedding and head included. Both have `itemsize`
-        bytes a number, unless a head of its own was rounded to `rounded_head_bytes`."""
+        """Compute the numbers of a model from its counts and the bytes of all its weights.
+
+        `weight_bytes` includes embedding and head. Both take `itemsize` bytes a number, unless a
+        head that is not the embedding was quantized to `rounded_head_bytes`.
+        """
         table = counts.head * itemsize
         head = rounded_head_bytes or table
         shared = counts.tied and not rounded_head_bytes
@@ -101,7 +109,7 @@ class ModelWork:
         return cls(counts, inner * (1 - share), inner * share, head, layers)
 
     def step(self, chunks: Sequence[SequenceChunk]) -> Work:
-        """What a step of these chunks needs."""
+        """Return what a step of these chunks needs."""
         if not chunks:
             return Work()
         rows = sampled = 0
@@ -124,19 +132,23 @@ class ModelWork:
         flops += 2.0 * (counts.dense * rows + counts.head * sampled)
         if counts.num_experts:
             chosen = counts.experts_per_token / counts.num_experts
-            # As many distinct experts as so many rows meet if they choose alike and independently.
+            # The expected number of distinct experts, if rows choose independently and equally
+            # often.
             read += self.expert_bytes * (1 - (1 - chosen) ** rows)
             flops += 2.0 * counts.experts * chosen * rows
         return Work(read, flops)
 
 
 def seen(start: int, count: int, window: int) -> tuple[int, int]:
-    """Tokens whose KV rows [start, start + count) of a sequence read, and (query, key) pairs."""
+    """Return how many tokens' KV rows [start, start + count) read, and how many (query, key) pairs.
+
+    `window` 0 = unlimited.
+    """
     end = start + count
     pairs = count * start + count * (count + 1) // 2
     if not window or end <= window:
         return end, pairs
-    # Of the queries at positions window .. end - 1, each sees `window` keys and not position + 1.
+    # A query at position p >= window sees `window` keys, not p + 1.
     first = max(start, window)
     hidden = (first + end - 1) * (end - first) // 2 + (1 - window) * (end - first)
     return min(end, count + window - 1), pairs - hidden
@@ -145,7 +157,10 @@ def seen(start: int, count: int, window: int) -> tuple[int, int]:
 def layer_works(
     layers: Sequence[LayerSpec], value_dims: Sequence[int], query_heads: Sequence[int], dtype: str
 ) -> tuple[LayerWork, ...]:
-    """Layers by window. `value_dims`: of what each layer's attention sums up (MLA: its latent)."""
+    """Sum up the layers by window.
+
+    `value_dims` are the dims of the vectors that each layer's attention sums up (MLA: its latent).
+    """
     found: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for layer, value_dim, heads in zip(layers, value_dims, query_heads, strict=True):
         kv_bytes, flops = found[layer.window]
@@ -157,10 +172,12 @@ def layer_works(
 
 @dataclass(slots=True)
 class Utilization:
-    """What an engine's steps have needed so far, and in which time. Written on its thread."""
+    """What an engine's steps have needed so far, and how long they took. The engine thread writes
+    it.
+    """
 
     limits: Limits | None = None  # None: not measured, and no share is reported
-    busy_seconds: float = 0.0  # of all steps
+    busy_seconds: float = 0.0  # sum over all steps
     read_bytes: float = 0.0
     flops: float = 0.0
     recent_seconds: float = 0.0  # fading sums over the last steps
@@ -169,13 +186,13 @@ class Utilization:
     under_way: Work = field(default_factory=Work)
 
     def ran(self, work: Work) -> None:
-        """The model has run; the step is not over."""
+        """Add the work of the current step, whose model run has ended but which is not over."""
         self.under_way = work
         self.read_bytes += work.read_bytes
         self.flops += work.flops
 
     def step_done(self, seconds: float) -> None:
-        """The step took so long, all around the model included."""
+        """End the current step, which took `seconds` with all work around the model."""
         work, self.under_way = self.under_way, Work()
         self.busy_seconds += seconds
         kept = 1 - SMOOTHING
@@ -185,14 +202,18 @@ class Utilization:
 
     @property
     def mbu(self) -> float:
-        """Share of the read bandwidth over the last steps; 0 before the first."""
+        """Share of the read bandwidth that the last steps reached; 0 if limits or steps are
+        missing.
+        """
         if self.limits is None or not self.recent_seconds:
             return 0.0
         return self.recent_bytes / self.recent_seconds / self.limits.read_bytes_per_s
 
     @property
     def mfu(self) -> float:
-        """Share of a matrix product's rate over the last steps; 0 before the first."""
+        """Share of a matrix product's rate that the last steps reached; 0 if limits or steps are
+        missing.
+        """
         if self.limits is None or not self.recent_seconds:
             return 0.0
         return self.recent_flops / self.recent_seconds / self.limits.flops_per_s

@@ -1,7 +1,8 @@
-"""`baton kernels build`: the CPU kernels of every instruction set, compiled ahead.
+"""`baton kernels build`: compiles the CPU kernels of every instruction set in advance.
 
-For images and for machines without a compiler: each set's library is made here, whatever this
-processor has, and found by build.py where they run. Needs a C++ compiler and nothing of PyPI's.
+It serves images and machines without a compiler. It makes the library of each instruction set, even
+of those that this processor lacks; build.py finds them where they run. It needs a C++ compiler, but
+no package of PyPI.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MACHINES = ("x86_64", "AMD64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status, 1 if a set cannot be built."""
+    """Run the command and return its exit status: 1 if a library cannot be built, else 0."""
     parser = argparse.ArgumentParser(
         prog="baton kernels", description="The CPU kernels of every instruction set."
     )
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_one(instructions: InstructionSet, folder: Path) -> tuple[bool, str]:
-    """Whether its library is there now, and a line about it for people."""
+    """Build a library if it is missing; return whether it exists now, and a line for people."""
     if (folder / library_name(instructions)).exists():
         return True, "was there"
     began = time.monotonic()

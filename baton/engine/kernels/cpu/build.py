@@ -1,9 +1,9 @@
-"""Compile the CPU kernels once per machine and instruction set, and find them again.
+"""Compiles the CPU kernels once per machine and instruction set, and finds them again.
 
-One source tree serves every instruction set: vectors.h is its vocabulary. A library is named by a
-digest of what it was made of, the sources and the flags. It lies where `baton kernels build` has
-put it ($BATON_KERNELS_DIR, in images), else in the user's cache, where it is made when it is first
-wanted. Not here: what the kernels do (*.h), how they are called (library.py).
+One source tree serves every instruction set: vectors.h is its vocabulary. A library's name contains
+a digest of the sources and the flags. `baton kernels build` puts libraries into $BATON_KERNELS_DIR
+(in images). A library that is not there is looked for in the user's cache, and compiled there when
+it is first needed. Not here: what the kernels do (*.h), how they are called (library.py).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _AVX512_COMPILER: Final = (*(f"-m{flag}" for flag in _AVX512), "-mprefer-vector-
 class InstructionSet:
     """What a library is compiled for."""
 
-    name: str  # as BATON_CPU_KERNELS says it
+    name: str  # the value of BATON_CPU_KERNELS that selects it
     title: str
-    cpu_flags: tuple[str, ...]  # that every kernel needs; /proc/cpuinfo's names
-    integer_flags: tuple[str, ...]  # that those of integer weights need beside them
+    cpu_flags: tuple[str, ...]  # needed by every kernel; names of /proc/cpuinfo
+    integer_flags: tuple[str, ...]  # needed in addition by the kernels of integer weights
     compiler_flags: tuple[str, ...]
-    slow_on: tuple[str, ...] = ()  # vendors whose processors do better by the next one
-    tiles: bool = False  # multiplies by AMX's
-    by_name: bool = False  # never chosen unasked: nobody has run it on such a processor
+    slow_on: tuple[str, ...] = ()  # vendors whose processors are faster with the next set
+    tiles: bool = False  # whether it multiplies with AMX tiles
+    by_name: bool = False  # chosen only by name, because nobody has run it on such a processor
 
 
 INSTRUCTION_SETS: Final = (  # the best first
@@ -62,7 +62,7 @@ INSTRUCTION_SETS: Final = (  # the best first
         (*_AVX512, "avx512_bf16"),
         ("avx512_vnni", "avx512vbmi"),
         (*_AVX512_COMPILER, "-mavx512bf16"),
-        # One product of pairs takes as long as four float32 ones of half the size (docs/log/).
+        # A product of pairs takes as long as four float32 products of half the size (docs/log/).
         slow_on=("GenuineIntel",),
     ),
     InstructionSet("avx512", "AVX-512", _AVX512, ("avx512_vnni",), _AVX512_COMPILER),
@@ -74,16 +74,18 @@ _FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math
 
 
 class CannotBuild(Exception):
-    """Why there are no kernels here; the plain torch twins serve."""
+    """Says why there are no kernels here; then the plain torch twins serve."""
 
 
 class CompilerFailed(CannotBuild):
-    """There is a compiler, and it said no."""
+    """A compiler was found, but the compilation failed."""
 
 
 def library_path(instructions: InstructionSet) -> Path:
-    """The library compiled for them, made now if it is not there yet. Raises CannotBuild, and
-    OSError where nobody knows the user's cache."""
+    """Return the library of an instruction set, compiled now if it is missing.
+
+    Raises CannotBuild, and OSError where the user's cache is unknown.
+    """
     if lacking := missing(instructions.cpu_flags):
         raise CannotBuild(f"this processor has no {', '.join(lacking)}")
     if ahead := os.environ.get(BUILT):
@@ -94,8 +96,10 @@ def library_path(instructions: InstructionSet) -> Path:
 
 
 def compiled(instructions: InstructionSet, folder: Path) -> Path:
-    """Their library in `folder`, made now if it is not there yet, whatever this processor has.
-    Raises CannotBuild."""
+    """Return the library of an instruction set in `folder`, compiled now if it is missing.
+
+    This processor need not support the set. Raises CannotBuild.
+    """
     path = folder / library_name(instructions)
     if not path.exists():
         _compile([*_compiler(), *_FLAGS, *instructions.compiler_flags], path)
@@ -110,19 +114,19 @@ def library_name(instructions: InstructionSet) -> str:
 
 
 def missing(flags: Sequence[str]) -> list[str]:
-    """Those that this processor has not."""
+    """Return those of `flags` that this processor lacks."""
     return [flag for flag in flags if flag not in processor_words("flags")]
 
 
 def is_slow(instructions: InstructionSet) -> bool:
-    """Whether this processor has them and does better without."""
+    """Whether this processor supports the instruction set, but is faster without it."""
     slow = not processor_words("vendor_id").isdisjoint(instructions.slow_on)
     return slow and not missing(instructions.cpu_flags)
 
 
 @functools.cache
 def processor_words(field: str) -> frozenset[str]:
-    """What /proc/cpuinfo says of the first processor; empty where there is no such file."""
+    """Return the words of a field of /proc/cpuinfo, first processor; empty without such a file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -132,7 +136,7 @@ def processor_words(field: str) -> frozenset[str]:
 
 
 def _compiler() -> list[str]:
-    """A C++ compiler that exists: $CXX, Python's own, g++, clang++. Raises CannotBuild."""
+    """Return a C++ compiler that exists: $CXX, Python's own, g++ or clang++. Raises CannotBuild."""
     for stated in (os.environ.get("CXX"), sysconfig.get_config_var("CXX"), "g++", "clang++"):
         words = shlex.split(stated or "")
         if words and shutil.which(words[0]) is not None:
@@ -141,7 +145,9 @@ def _compiler() -> list[str]:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Into a file of its own, renamed when whole: processes that start together do not meet."""
+    """Compile into a new file and rename it when complete, so that concurrent processes do not
+    clash.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -1,7 +1,7 @@
-"""A mixture's experts in one compiled call (experts.h): their constants, and the call.
+"""The experts of a mixture layer in one compiled call (experts.h): their weights, and the call.
 
-Not here: which mixtures are taken so (models/experts.py), whom a row chooses and how its
-choices are mixed (models/experts.py).
+Not here: which mixture layers use it, which experts a row chooses, and how their results are mixed
+(models/experts.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIZE = ctypes.c_int64
 
 
 class _ExpertsArgs(ctypes.Structure):
-    """experts.h's ExpertsArgs."""
+    """ExpertsArgs of experts.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("gate_ups", "downs", "x", "chosen", "y", "scratch")),
@@ -29,7 +29,7 @@ class _ExpertsArgs(ctypes.Structure):
 
 
 class ExpertKernels:
-    """The weights of a layer's experts, ready to be taken in one call. Safe from any thread."""
+    """The weights of a layer's experts, ready for one call. Safe from any thread."""
 
     def __init__(
         self,
@@ -38,16 +38,21 @@ class ExpertKernels:
         downs: Sequence[StepLinear],
         inner: int,
     ) -> None:
-        """One of each per expert: [H] -> [2 * inner], [inner] -> [H], without biases, all
-        gate_ups of one format and all downs; H and inner multiples of 16."""
+        """Take one of each kind per expert: gate_up [H] -> [2 * inner], down [inner] -> [H].
+
+        None has a bias. All gate_ups have one format, and so have all downs. H and inner are
+        multiples of 16.
+        """
         self._gate_ups, self._downs = StepLinears(gate_ups), StepLinears(downs)
         self._inner, self._count = inner, len(gate_ups)
         self._call = kernels.library.baton_experts
         self._call.restype = None
 
     def __call__(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """hidden [T, H] bfloat16, chosen [T, K] int64 -> what each choice of each row says,
-        [T, K, H]."""
+        """Return the result of each choice of each row, [T, K, H].
+
+        hidden is [T, H] bfloat16, chosen [T, K] int64: the experts that each row has chosen.
+        """
         hidden, chosen = hidden.contiguous(), chosen.contiguous()
         (rows, size), per_token = hidden.shape, chosen.shape[1]
         y = torch.empty(rows, per_token, size, dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 """The compiled CPU kernels of int8 KV (attention_int8.h) as Python calls.
 
-They come with the library of library.py; what they need of a layer is checked by who asks
+They are part of the library of library.py. The caller checks that a layer suits them
 (attention/compiled.py).
 """
 
@@ -26,7 +26,7 @@ _SIZE = ctypes.c_int64
 
 
 class _Int8DecodeArgs(ctypes.Structure):
-    """attention_int8.h's Int8DecodeArgs."""
+    """Int8DecodeArgs of attention_int8.h."""
 
     _fields_ = (
         ("base", DecodeArgs),
@@ -37,7 +37,7 @@ class _Int8DecodeArgs(ctypes.Structure):
 
 
 class _Int8StoreArgs(ctypes.Structure):
-    """attention_int8.h's Int8StoreArgs."""
+    """Int8StoreArgs of attention_int8.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "pool", "scales", "slots")),
@@ -48,8 +48,10 @@ class _Int8StoreArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Int8Layer:
-    """One layer's pool and how it attends: a DecodeLayer of int8, and the numbers' scales [blocks,
-    block_size, kv_heads] float32. A token's numbers lie side by side."""
+    """One layer's pool and how it attends: a DecodeLayer of int8, and the scales of its numbers.
+
+    Scales are [blocks, block_size, kv_heads] float32. The numbers of a token lie side by side.
+    """
 
     plain: DecodeLayer
     key_scales: Tensor
@@ -66,13 +68,17 @@ class Int8KVKernels:
             function.restype = None
 
     def write(self, k: Tensor, v: Tensor, layer: Int8Layer, slots: Tensor) -> None:
-        """Round k and v [T, heads, dim] bfloat16, a row's numbers side by side, into flat `slots`
-        [T] int64 of the layer's pool, which is mutated."""
+        """Round k and v into the layer's pool, at flat `slots` [T] int64.
+
+        k and v are [T, heads, dim] bfloat16, with the numbers of a row side by side.
+        """
         self._round(k, layer.plain.keys, layer.key_scales, slots)
         self._round(v, layer.plain.values, layer.value_scales, slots)
 
     def decode_attention(self, q: Tensor, out: Tensor, layer: Int8Layer, batch: DecodeRows) -> None:
-        """Fill `batch`'s rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
+        """Fill the rows of `batch` in out [T, query_heads, v_dim] from q [T, query_heads,
+        k_dim].
+        """
         args = _Int8DecodeArgs(
             decode_args(q, out, layer.plain, batch),
             layer.key_scales.data_ptr(), layer.value_scales.data_ptr(),
@@ -90,6 +96,6 @@ class Int8KVKernels:
 
 
 def int8_kv_kernels_for(dtype: torch.dtype, device: torch.device) -> Int8KVKernels | None:
-    """The kernels, where queries of this kind are what they take."""
+    """Return the kernels if they serve queries of this dtype and device, else None."""
     compiled = kernels_for(dtype, device)
     return None if compiled is None else Int8KVKernels(compiled)

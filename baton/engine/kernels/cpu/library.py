@@ -1,7 +1,8 @@
 """The compiled CPU kernels as Python calls: tensors in, tensors out, every shape checked here.
 
-`kernels()` says what this machine has: the library, or why not. Each call releases the GIL and uses
-torch's number of threads (the library shares torch's OpenMP runtime, so torch is imported first).
+`kernels()` returns this machine's library, and `state()` says which one, or why there is none. Each
+call releases the GIL and uses torch's number of threads. The library shares torch's OpenMP runtime,
+so torch is imported first.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
 VERSION: Final = 7  # of the structs below
-SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
+SWITCH: Final = "BATON_CPU_KERNELS"  # name of an instruction set, or "off" for the torch twins
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 
 
 class _LinearArgs(ctypes.Structure):
-    """linear.h's LinearArgs."""
+    """LinearArgs of linear.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "w", "bias", "y")),
@@ -46,7 +47,7 @@ class _LinearArgs(ctypes.Structure):
     )
 
 
-# What the attention structs say of a layer, last: `layer_values` fills them.
+# The last fields of the attention structs, which describe a layer; `layer_values` fills them.
 LAYER_FIELDS: Final = (
     *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
     *((n, _SIZE) for n in ("value_block", "value_token", "value_head")),
@@ -58,7 +59,7 @@ LAYER_FIELDS: Final = (
 
 
 class DecodeArgs(ctypes.Structure):
-    """attention.h's DecodeArgs."""
+    """DecodeArgs of attention.h."""
 
     _fields_ = (
         *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "rows", "spans")),
@@ -69,7 +70,7 @@ class DecodeArgs(ctypes.Structure):
 
 
 class _RotateArgs(ctypes.Structure):
-    """elementwise.h's RotateArgs."""
+    """RotateArgs of elementwise.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "cos", "sin", "query_norm", "key_norm")),
@@ -79,7 +80,7 @@ class _RotateArgs(ctypes.Structure):
 
 
 class _StoreArgs(ctypes.Structure):
-    """elementwise.h's StoreArgs."""
+    """StoreArgs of elementwise.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("source", "target", "slots")),
@@ -90,7 +91,7 @@ class _StoreArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each query and key head, [dim] bfloat16 each."""
+    """Weights of the RMSNorms of query heads and key heads, each [dim] bfloat16."""
 
     query: Tensor
     key: Tensor
@@ -99,10 +100,10 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one new token each; all int64, each but `tables` one number per row.
+    """Rows of one new token each. All tensors are int64; all but `tables` have one number per row.
 
-    `rows`: of q and out. `spans`: of `tables` [S, width], block ids from block `first` on.
-    `tokens`: keys that exist, the new one included.
+    `rows`: its row in q and out. `spans`: its row in `tables` [S, width], which lists block ids
+    from block `first` on. `tokens`: the number of its keys, the new one included.
     """
 
     rows: Tensor
@@ -114,8 +115,11 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayer:
-    """One layer's pool, keys and values [blocks, block_size, kv_heads, dim] with dims without gaps,
-    bfloat16 (int8: int8_kv.py), and how it attends (attention/base.py)."""
+    """One layer's pool, and how the layer attends (state/attention.py).
+
+    Keys and values are [blocks, block_size, kv_heads, dim] bfloat16 (int8: int8_kv.py), with the
+    dims of a head side by side.
+    """
 
     keys: Tensor
     values: Tensor
@@ -129,7 +133,7 @@ class CpuKernels:
     """The library's functions. Stateless; safe from any thread."""
 
     def __init__(self, instructions: InstructionSet) -> None:
-        """Compiles them, if that was not done before. Raises CannotBuild."""
+        """Load the library, compiled now if it is missing. Raises CannotBuild."""
         path = library_path(instructions)
         library = ctypes.CDLL(str(path))
         if library.baton_kernels_version() != VERSION:
@@ -137,10 +141,10 @@ class CpuKernels:
         if refused := library.baton_permit():
             raise CannotBuild(f"the kernel does not let processes use it: {os.strerror(refused)}")
         self.instructions = instructions
-        self.identity = path.name  # of the sources and the instruction set
-        self.library = library  # for those who declare their functions themselves (step.py)
+        self.identity = path.name  # names the sources and the instruction set
+        self.library = library  # for modules that declare their functions themselves (step.py)
         self.sampling = SamplingKernels(library)
-        self._panel = library.baton_panel()  # outputs that are packed together
+        self._panel = library.baton_panel()  # number of outputs that are packed together
         self._pack = library.baton_pack
         self._pack.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
         self._add_norm = library.baton_add_norm
@@ -158,7 +162,9 @@ class CpuKernels:
             function.restype = None
 
     def pack(self, weight: Tensor) -> Tensor:
-        """weight [outputs, inputs] bfloat16, an even number of inputs -> panels for `linear`."""
+        """Pack weight [outputs, inputs] bfloat16, with an even number of inputs, into panels for
+        `linear`.
+        """
         weight = weight.contiguous()
         outputs, inputs = weight.shape
         shape = (-(-outputs // self._panel), inputs // 2, self._panel, 2)
@@ -174,7 +180,11 @@ class CpuKernels:
         outputs: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16, or float32 unrounded; see linear.h."""
+        """Multiply x [T, inputs] bfloat16; return [T, outputs] as bfloat16, or unrounded as
+        float32.
+
+        See linear.h.
+        """
         x = x.contiguous()
         rows, inputs = x.shape
         y = torch.empty(rows, outputs, dtype=dtype)
@@ -188,8 +198,10 @@ class CpuKernels:
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
     ) -> Tensor:
-        """Add `delta` to `residual`, which is mutated; its RMSNorm. All [T, H] bfloat16, H a
-        multiple of 16."""
+        """Add `delta` to `residual` in place, and return the RMSNorm of the sum.
+
+        All are [T, H] bfloat16; H is a multiple of 16.
+        """
         if delta is not None:
             delta = delta.contiguous()
         y = torch.empty_like(residual)
@@ -203,7 +215,11 @@ class CpuKernels:
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norms: HeadNorms | None
     ) -> None:
         """Normalize and rotate the query and key heads of qkv [T, heads + 2 * kv_heads, dim] in
-        place; cos and sin [T, 1, dim / 2] bfloat16, dim a multiple of 32."""
+        place.
+
+        cos and sin are [T, 1, dim / 2] bfloat16; dim is a multiple of 32. `norms` None: rotate
+        only.
+        """
         rows, total, dim = qkv.shape
         args = _RotateArgs(
             qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -214,7 +230,7 @@ class CpuKernels:
         self._rotate(ctypes.byref(args))
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 * I] bfloat16, I a multiple of 16 -> silu(gate) * up [T, I]."""
+        """Return silu(gate) * up [T, I] for gate_up [T, 2 * I] bfloat16; I is a multiple of 16."""
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         y = torch.empty(rows, size, dtype=torch.bfloat16)
@@ -222,8 +238,11 @@ class CpuKernels:
         return y
 
     def store(self, x: Tensor, pool: Tensor, slots: Tensor) -> None:
-        """Copy x [T, heads, dim] to flat `slots` [T] int64 of pool [blocks, block_size, heads, dim]
-        of the same dtype, mutated. A token's numbers lie side by side in both."""
+        """Copy x [T, heads, dim] to flat `slots` [T] int64 of pool [blocks, block_size, heads,
+        dim].
+
+        Both have the same dtype, and the numbers of a token lie side by side in both.
+        """
         size = pool.element_size()
         args = _StoreArgs(
             x.data_ptr(), pool.data_ptr(), slots.data_ptr(),
@@ -235,17 +254,19 @@ class CpuKernels:
     def decode_attention(
         self, q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows
     ) -> None:
-        """Fill `batch`'s rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
+        """Fill the rows of `batch` in out [T, query_heads, v_dim] from q [T, query_heads,
+        k_dim].
+        """
         self._decode(ctypes.byref(decode_args(q, out, layer, batch)))
 
 
 def wide_pointer(y: Tensor) -> int | None:
-    """`wide` of a product's arguments: its outputs, if they are float32."""
+    """Return the address of y for the field `wide` if y is float32, else None."""
     return y.data_ptr() if y.dtype == torch.float32 else None
 
 
 def decode_args(q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows) -> DecodeArgs:
-    """attention.h's DecodeArgs of a step's decode rows."""
+    """Return attention.h's DecodeArgs of a step's decode rows."""
     return DecodeArgs(
         q.data_ptr(), out.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr(),
         batch.tables.data_ptr(), batch.rows.data_ptr(), batch.spans.data_ptr(),
@@ -256,7 +277,7 @@ def decode_args(q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows) -
 
 
 def layer_values(q: Tensor, layer: DecodeLayer) -> tuple[float, ...]:
-    """LAYER_FIELDS of a layer, for q [T, query_heads, k_dim]."""
+    """Return the values of LAYER_FIELDS of a layer, for q [T, query_heads, k_dim]."""
     keys, values = layer.keys, layer.values
     return (
         *keys.stride()[:3], *values.stride()[:3],
@@ -266,25 +287,29 @@ def layer_values(q: Tensor, layer: DecodeLayer) -> tuple[float, ...]:
 
 
 def kernels() -> CpuKernels | None:
-    """This machine's kernels, compiled at the first call; None, logged once, without them."""
+    """Return this machine's kernels, compiled at the first call; None, logged once, without
+    them.
+    """
     return _found()[0]
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
-    """The kernels, where tensors of this kind are what they take."""
+    """Return the kernels if they serve tensors of this dtype and device, else None."""
     return kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 
 def product_kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
-    """Likewise for products with weights: without tiles they are no match for oneDNN's where the
-    processor has AMX."""
+    """Return the kernels if they are the fastest for products with weights, else None.
+
+    On a processor with AMX, oneDNN is faster than kernels without tiles.
+    """
     found = kernels_for(dtype, device)
     tiles = found is not None and found.instructions.tiles
     return found if tiles or not torch.cpu._is_amx_tile_supported() else None
 
 
 def state() -> str:
-    """What serves on this machine, and why; for people."""
+    """Return a text for people: which kernels serve on this machine, and why."""
     return _found()[1]
 
 
@@ -296,8 +321,11 @@ def _found() -> tuple[CpuKernels | None, str]:
 
 
 def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
-    """The kernels of the instruction set of that name, None = of the best that can be had; and for
-    people which they are, and why no better ones."""
+    """Return the kernels of the instruction set `asked`, or with None those of the best possible
+    set.
+
+    The second result tells people which kernels they are, and why not better ones.
+    """
     candidates = [each for each in INSTRUCTION_SETS if not is_slow(each) and not each.by_name]
     reasons = [
         f"{each.title}: slow on this processor" for each in INSTRUCTION_SETS if is_slow(each)

@@ -1,6 +1,6 @@
-"""Paged prefill attention, compiled: the call (prefill.h).
+"""Paged prefill attention: the call of the compiled kernel (prefill.h).
 
-Not here: which spans of a step go this way (attention/compiled.py).
+Not here: which spans of a step use it (attention/compiled.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIZE = ctypes.c_int64
 
 
 class _PrefillArgs(ctypes.Structure):
-    """prefill.h's PrefillArgs."""
+    """PrefillArgs of prefill.h."""
 
     _fields_ = (
         *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "spans", "rows")),
@@ -29,10 +29,11 @@ class _PrefillArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpans:
-    """Spans of several new tokens each; all int64, each but `tables` one number per span.
+    """Spans of several new tokens each. All tensors are int64; all but `tables` have one number per
+    span.
 
-    `rows`: first of q and out. `sizes`: how many. `starts`: position of the first. `spans`: of
-    `tables` [S, width], block ids from block `first` on.
+    `rows`: its first row in q and out. `sizes`: its number of rows. `starts`: the position of its
+    first row. `spans`: its row in `tables` [S, width], which lists block ids from block `first` on.
     """
 
     spans: Tensor

@@ -1,8 +1,8 @@
-"""The compiled CPU products of integer weights (quantized.h, w8a8.h) as Python calls.
+"""The compiled CPU products with integer weights (quantized.h, w8a8.h) as Python calls.
 
-`integer_kernels_for` says whether this machine has them: the library of library.py, a processor
-with the few instructions more that they need of AVX-512, and its products are its own
-(library.product_kernels_for). Every shape is checked by who makes the layers (quantization.py).
+`integer_kernels_for` returns them if three things hold: the library of library.py is there, its
+products are the fastest (library.product_kernels_for), and the processor has the few further
+instructions of AVX-512 that they need. The maker of the layers checks all shapes (quantization.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for, wide_pointer
 
 logger = logging.getLogger(__name__)
-NARROW: Final = 32  # outputs of a panel; panels come in twos
-QUAD: Final = 4  # inputs that are packed together: a group holds a multiple of them
+NARROW: Final = 32  # outputs of a panel; panels come in pairs
+QUAD: Final = 4  # inputs that are packed together; the size of a group is a multiple of it
 LINE: Final = 64  # bytes
-MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
-PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
+MAX_INPUTS: Final = 1 << 16  # of w8a8: so many products uint8 x int8 sum up to 32 bits
+PEAK_FLOOR: Final = 1e-30  # avoids a division by 0 for an output whose weights are all 0
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 
 
 class _IntegerArgs(ctypes.Structure):
-    """quantized.h's IntegerArgs."""
+    """IntegerArgs of quantized.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "panels", "peaks", "bias", "y")),
@@ -40,7 +40,7 @@ class _IntegerArgs(ctypes.Structure):
 
 
 class _IntegerPack(ctypes.Structure):
-    """quantized.h's IntegerPack."""
+    """IntegerPack of quantized.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("values", "scales", "zeros", "panels")),
@@ -49,7 +49,7 @@ class _IntegerPack(ctypes.Structure):
 
 
 class _W8A8Args(ctypes.Structure):
-    """w8a8.h's W8A8Args."""
+    """W8A8Args of w8a8.h."""
 
     _fields_ = (
         *((n, _POINTER) for n in ("x", "panels", "extra", "scales", "bias", "y")),
@@ -61,7 +61,7 @@ class _W8A8Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """Weights [outputs, inputs] of 4 or 8 bits in quantized.h's panels."""
+    """Weights [outputs, inputs] of 4 or 8 bits in the panels of quantized.h."""
 
     panels: Tensor  # uint8
     peaks: Tensor  # [outputs] float32
@@ -73,7 +73,7 @@ class PackedIntegers:
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
-    """Weights [outputs, inputs] of 8 bits in w8a8.h's panels."""
+    """Weights [outputs, inputs] of 8 bits in the panels of w8a8.h."""
 
     panels: Tensor  # int8
     extra: Tensor  # [outputs] int32
@@ -97,8 +97,11 @@ class IntegerKernels:
     def pack(
         self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[4, 8]
     ) -> PackedIntegers:
-        """values [outputs, inputs] int8 (4 bits: -8..7), scales and zeros [outputs, groups], the
-        zeros small integers; groups of a multiple of QUAD inputs."""
+        """Pack values [outputs, inputs] int8 (4 bits: -8..7) for `linear`.
+
+        scales and zeros are [outputs, groups]; zeros are small integers. The inputs of a group are
+        a multiple of QUAD.
+        """
         (outputs, inputs), groups = values.shape, scales.shape[1]
         scales = scales.float()
         peaks = scales.abs().amax(1).clamp_(min=PEAK_FLOOR)
@@ -122,8 +125,11 @@ class IntegerKernels:
         bias: Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16, or float32 unrounded; see
-        quantized.h."""
+        """Multiply x [T, inputs] bfloat16; return [T, outputs] as bfloat16, or unrounded as
+        float32.
+
+        See quantized.h.
+        """
         x = x.contiguous()
         rows, outputs = x.shape[0], weight.peaks.shape[0]
         y = torch.empty(rows, outputs, dtype=dtype)
@@ -137,7 +143,9 @@ class IntegerKernels:
         return y
 
     def pack_w8a8(self, values: Tensor, scales: Tensor) -> PackedInt8:
-        """values [outputs, inputs] int8, at most MAX_INPUTS of them; scales [outputs]."""
+        """Pack values [outputs, inputs] int8, with at most MAX_INPUTS inputs, and scales
+        [outputs].
+        """
         outputs, inputs = values.shape
         values = values.contiguous()
         shape = (_panels(outputs), -(-inputs // QUAD), NARROW, QUAD)
@@ -153,8 +161,10 @@ class IntegerKernels:
         bias: Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """x [T, inputs] bfloat16, rounded per row, -> [T, outputs] bfloat16, or float32 unrounded;
-        see w8a8.h."""
+        """Multiply x [T, inputs] bfloat16, rounded to 8 bits per row.
+
+        Return [T, outputs] as bfloat16, or unrounded as float32. See w8a8.h.
+        """
         x = x.contiguous()
         rows, outputs, quads = x.shape[0], weight.scales.shape[0], weight.panels.shape[1]
         y = torch.empty(rows, outputs, dtype=dtype)
@@ -175,7 +185,7 @@ def _panels(outputs: int) -> int:
 
 
 def integer_kernels_for(dtype: torch.dtype, device: torch.device) -> IntegerKernels | None:
-    """The kernels, where tensors of this kind are what they take and they are the fastest."""
+    """Return the kernels if they serve this dtype and device and are the fastest, else None."""
     compiled = product_kernels_for(dtype, device)
     if compiled is None:
         return None

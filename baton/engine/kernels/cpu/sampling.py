@@ -14,7 +14,7 @@ _SIZE = ctypes.c_int64
 
 
 class _HighestArgs(ctypes.Structure):
-    """sampling.h's HighestArgs."""
+    """HighestArgs of sampling.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("logits", "values", "ids")),
@@ -23,7 +23,7 @@ class _HighestArgs(ctypes.Structure):
 
 
 class _RaceArgs(ctypes.Structure):
-    """sampling.h's RaceArgs."""
+    """RaceArgs of sampling.h."""
 
     _fields_ = (
         *((n, _POINTER) for n in ("logits", "highest", "temperatures", "keys", "ids")),
@@ -32,7 +32,7 @@ class _RaceArgs(ctypes.Structure):
 
 
 class _TopArgs(ctypes.Structure):
-    """sampling.h's TopArgs."""
+    """TopArgs of sampling.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("logits", "values", "ids")),
@@ -51,8 +51,11 @@ class SamplingKernels:
             function.restype = None
 
     def highest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [N, vocab] float32 -> each row's maximum [N] float32 (NaN if it holds one) and the
-        lowest id that has it [N] int64."""
+        """Return the maximum of each row of logits [N, vocab] float32, and the lowest id that has
+        it.
+
+        The maxima are [N] float32 (NaN if a row holds one), the ids [N] int64.
+        """
         rows, size = _shape(logits)
         values = torch.empty(rows, dtype=torch.float32)
         ids = torch.empty(rows, dtype=torch.int64)
@@ -63,10 +66,11 @@ class SamplingKernels:
         return values, ids
 
     def top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """logits [N, vocab] float32 without NaN -> the `count` highest values of each row and their
-        ids, both [N, count], in no order; -inf, of id 0, where a row has no more that are higher.
+        """Return the `count` highest values of each row of logits [N, vocab], and their ids.
 
-        Of equal values across the border, which ones are taken is not defined.
+        logits are float32 without NaN. Both results are [N, count], in no order. If fewer values of
+        a row are above -inf, the rest is -inf with id 0. If only some of several equal lowest
+        values fit, it is not defined which ones are taken.
         """
         rows, size = _shape(logits)
         if not 0 < count <= size:
@@ -88,10 +92,10 @@ class SamplingKernels:
     def race(
         self, logits: Tensor, highest: Tensor, temperatures: Sequence[float], keys: Sequence[int]
     ) -> list[int | None]:
-        """Who wins each row's keyed draw; None where it is too close to be decided here.
+        """Return the token that wins each row's keyed draw; None if it is too close to decide here.
 
-        logits [N, vocab] float32, `highest` [N] their maxima, all finite; one temperature and one
-        unsigned 64-bit key per row.
+        logits are [N, vocab] float32, `highest` [N] their maxima, all finite. There is one
+        temperature and one unsigned 64-bit key per row.
         """
         rows, size = _shape(logits)
         degrees = np.array(temperatures, np.float32)

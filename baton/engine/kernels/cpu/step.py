@@ -1,7 +1,7 @@
-"""A decode step of a dense decoder in one compiled call: its constants, and the call (step.h).
+"""A decode step of a dense decoder in one compiled call (step.h): its constants, and the call.
 
-`StepModel` holds pointers into a model's weights, `StepPools` into a pool: each is made once, and
-keeps what it points to. Not here: which steps may be taken so (models/compiled_step.py).
+`StepModel` holds pointers into a model's weights, `StepPools` into a pool. Each is made once and
+keeps alive what it points to. Not here: which steps may use it (models/compiled_step.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SIZE = ctypes.c_int64
 
 
 class _StepLinear(ctypes.Structure):
-    """step_integers.h's StepLinear."""
+    """StepLinear of step_integers.h."""
 
     _fields_ = tuple((name, _POINTER) for name in ("panels", "bias", "integers"))
 
 
 class _StepLayer(ctypes.Structure):
-    """step.h's StepLayer."""
+    """StepLayer of step.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
@@ -36,7 +36,7 @@ class _StepLayer(ctypes.Structure):
 
 
 class _StepIntegers(ctypes.Structure):
-    """step_integers.h's StepIntegers."""
+    """StepIntegers of step_integers.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "extra")),
@@ -45,7 +45,7 @@ class _StepIntegers(ctypes.Structure):
 
 
 class _StepPool(ctypes.Structure):
-    """step.h's StepPool."""
+    """StepPool of step.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("keys", "values", "sinks")),
@@ -57,13 +57,13 @@ class _StepPool(ctypes.Structure):
 
 
 class _StepTable(ctypes.Structure):
-    """step.h's StepTable."""
+    """StepTable of step.h."""
 
     _fields_ = (*((name, _POINTER) for name in ("slots", "blocks", "first")), ("width", _SIZE))
 
 
 class _StepArgs(ctypes.Structure):
-    """step.h's StepArgs."""
+    """StepArgs of step.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "pools", "tables", "final_norm", "cos", "sin")),
@@ -76,15 +76,17 @@ class _StepArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class StepLinear:
-    """A product's weights, of bfloat16 (CpuKernels.pack) or integers, and bias [outputs]
-    bfloat16."""
+    """The weights of a product, in bfloat16 (CpuKernels.pack) or integers, and its bias.
+
+    The bias is [outputs] bfloat16, or None.
+    """
 
     weights: Tensor | PackedIntegers | PackedInt8
     bias: Tensor | None
 
 
 class StepLinears:
-    """Some products' weights as C has them, one StepLinear after the other at `address`."""
+    """The weights of several products as C structs, one StepLinear after the other at `address`."""
 
     def __init__(self, linears: Sequence[StepLinear]) -> None:
         self._kept = tuple(linears)
@@ -104,7 +106,7 @@ class StepLinears:
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """Weights of a layer; norms [hidden] bfloat16."""
+    """The weights of a layer. Norms are [hidden] bfloat16."""
 
     input_norm: Tensor
     qkv: StepLinear
@@ -117,7 +119,7 @@ class StepLayer:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a decoder: `hidden` and `inner` (of the gate) multiples of 16, `dim` of 32."""
+    """Sizes of a decoder: `hidden` and `inner` (of the gate) are multiples of 16, `dim` of 32."""
 
     hidden: int
     inner: int
@@ -128,7 +130,7 @@ class StepSizes:
 
     @property
     def scratch(self) -> int:
-        """Numbers that a row needs in between."""
+        """Return how many numbers of scratch space a row needs."""
         attended = self.heads * self.dim
         wide = max(attended + 2 * self.kv_heads * self.dim, 2 * self.inner)
         return wide + max(attended, self.inner) + self.hidden
@@ -145,8 +147,11 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
-    cos and sin [T, 1, dim / 2] bfloat16, positions [T] int64, a table per layer group."""
+    """A step of T rows, one new token each.
+
+    residual [T, hidden] bfloat16 is overwritten. cos and sin are [T, 1, dim / 2] bfloat16,
+    positions [T] int64. `tables` has one per layer group.
+    """
 
     residual: Tensor
     cos: Tensor
@@ -156,10 +161,10 @@ class StepInputs:
 
 
 class StepPools:
-    """The pool as the step reads and writes it: pointers to each layer's keys and values."""
+    """The pool as the compiled step uses it: pointers to each layer's keys and values."""
 
     def __init__(self, layers: Sequence[DecodeLayer], group_of: Sequence[int]) -> None:
-        """`group_of`: the layer group of each layer. All layers have one shape."""
+        """Take the layers, all of one shape, and in `group_of` the layer group of each."""
         _, self.block_size, self.kv_heads, self.dim = layers[0].keys.shape
         self._kept = tuple(layers)
         pools = [
@@ -175,14 +180,14 @@ class StepPools:
 
     @staticmethod
     def suit(layers: Sequence[DecodeLayer | None]) -> bool:
-        """Whether they are all of one shape, bfloat16, keys as long as values."""
+        """Whether all layers are bfloat16 and of one shape, with keys as long as values."""
         shapes = {(x.keys.shape[1:], x.values.shape[1:]) for x in layers if x is not None}
         plain = all(x is not None and x.keys.dtype == torch.bfloat16 for x in layers)
         return plain and len(shapes) == 1 and all(keys == values for keys, values in shapes)
 
 
 class StepModel:
-    """A decoder's layers, ready to be taken in one call."""
+    """A decoder's layers, ready for one call per step."""
 
     def __init__(
         self,
@@ -202,7 +207,9 @@ class StepModel:
         self._call.restype = None
 
     def run(self, inputs: StepInputs, pools: StepPools) -> Tensor:
-        """Hidden states [T, hidden] after the final norm; writes the step's KV into the pool."""
+        """Return the hidden states [T, hidden] after the final norm, and write the step's KV to the
+        pool.
+        """
         sizes, residual = self.sizes, inputs.residual
         rows = residual.shape[0]
         assert (pools.kv_heads, pools.dim) == (sizes.kv_heads, sizes.dim)

@@ -1,4 +1,4 @@
-"""The Triton kernels: tensors in, tensors out, a plain torch twin each (docs/kernels.md).
+"""The Triton kernels: tensors in, tensors out, each with a plain torch twin (docs/kernels.md).
 
-Importing a module of this package imports triton; `support.py` alone does not.
+Importing a module of this package imports triton, except `support.py`.
 """

@@ -1,11 +1,11 @@
-"""Paged decode attention: one new token per sequence, its keys split over programs.
+"""Paged decode attention: one new token per sequence; several programs share its keys.
 
     program (row, kv head, split)    the group's query heads against keys of one split
     combine (row, query head)        the splits' sums, rescaled to one maximum; sinks
 
 GQA: the query heads of one KV head are the rows of one product, so K and V are read once. With one
-split there is nothing to combine. How many splits depends on the number of rows alone: a launch can
-be recorded in a CUDA graph. A row of 0 tokens is padding and yields zeros.
+split there is nothing to combine. The number of splits depends only on the number of rows, so that
+a launch can be recorded in a CUDA graph. A row of 0 tokens is padding and yields zeros.
 Twin: attention/reference.py, and torch_cpu.py. Source: the split of FlashDecoding
 (crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -22,16 +22,17 @@ from torch import Tensor
 from baton.engine.kernels.gpu.pages import Heads, LayerPages, finished, online, padded, places
 
 MAX_SPLITS: Final = 32
-PROGRAMS: Final = 512  # about so many fill a GPU: 4 on each of an H100's 132 multiprocessors
-TILE_BYTES: Final = 16_384  # of the keys of a step
-KEY_TILES: Final = (16, 64)  # keys per step of a program: at least, at most
+PROGRAMS: Final = 512  # about as many as fill a GPU: 4 on each of an H100's 132 multiprocessors
+TILE_BYTES: Final = 16_384  # bytes of keys that a program reads at once
+KEY_TILES: Final = (16, 64)  # least and most keys that a program reads at once
 
 
 class GpuDecodeRows(NamedTuple):
     """Rows of one new token each.
 
-    `numbers` [4, n] int64: each one's row of q and out, its row of `tables`, its tokens (the new
-    one included; 0 = padding) and its first held block. `tables` [S, W] int64: blocks.
+    `numbers` [4, n] int64 has four numbers per row: its row of q and out, its row of `tables`, its
+    number of tokens (the new one included; 0 = padding), and the index of its first held block.
+    `tables` [S, W] int64 lists the blocks.
     """
 
     numbers: Tensor
@@ -46,7 +47,10 @@ class _Rows(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """acc float32 [n, query_heads, splits, v_dim], stats float32 [2, n, query_heads, splits]."""
+    """Results of the splits: acc float32 [n, query_heads, splits, v_dim] and stats float32.
+
+    stats is [2, n, query_heads, splits]: the maxima and the sums of the softmax.
+    """
 
     acc: Any
     stats: Any
@@ -57,14 +61,14 @@ def decode_attention(
 ) -> None:
     """Fill the rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim].
 
-    `splits`: a power of two up to MAX_SPLITS; None = by the number of rows.
+    `splits` is a power of two up to MAX_SPLITS; None chooses it by the number of rows.
     """
     count, query_heads = rows.numbers.shape[1], q.shape[1]
     group = query_heads // layer.kv_heads
     if splits is None:
         splits = splits_for(count, layer.kv_heads)
     heads = Heads.of(q, out)
-    partial = _Partial(q, q)  # never touched with one split
+    partial = _Partial(q, q)  # never used with one split
     if splits > 1:
         shape = (count, query_heads, splits)
         partial = _Partial(
@@ -87,14 +91,18 @@ def decode_attention(
 
 
 def splits_for(count: int, kv_heads: int) -> int:
-    """Splits of so many rows: enough programs to fill a GPU, a power of two."""
+    """Return the splits for `count` rows: a power of two that gives enough programs to fill a
+    GPU.
+    """
     wanted = -(-PROGRAMS // max(1, count * kv_heads))
     return min(MAX_SPLITS, triton.next_power_of_2(wanted))
 
 
 def key_tile(dtype: torch.dtype, dim: int) -> int:
-    """Keys per step: half as many where a head is wide, few in float32, whose products keep their
-    operands in registers."""
+    """Return how many keys a program reads at once.
+
+    Wide heads read fewer. float32 reads the least, because its products keep operands in registers.
+    """
     fits = TILE_BYTES // (padded(dim) * dtype.itemsize)
     return KEY_TILES[0] if dtype == torch.float32 else max(KEY_TILES[0], min(KEY_TILES[1], fits))
 
@@ -170,7 +178,7 @@ def _combine_kernel(
     top = tl.max(greatest, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     kept = tl.exp2(greatest - base)
-    # One row of the shape that `finished` takes.
+    # One row, in the shape that `finished` takes.
     whole = tl.sum(acc * kept[:, None], 0)[None, :]
     one = tl.zeros([1], tl.float32)
     sink = one

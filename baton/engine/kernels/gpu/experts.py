@@ -1,12 +1,12 @@
-"""A mixture's experts in two grouped products: rows sorted by expert, tiles that never mix experts.
+"""A mixture's experts in two grouped products: rows sorted by expert, one expert per tile.
 
     choices sorted by expert    e0 e0 e0 | e2 e2 | e3 ...       tiles of one expert each
     gate and up, gated          [T * per_token, I]              the rows gathered from `hidden`
     down                        [T * per_token, H]              scattered back to (token, choice)
 
-The layout is made on the device without asking it anything, for as many tiles as there can be: the
-layer can be recorded in a CUDA graph. Twin: models/experts.py's Experts. Source:
-MegaBlocks (arXiv 2211.15841), vLLM's fused_moe.
+The layout is made on the device, without reading anything back, and has room for the most tiles
+that are possible. So the layer can be recorded in a CUDA graph. Twin: models/experts.py's Experts.
+Source: MegaBlocks (arXiv 2211.15841), vLLM's fused_moe.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ OUTPUT_TILE = 64
 
 
 class ExpertLayout(NamedTuple):
-    """`order` [T * per_token]: choices sorted by expert. Of each tile: its `expert` (the number of
-    experts: none), its first row of `order` and the row behind its expert's last."""
+    """Which tile computes which choices.
+
+    `order` [T * per_token]: the choices sorted by expert. Per tile: `expert` is its expert
+    (num_experts for an empty tile), `first` its first row of `order`, `end` the row after the
+    expert's last one. `rows` is the number of rows of a tile.
+    """
 
     order: Tensor
     expert: Tensor
@@ -47,9 +51,11 @@ class _ExpertTiles(NamedTuple):
 def grouped_experts(
     hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, some: bool = False
 ) -> Tensor:
-    """What each choice of each token says: hidden [T, H], chosen [T, per_token] int64, gate_up
-    [E, 2 * I, H], down [E, H, I] -> [T, per_token, H]. `some`: E may be chosen, an expert that is
-    not here: zeros, which are not computed."""
+    """Return the result of each choice of each token, [T, per_token, H].
+
+    hidden is [T, H], chosen [T, per_token] int64, gate_up [E, 2 * I, H], down [E, H, I]. `some`: E
+    may be chosen, an expert that is not here: zeros, which are not computed.
+    """
     num_experts, width, size = down.shape
     layout = lay_out(chosen, num_experts)
     middle = hidden.new_empty(chosen.numel(), size)
@@ -62,8 +68,10 @@ def grouped_experts(
 
 
 def lay_out(chosen: Tensor, num_experts: int) -> ExpertLayout:
-    """chosen [T, per_token] -> its layout, in tiles of about an expert's share of rows. Choices of
-    `num_experts`, which lie elsewhere, are in no tile."""
+    """Return the layout of chosen [T, per_token], in tiles of about an expert's share of rows.
+
+    Choices of `num_experts`, which lie elsewhere, are in no tile.
+    """
     flat = chosen.flatten()
     rows = min(128, max(16, triton.next_power_of_2(flat.numel() // num_experts)))
     order = flat.argsort(stable=True)
@@ -81,8 +89,11 @@ def lay_out(chosen: Tensor, num_experts: int) -> ExpertLayout:
 
 
 def _launch(x: Tensor, weight: Tensor, y: Tensor, layout: ExpertLayout, per_token: int) -> None:
-    """y = x weight^T by expert. `per_token` > 0: x is gathered by token, and the product is gated;
-    0: y is scattered by choice."""
+    """Compute y = x weight^T by expert.
+
+    With `per_token` > 0 x is gathered by token and the product is gated. With 0 y is scattered by
+    choice.
+    """
     outputs, inputs = y.shape[1], x.shape[1]
     assert weight.is_contiguous()
     grid = (layout.expert.shape[0], triton.cdiv(outputs, OUTPUT_TILE))
@@ -112,7 +123,7 @@ def _grouped_kernel(
             source, target = choice // tiles.per_token, row
         output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         within = output < outputs
-        # Gate and up lie behind each other: outputs rows apart.
+        # The rows of up follow those of gate, `outputs` rows later.
         height = outputs * 2 if GATED else outputs
         base = weight + expert * height * inputs + output[:, None] * inputs
         acc = tl.zeros([ROWS, OUTPUTS], tl.float32)

@@ -1,8 +1,9 @@
 """x times integer weights, widened tile by tile on their way to the product, never in memory.
 
-int8: a scale per output, or scale and zero per group. int4: two to a byte, each group's first half
-in the low bits and its second half in the high bits, so that both meet contiguous inputs. Twin:
-quantization.py's `IntWeight.dequantized` and `functional.linear`.
+int8 has a scale per output, or scale and zero per group. int4 has two numbers to a byte: the first
+half of each group in the low bits and its second half in the high bits, so that each half is
+multiplied with adjacent inputs. Twin: `IntWeight.dequantized` and `functional.linear`
+(quantization/integer.py).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from baton.engine.quantization.integer import IntWeight
 
 MAX_STEP: Final = 128  # inputs per step of a product
-MIN_STEP: Final = 32  # so that half a step of int4 is a product's least side
+MIN_STEP: Final = 32  # half a step of int4 must not be shorter than a product's shortest side
 
 
 class _Weight(NamedTuple):
-    """stored [outputs, bytes], scales and zeros float32 [outputs, groups]."""
+    """stored [outputs, bytes]; scales and zeros float32 [outputs, groups]."""
 
     stored: Any
     scales: Any
@@ -34,10 +35,10 @@ class _Weight(NamedTuple):
 
 
 class TritonIntLinear:
-    """A linear layer of integer weights. Any float dtype; see linear.Linear."""
+    """A linear layer with integer weights, for inputs of any float dtype; see linear.Linear."""
 
     def __init__(self, weight: IntWeight, bias: Tensor | None) -> None:
-        """`weight` that `suits`; bias [out] or None."""
+        """Take a `weight` that `suits`, and bias [out] or None."""
         self._step = _step(weight)
         self._bits, self._groups, self._bias = weight.bits, weight.num_groups, bias
         self._group_size = weight.group_size
@@ -50,7 +51,7 @@ class TritonIntLinear:
 
     @staticmethod
     def suits(weight: IntWeight) -> bool:
-        """Whether tiles of inputs fit its groups; its columns must be in order."""
+        """Whether the columns of `weight` are in order, and its groups can be cut into steps."""
         return weight.order is None and _step(weight) >= MIN_STEP
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,15 +75,21 @@ class TritonIntLinear:
 
 
 def pack_halves(values: Tensor, step: int) -> Tensor:
-    """values [out, in] int8 of -8..7 -> bytes [out, in / 2]: of each run of `step` inputs, byte j
-    holds inputs j (low bits) and j + step / 2, both 8 higher."""
+    """Pack values [out, in] int8 of -8..7 into bytes [out, in / 2].
+
+    Of each run of `step` inputs, byte j holds input j (low bits) and input j + step / 2 (high
+    bits), each increased by 8.
+    """
     halves = (values + 8).view(torch.uint8).unflatten(1, (-1, 2, step // 2))
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
 
 
 def _step(weight: IntWeight) -> int:
-    """The inputs of a step: the greatest power of two up to MAX_STEP that divides a group (of int4;
-    of int8 in one group any would do)."""
+    """Return how many inputs a step takes.
+
+    It is the greatest power of two up to MAX_STEP that divides a group. For int8 with one group any
+    number would do.
+    """
     size = weight.group_size
     if weight.bits == 8 and weight.num_groups == 1:
         return MAX_STEP // 2

@@ -1,7 +1,7 @@
-"""Keys and values into the pool, rounded as it stores them.
+"""Writes keys and values into the pool, rounded to the pool's dtype.
 
-Rows whose slot is negative are padding and go nowhere: a recorded decode step may have some. Twin:
-attention/kv_store.py, to the bit.
+Rows whose slot is negative are padding and are not written; recorded decode steps have such rows.
+Twin: attention/kv_store.py, equal bit for bit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _INT8: tl.constexpr = tl.constexpr(INT8)
 _FP8: tl.constexpr = tl.constexpr(FP8)
 _FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 _FP8_LEAST_NORMAL: tl.constexpr = tl.constexpr(2.0**-6)
-# Added and taken away again, it leaves the nearest integer, ties to even: |x| < 2^22.
+# For |x| < 2^22: x plus this number, minus it, is the nearest integer to x, ties to even.
 _TO_INTEGER: tl.constexpr = tl.constexpr(1.5 * 2**23)
 
 
 def store(k: Tensor, v: Tensor, layer: LayerPages, slots: Tensor) -> None:
-    """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at flat `slots` [T] int64; mutates
-    the pool. A head's numbers lie side by side."""
+    """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] in the pool at flat `slots` [T]
+    int64.
+    """
     if k.stride(2) != 1 or v.stride(2) != 1:
         k, v = k.contiguous(), v.contiguous()
     _store_kernel[(slots.shape[0], layer.kv_heads)](
@@ -35,16 +36,17 @@ def store(k: Tensor, v: Tensor, layer: LayerPages, slots: Tensor) -> None:
 
 @triton.jit
 def to_integer(x):
-    """The nearest integer, ties to even, as float32; |x| < 2^22."""
+    """Return the nearest integer to x, ties to even, as float32; |x| < 2^22."""
     return (x + _TO_INTEGER) - _TO_INTEGER
 
 
 @triton.jit
 def fp8_bytes(x):
-    """float32 -> bytes of float8_e4m3fn, to nearest (ties to even), clamped to its range.
+    """Turn float32 into bytes of float8_e4m3fn, rounded to nearest (ties to even) and clamped.
 
-    In integers, because the interpreter's casts to narrow floats do not round so: exponent and
-    three bits of mantissa of a float32, the bias of 127 made 7; below 2^-6, steps of 2^-9.
+    It computes with integers, because the interpreter's casts to narrow floats round otherwise. It
+    takes the exponent and three bits of mantissa of a float32, and changes the exponent's bias from
+    127 to 7. Below 2^-6 the steps are 2^-9.
     """
     x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
     bits = x.to(tl.int32, bitcast=True)
@@ -57,13 +59,13 @@ def fp8_bytes(x):
 
 @triton.jit
 def scale_of(greatest):
-    """int8: what one step is worth, from the greatest magnitude of a head."""
+    """Return the int8 scale of a head: its greatest magnitude, divided by 127."""
     return tl.div_rn(tl.maximum(greatest, 1e-12), tl.full(greatest.shape, 127.0, tl.float32))
 
 
 @triton.jit
 def put(pages, at, x, scale, mask, STORAGE: tl.constexpr):
-    """Store float32 x at elements `at` of pages.rows; `scale` as x (int8 alone looks at it)."""
+    """Store float32 x at elements `at` of pages.rows. Only int8 uses `scale`, of the shape of x."""
     if STORAGE == _INT8:
         tl.store(pages.rows + at, to_integer(tl.div_rn(x, scale)).to(tl.int8), mask=mask)
     elif STORAGE == _FP8:

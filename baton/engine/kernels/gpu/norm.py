@@ -11,8 +11,10 @@ MAX_WIDTH = 1 << 15  # numbers of a row that one program holds
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Add `delta` to `residual`, which is mutated; its RMSNorm. All [T, H] contiguous, weight [H],
-    H <= MAX_WIDTH."""
+    """Add `delta` to `residual` in place, and return the RMSNorm of the sum.
+
+    All are [T, H] and contiguous, weight is [H]; H <= MAX_WIDTH.
+    """
     rows, width = residual.shape
     assert width <= MAX_WIDTH
     assert residual.is_contiguous()
@@ -34,7 +36,7 @@ def _norm_kernel(residual, delta, weight, out, width, epsilon, WIDTH: tl.constex
     x = tl.load(residual + row * width + column, mask=inside, other=0.0)
     if ADDS:
         added = tl.load(delta + row * width + column, mask=inside, other=0.0)
-        # Rounded before it is squared: the norm is of what the next layer adds to.
+        # Rounded before the norm, so that the norm is that of the stored residual.
         x = (x.to(tl.float32) + added.to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(residual + row * width + column, x, mask=inside)
     wide = x.to(tl.float32)

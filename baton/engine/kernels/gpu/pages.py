@@ -1,9 +1,8 @@
-"""What the attention kernels share: pages of the KV pool, softmax kept online, scores as layers
-want them.
+"""What the attention kernels share: pages of the KV pool, an online softmax, and score rules.
 
-`Pages`, `Rule` and the other NamedTuples of these kernels travel into Triton as they are: a kernel
-reads `pages.rows`, `pages.token`. Positions count from a sequence's first token; its block list
-begins at block `first`.
+`Pages`, `Rule` and the other NamedTuples are passed to Triton as they are: a kernel reads
+`pages.rows`, `pages.token`. Positions count from a sequence's first token; the sequence's block
+list begins at block `first`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from baton.engine.kernels.gpu.products import integers, product
 from baton.engine.state.attention import AttentionLayer, KVViews
 from baton.protocol.errors import InternalError
 
-EXACT: Final = 0  # how pages store numbers: in the model's dtype,
-INT8: Final = 1  # int8 with a float32 scale per token and head,
-FP8: Final = 2  # bytes of float8_e4m3fn
+EXACT: Final = 0  # pages store numbers in the model's dtype
+INT8: Final = 1  # pages store int8, with a float32 scale per token and head
+FP8: Final = 2  # pages store bytes of float8_e4m3fn
 
 _INT8: tl.constexpr = tl.constexpr(INT8)
 _FP8: tl.constexpr = tl.constexpr(FP8)
@@ -29,10 +28,11 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 class Pages(NamedTuple):
-    """K or V of one layer: `rows` [num_blocks, block_size, kv_heads, dim] (fp8: as bytes), `scales`
-    [num_blocks, block_size, kv_heads] float32 (int8; else rows once more, never read).
+    """K or V of one layer.
 
-    `block`, `token`, `head`, `scale_block`, `scale_token`: strides in elements.
+    `rows` is [num_blocks, block_size, kv_heads, dim] (fp8: as bytes). `scales` is [num_blocks,
+    block_size, kv_heads] float32 for int8; else it is `rows` again and never read. The other fields
+    are strides in elements.
     """
 
     rows: Any
@@ -45,8 +45,11 @@ class Pages(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """AttentionLayer for a kernel: `sinks` float32 [query_heads] (any tensor where there are none),
-    `softcap` and `window` 0 for none."""
+    """An AttentionLayer for a kernel.
+
+    `sinks` is float32 [query_heads], or any tensor if the layer has none. `softcap` and `window`
+    are 0 for none.
+    """
 
     sinks: Any
     scale: Any
@@ -55,7 +58,7 @@ class Rule(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """q and out [T, heads, dim] and their strides over rows and heads."""
+    """q and out [T, heads, dim], and their strides over rows and heads."""
 
     q: Any
     out: Any
@@ -66,7 +69,7 @@ class Heads(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, out: Tensor) -> Heads:
-        """As they lie."""
+        """Take q and out with their strides."""
         return Heads(q, out, *q.stride()[:2], *out.stride()[:2])
 
 
@@ -86,9 +89,9 @@ class LayerPages(NamedTuple):
 
 
 def layer_pages(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages:
-    """What the kernels read of a layer, by the dtype of its views.
+    """Return what the kernels read of a layer, by the dtype of its views.
 
-    Raises InternalError for MLA, and for a pool whose numbers of a head have gaps.
+    Raises InternalError for MLA, and for a pool in which the numbers of a head are not adjacent.
     """
     keys, values = pool.layer(layer)
     if spec.latent or not values.shape[3]:
@@ -99,7 +102,7 @@ def layer_pages(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages:
         scales = pool.scales(layer)
     if storage == FP8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    # Read by the kernels with a stride of 1, in float32.
+    # The kernels read sinks as float32 with a stride of 1.
     sinks = keys if spec.sinks is None else spec.sinks.to(keys.device, torch.float32).contiguous()
     rule = Rule(sinks, float(spec.scale), float(spec.softcap or 0.0), spec.window)
     return LayerPages(
@@ -110,7 +113,9 @@ def layer_pages(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages:
 
 
 def padded(size: int) -> int:
-    """The tile that holds `size` numbers: a power of two, at least 16 (a product's least side)."""
+    """Return the size of a tile for `size` numbers: a power of two, at least 16, as products
+    need.
+    """
     return max(16, triton.next_power_of_2(size))
 
 
@@ -130,15 +135,19 @@ def _pages(rows: Tensor, scales: Tensor | None) -> Pages:
 
 @triton.jit
 def places(table, position, first, seen, BLOCK_SIZE: tl.constexpr):
-    """Blocks (int64) and offsets of the positions [N] of one sequence where `seen`."""
+    """Return blocks (int64) and offsets of the positions [N] of one sequence where `seen` is
+    true.
+    """
     block = tl.load(table + (position // BLOCK_SIZE - first), mask=seen, other=0)
     return block.to(tl.int64), position % BLOCK_SIZE
 
 
 @triton.jit
 def load_pages(pages, block, offset, head, seen, dim, DIM: tl.constexpr):
-    """Rows of `head` at (block, offset) [N] as stored: [N, DIM], zeros where not `seen` and beyond
-    `dim`."""
+    """Load the rows of `head` at (block, offset) [N] as stored, [N, DIM].
+
+    They are zero where `seen` is false, and beyond `dim`.
+    """
     at = block * pages.block + offset * pages.token + head * pages.head
     column = tl.arange(0, DIM)
     mask = seen[:, None] & (column < dim)[None, :]
@@ -147,14 +156,16 @@ def load_pages(pages, block, offset, head, seen, dim, DIM: tl.constexpr):
 
 @triton.jit
 def load_scales(pages, block, offset, head, seen):
-    """Scales of `head` at (block, offset) [N]: [N] float32."""
+    """Load the scales of `head` at (block, offset) [N]: [N] float32, zero where `seen` is false."""
     at = block * pages.scale_block + offset * pages.scale_token + head
     return tl.load(pages.scales + at, mask=seen, other=0.0)
 
 
 @triton.jit
 def widen(rows, like: tl.constexpr, STORAGE: tl.constexpr):
-    """Stored numbers in dtype `like`, without their scales; exact in bfloat16 and wider."""
+    """Convert stored numbers to dtype `like`, without scales; exact in bfloat16 and wider
+    dtypes.
+    """
     if STORAGE == _INT8:
         return integers(rows, like)
     if STORAGE == _FP8:
@@ -164,17 +175,17 @@ def widen(rows, like: tl.constexpr, STORAGE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Without libdevice, which the interpreter lacks; within 1e-7 of it."""
+    """Compute tanh within 1e-7 without libdevice, which the interpreter lacks."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def online(q, state, seen, where, pages, shape: tl.constexpr):
-    """Attend with q [M, DIM] to one tile of keys and values.
+    """Attend with q [M, DIM] to one tile of keys and values, and return the new state.
 
-    state: (acc [M, V_DIM], greatest [M], total [M]), in base 2. seen [M, N]; where: (block, offset,
-    held, head), `held` [N] the keys that exist; pages: (keys, values, rule, k_dim, v_dim); shape:
-    (DIM, V_DIM, STORAGE, CAPPED). Returns the new state.
+    state: (acc [M, V_DIM], greatest [M], total [M]), in base 2. seen: [M, N]. where: (block,
+    offset, held, head); `held` [N] tells which keys exist. pages: (keys, values, rule, k_dim,
+    v_dim). shape: (DIM, V_DIM, STORAGE, CAPPED).
     """
     acc, greatest, total = state
     block, offset, held, head = where
@@ -187,7 +198,7 @@ def online(q, state, seen, where, pages, shape: tl.constexpr):
         scores = rule.softcap * tanh(scores / rule.softcap)
     scores = tl.where(seen, scores * _LOG2E, float("-inf"))
     higher = tl.maximum(greatest, tl.max(scores, 1))
-    # A row that has seen nothing yet keeps -inf: its weights are zeros, not NaN.
+    # A row that has seen no key yet keeps -inf; base 0 makes its weights zeros, not NaN.
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(greatest - base)
@@ -201,7 +212,7 @@ def online(q, state, seen, where, pages, shape: tl.constexpr):
 
 @triton.jit
 def finished(state, sink, HAS_SINKS: tl.constexpr):
-    """acc / total, with the sinks' share [M] (natural units); zeros where nothing was seen."""
+    """Return acc / total, where total includes the sinks [M]; zeros for rows that saw no key."""
     acc, greatest, total = state
     if HAS_SINKS:
         sink = sink * _LOG2E

@@ -1,11 +1,11 @@
-"""Paged prefill attention: spans of several new tokens over everything their sequence holds.
+"""Paged prefill attention: spans of several new tokens over all tokens of their sequence.
 
     program (tile, query head)    rows of one span against keys [low, last row's position]
 
-All keys and values come from the pool, the step's own too: the prefix of a chunked prompt, a prefix
-hit and fetched KV look alike. Keys that every row of a tile sees need no mask; the diagonal and
-windows do. Twin: attention/reference.py, and torch_cpu.py. Source: FlashAttention-2 (arXiv
-2307.08691).
+All keys and values come from the pool, even those of the step itself. So the prefix of a chunked
+prompt, a prefix hit and fetched KV look alike. Keys that every row of a tile sees need no mask;
+keys on the diagonal and at the edge of a window need one. Twin: attention/reference.py, and
+torch_cpu.py. Source: FlashAttention-2 (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class TileSizes:
 
 
 class PrefillTiles(NamedTuple):
-    """`numbers` [5, n] int64 of each tile: its first row of q, how many rows, the first one's
-    position, its sequence's row of `tables` [S, W] and first held block."""
+    """The tiles of a step.
+
+    `numbers` [5, n] int64 has per tile: its first row of q, its number of rows, the position of its
+    first row, its sequence's row of `tables` [S, W], and the sequence's first held block.
+    """
 
     numbers: Tensor
     tables: Tensor
@@ -49,15 +52,18 @@ class _Tiles(NamedTuple):
 
 
 def tile_sizes(dtype: torch.dtype, dim: int) -> TileSizes:
-    """What an H100's registers and shared memory hold; float32 has no tensor cores here, and keeps
-    its operands in registers."""
+    """Return the tile that fits an H100's registers and shared memory.
+
+    float32 does not use tensor cores here and keeps its operands in registers, so its tile is
+    small.
+    """
     if dtype == torch.float32:
         return TileSizes(16, 16)
     return TileSizes(128, 64) if padded(dim) <= 128 else TileSizes(64, 32)
 
 
 def lay_tiles(spans: Sequence[Span], table: GroupTables, sizes: TileSizes) -> PrefillTiles | None:
-    """The tiles of all spans of several rows; None without any."""
+    """Return the tiles of all spans of several rows; None if there is no such span."""
     numbers: list[tuple[int, ...]] = []
     for index, span in enumerate(spans):
         if span.num_rows == 1:
@@ -68,14 +74,14 @@ def lay_tiles(spans: Sequence[Span], table: GroupTables, sizes: TileSizes) -> Pr
             numbers.append((*at, index, table.first[index]))
     if not numbers:
         return None
-    # The last tiles of a span see the most keys: started first, the short ones fill the end.
+    # The last tiles of a span see the most keys. They start first, and short ones fill the end.
     numbers.reverse()
     columns = torch.from_numpy(np.array(numbers, dtype=np.int64).T.copy())
     return PrefillTiles(columns.to(table.blocks.device), table.blocks, sizes)
 
 
 def prefill_attention(q: Tensor, out: Tensor, layer: LayerPages, tiles: PrefillTiles) -> None:
-    """Fill the tiles' rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
+    """Fill the rows of the tiles in out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
     count, query_heads = tiles.numbers.shape[1], q.shape[1]
     _prefill_kernel[(count, query_heads)](
         Heads.of(q, out),
@@ -110,7 +116,8 @@ def _prefill_kernel(
 
     low = tl.where(rule.window > 0, tl.maximum(position - rule.window + 1, 0), 0)
     high = position + count
-    # Keys below `plain` are seen by every row; a window hides some of almost every tile.
+    # Every row sees the keys below `plain`. With a window `plain` is `low`: almost every tile has
+    # hidden keys.
     plain = low + tl.where(rule.window > 0, 0, (position + 1 - low) // KEYS * KEYS)
     acc = tl.zeros([ROWS, V_DIM], tl.float32)
     greatest = tl.full([ROWS], float("-inf"), tl.float32)

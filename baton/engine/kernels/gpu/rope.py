@@ -1,11 +1,11 @@
-"""RMSNorm of query and key heads, their rotation and, fused, keys and values into the pool.
+"""RMSNorm and rotation of query and key heads; if fused, also the write of K and V to the pool.
 
     heads of a row   0 .. heads | .. + kv_heads | .. + 2 * kv_heads
                      query      | key           | value
-                     norm, rotate, in place     | stored as it is (fused alone)
+                     norm, rotate, in place     | stored unchanged (only if fused)
 
-Rounds once where torch rounds after each operation. Twins: models/elementwise.py's TorchElementwise
-and, for the fused one, kv_store.py behind it.
+It rounds once where torch rounds after each operation. Twins: models/elementwise.py's
+TorchElementwise; for the fused kernel, TorchElementwise followed by kv_store.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class _Norms(NamedTuple):
 
 
 def rotate(qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None) -> None:
-    """Normalize, if norms are given, and rotate the query and key heads of qkv
-    [T, heads + 2 * kv_heads, D], contiguous, in place."""
+    """Normalize (if norms are given) and rotate the query and key heads of qkv in place.
+
+    qkv is [T, heads + 2 * kv_heads, D] and contiguous.
+    """
     heads = (qkv.shape[1] + num_heads) // 2
     nowhere = Pages(qkv, qkv, 0, 0, 0, 0, 0)
     _launch(qkv, (rotation, norms), (num_heads, heads), (nowhere, nowhere, qkv), (1, 0, False))
@@ -52,7 +54,9 @@ def rotate_and_store(
     layer: LayerPages,
     slots: Tensor,
 ) -> None:
-    """`rotate`, and keys and values of row t into the pool at flat slots[t]; negative: nowhere."""
+    """Do `rotate`, then store K and V of row t in the pool at flat slots[t], unless it is
+    negative.
+    """
     where = (layer.keys, layer.values, slots)
     kind = (layer.block_size, layer.storage, True)
     _launch(qkv, (rotation, norms), (num_heads, qkv.shape[1]), where, kind)
@@ -65,7 +69,10 @@ def _launch(
     where: tuple[Pages, Pages, Tensor],
     kind: tuple[int, int, bool],
 ) -> None:
-    """heads: (query heads, heads to look at); kind: (block size, storage, whether to store)."""
+    """Launch the kernel.
+
+    heads: (query heads, heads to process). kind: (block size, storage, whether to store).
+    """
     rotation, norms = how
     rows, total, dim = qkv.shape
     assert qkv.is_contiguous()
@@ -115,7 +122,7 @@ def _rotate_kernel(
     cos, sin = cos.to(tl.float32)[None, :], sin.to(tl.float32)[None, :]
     left = tl.where(rotates, first * cos - second * sin, first)
     right = tl.where(rotates, second * cos + first * sin, second)
-    # The pool gets what attention would read of qkv: rounded to the model's dtype.
+    # The pool gets what attention would read from qkv: numbers rounded to the model's dtype.
     kind = qkv.dtype.element_ty
     left, right = left.to(kind), right.to(kind)
     tl.store(qkv + low, left, mask=mask & rotates)
@@ -132,7 +139,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _put(pages, slot, head, mine, halves, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr):
-    """Both halves [HEADS, HALF] of the heads where `mine` into the pool's `head` at `slot`."""
+    """Store both halves [HEADS, HALF] of the heads where `mine` is true in the pool at `slot`."""
     left, right, column, half = halves
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     at = (block * pages.block + offset * pages.token + head * pages.head)[:, None] + column

@@ -1,10 +1,10 @@
-"""Tokens of rows that keep their whole vocabulary: the maximum, or the keyed draw.
+"""Tokens of rows without a filter: the maximum, or the keyed draw.
 
     program (row, split)    the best of one stretch of the vocabulary
     best of splits (row)    the highest score; the lowest id on ties
 
-A keyed draw is sampler.py's: float32 noise rules out nearly every tile of the vocabulary, what may
-win is scored in float64. Twins: sampler.py's `_argmax` and `_choose_whole`.
+A keyed draw is that of sampler.py. float32 noise rules out almost every tile of the vocabulary;
+tokens that may win get a float64 score. Twins: sampler.py's `_argmax` and `_choose_whole`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.engine.kernels.noise import BITS, FINALIST_MARGIN, GOLDEN, MULTIPLIERS
 
-STRETCH: Final = 8192  # of the vocabulary, per program
+STRETCH: Final = 8192  # tokens of the vocabulary per program
 TILE: Final = 1024
 
 _MARGIN: tl.constexpr = tl.constexpr(FINALIST_MARGIN)
@@ -39,8 +39,10 @@ class _Draws(NamedTuple):
 
 
 def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [N, vocab] float32 -> each row's maximum [N] float32 and the lowest id that has it
-    [N] int64."""
+    """Return the maximum of each row of logits [N, vocab] float32, and the lowest id that has it.
+
+    The maxima are [N] float32, the ids [N] int64.
+    """
     logits = logits.contiguous()
     rows, vocab = logits.shape
     splits = triton.cdiv(vocab, STRETCH)
@@ -52,8 +54,11 @@ def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keyed(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-    """logits [N, vocab] float32, temperatures [N] float32, keys [N] int64 (Draw.key, two's
-    complement) -> token ids [N] int64: the highest logit / temperature + Gumbel noise."""
+    """Return the token ids [N] int64 with the highest logit / temperature + Gumbel noise.
+
+    logits are [N, vocab] float32, temperatures [N] float32, keys [N] int64 (Draw.key in two's
+    complement).
+    """
     logits = logits.contiguous()
     rows, vocab = logits.shape
     splits = triton.cdiv(vocab, STRETCH)
@@ -125,7 +130,7 @@ def _keyed_kernel(logits, draws, scores, ids, vocab, STRETCH: tl.constexpr,
         if tl.max(guess, 0) >= tl.max(hopeful, 0) - _MARGIN:
             uniform = (bits.to(tl.float64) + 0.5) * _UNIT
             exact = scaled.to(tl.float64) - tl.log(-tl.log(uniform))
-            # Not what only rounding could make a winner: the twin looks at finalists alone.
+            # The twin looks at finalists only, so other tokens must not win by rounding.
             exact = tl.where(guess >= tl.max(hopeful, 0) - _MARGIN, exact, float("-inf"))
             highest = tl.max(exact, 0)
             lowest = tl.min(tl.where(exact == highest, column, vocab), 0)
@@ -150,7 +155,7 @@ def _best_kernel(scores, ids, best, tokens, splits, WIDTH: tl.constexpr):
 
 @triton.jit
 def _noise_bits(key, column):
-    """sampler.py's `_noise_bits`: 52 random bits of (key, vocabulary id), uint64."""
+    """Return the 52 random bits of (key, vocabulary id), uint64, as `_noise_bits` of sampler.py."""
     z = (column.to(tl.uint64) + 1) * _STEP + key
     z = (z ^ (z >> 30)) * _FIRST
     z = (z ^ (z >> 27)) * _SECOND
@@ -159,8 +164,8 @@ def _noise_bits(key, column):
 
 @triton.jit
 def _rough_gumbel(bits):
-    """Gumbel noise in float32, well within FINALIST_MARGIN of the exact one."""
-    # 1 - u, which float32 holds to full relative precision where scores are high.
+    """Return Gumbel noise in float32, well within FINALIST_MARGIN of the exact noise."""
+    # 1 - u: float32 holds it to full relative precision where scores are high.
     rest = ((-bits.to(tl.int64) + _WHOLE).to(tl.float32) - 0.5) * _UNIT
     rest = tl.minimum(rest, 1 - 2.0**-24)
     series = rest * (1.0 + rest * (0.5 + rest * (1.0 / 3)))

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels serve a device, and why not. Imports no triton until it is asked."""
+"""Whether the Triton kernels serve a device, and why not. Importing it does not import triton."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Final
 import torch
 
 logger = logging.getLogger(__name__)
-SWITCH: Final = "BATON_GPU_KERNELS"  # "off": torch's own serve
+SWITCH: Final = "BATON_GPU_KERNELS"  # "off": torch's own kernels serve
 
 
 def triton_serves(device: torch.device) -> bool:
-    """Whether tensors on `device` are what the kernels take; the reason is logged once."""
+    """Whether the kernels serve tensors on `device`; the reason is logged once."""
     return device.type == "cuda" and _found()[0]
 
 
 def state() -> str:
-    """What serves on a GPU of this machine, and why; for people."""
+    """Return a text for people: which kernels serve on a GPU of this machine, and why."""
     if not torch.cuda.is_available():
         return "none: torch sees no GPU"
     return _found()[1]

@@ -1,4 +1,4 @@
-"""silu(gate) * up over rows of both. Twin: TorchElementwise.swiglu."""
+"""Computes silu(gate) * up. Twin: TorchElementwise.swiglu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TILE = 1024  # numbers per program
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * I] -> silu(gate) * up [T, I]."""
+    """Return silu(gate) * up [T, I] for gate_up [T, 2 * I]."""
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)

@@ -34,6 +34,7 @@ from deploy.plan import (
     NO_TLS,
     ClusterPlan,
     UpOptions,
+    grouped,
     node_command,
     plan_cluster,
     router_command,
@@ -165,6 +166,11 @@ class Cluster:
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         self._start_redis(deadline)
+        if self.redis_url is None and grouped(self._flags):
+            raise StartFailed(
+                "--data-parallel-size: the router finds all ranks of a node through Redis, and no"
+                " server was found"
+            )
         for node in self.plan.nodes:
             command = self._command(node.name)
             # PASSIVE: a team that spins at its barriers starves other processes on its cores, above

@@ -262,12 +262,20 @@ def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> 
     return values | {name: value for name, value in own.items() if value is not None}
 
 
+def grouped(flags: Mapping[str, object]) -> bool:
+    """Whether each node is a group of data-parallel ranks, which are nodes of their own."""
+    return int(str(flags.get("data_parallel_size") or 1)) > 1
+
+
 def node_command(
     node: NodePlan, options: UpOptions, flags: Mapping[str, object], redis_url: str | None
 ) -> list[str]:
+    """Ranks take any free ports at each start: rank r of given ones would take the r-th after
+    these, which may be others'."""
+    own = not grouped(flags)
     values = node_options(node.role, options, flags) | {
-        "port": node.port,
-        "metrics_port": node.metrics_port,
+        "port": node.port if own else 0,
+        "metrics_port": node.metrics_port if own else 0,
         "node_id": node.name,
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in node.cores),

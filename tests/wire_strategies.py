@@ -238,6 +238,8 @@ records = struct(
     precision=texts,
     deterministic=st.booleans(),
     leaving_adapters=st.lists(texts, max_size=3).map(tuple),
+    group=texts,
+    rank=st.integers(0, 2**31),
 )
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3

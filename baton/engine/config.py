@@ -79,6 +79,11 @@ class EngineConfig:
         "ranks that share every layer, a process each; on a CPU they share the node's cores",
         also=("-tp",),
     )
+    data_parallel_size: int = option(
+        1,
+        "ranks with requests of their own that share the experts of a mixture, a node process each",
+        also=("-dp",),
+    )
     enable_expert_parallel: bool = option(
         False, "each rank of tensor_parallel_size holds some experts whole, not a slice of each"
     )
@@ -160,6 +165,7 @@ class EngineConfig:
         _one_of("lm_head_quantization", self.lm_head_quantization, get_args(HeadQuantization))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _at_least("data_parallel_size", self.data_parallel_size, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("block_size", self.block_size, 1)
         _at_least("num_kv_blocks", self.num_kv_blocks, 2)

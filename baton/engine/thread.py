@@ -4,6 +4,9 @@ Its life: start() -> calls and steps in turn -> stop(). Between two steps it run
 has come in. Without work, or when the engine is stalled, it waits on its inbox (an event, never
 polling). A step that raises fails the requests of that step, and the engine goes on. Every failure
 is reported or logged.
+
+In a data-parallel group (parallel/lockstep.py) the other ranks wait for this thread while a wave is
+on. Without a step to make, it then makes rounds, and runs calls between them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Final, TypeVar
+
+import torch
 
 from baton.engine.core.engine import Engine
 from baton.protocol.errors import BatonError, InternalError, Unavailable
@@ -25,6 +30,7 @@ from baton.protocol.handles import NodeLoad
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LEAVE_S: Final = 10.0  # until the other ranks of a group stop, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,13 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: Engine, on_step: Callable[[StepReport], None], name: str = "engine"
+        self,
+        engine: Engine,
+        on_step: Callable[[StepReport], None],
+        name: str = "engine",
     ) -> None:
         self.engine = engine
+        self._lockstep = engine.active.lockstep
         self._on_step = on_step
         self._condition = threading.Condition()
         self._inbox: deque[_EngineCall] = deque()
@@ -71,6 +81,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.start(self._notify)
         self._thread.start()
 
     @property
@@ -87,7 +99,8 @@ class EngineThread:
     def stop(self) -> None:
         """End the thread after the current step, and wait for it.
 
-        Calls still in the inbox raise Unavailable. It blocks for up to one step; from asyncio use
+        Calls still in the inbox raise Unavailable. It blocks for up to one step, and in a
+        data-parallel group until all ranks stop, at most LEAVE_S; from asyncio use
         `asyncio.to_thread(thread.stop)`. Calling it twice is safe.
         """
         with self._condition:
@@ -154,41 +167,78 @@ class EngineThread:
         if done.exception() is None:
             self.post(lambda engine: undo(engine, done.result()))
 
+    def _notify(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
     # ---- on the engine thread ----
 
     def _run(self) -> None:
         try:
-            while self._serve_inbox():
-                if self.engine.has_work and not self._held:
+            while (calls := self._next_calls()) is not None:
+                self._serve(calls)
+                # A stalled engine steps again after calls alone: they may have freed blocks.
+                if self.engine.has_work and not self._held and (calls or self._may_step()):
                     self._step()
                     self._rest()
+                elif self._in_wave:
+                    self._take_part()
+            self._leave()
         finally:
             self._close_inbox()
 
-    def _serve_inbox(self) -> bool:
-        """Run the calls that have come in; wait for one if there is no step to make. False =
-        stop.
-        """
+    def _next_calls(self) -> list[_EngineCall] | None:
+        """Return the calls that have come in; wait for one if nothing is to do. None = stop."""
         with self._condition:
-            while not (self._inbox or self._stopping or self._may_step()):
+            while not (self._inbox or self._stopping or self._may_step() or self._in_wave):
                 self._condition.wait()
             if self._stopping:
-                return False
+                return None
             calls = list(self._inbox)
             self._inbox.clear()
+        return calls
+
+    def _serve(self, calls: list[_EngineCall]) -> None:
         for call in calls:
             try:
                 call.run(self.engine)
             except Exception:
                 log.exception("a call on the engine thread failed")
-        return True
 
     def _may_step(self) -> bool:
         return self.engine.has_work and not (self.engine.stalled or self._held)
 
+    @property
+    def _in_wave(self) -> bool:
+        return self._lockstep is not None and self._lockstep.wanted
+
+    @torch.inference_mode()
+    def _take_part(self) -> None:
+        """Make a round without rows: other ranks wait for it."""
+        assert self._lockstep is not None, "who is in a wave has it"
+        try:
+            self._lockstep.take_part()
+        except Exception:
+            log.exception("a round without rows failed")
+        if not self._in_wave:
+            self._rest()
+
+    def _leave(self) -> None:
+        """Make rounds until all ranks of the group leave."""
+        lockstep = self._lockstep
+        if lockstep is None:
+            return
+        lockstep.leave()
+        while not lockstep.ended:
+            with self._condition:
+                if not self._condition.wait_for(lambda: self._in_wave, LEAVE_S):
+                    log.warning("this rank ends before the others of its group")
+                    return
+            self._take_part()
+
     def _rest(self) -> None:
-        """Call `when_idle` if the engine has no work left."""
-        if self.engine.has_work or self.engine.when_idle is None:
+        """Call `when_idle` if the engine has no work left, and no rank of its group has."""
+        if self.engine.has_work or self._in_wave or self.engine.when_idle is None:
             return
         try:
             self.engine.when_idle()

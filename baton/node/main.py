@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import secrets
-import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -26,7 +24,9 @@ from typing import Any, Final
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.core.assembly import EngineParts, load_parts
 from baton.engine.core.engine import Engine
+from baton.engine.parallel.messages import Gone
 from baton.node.config import NodeConfig, join_address
+from baton.node.data_ranks import RANK, Alone, FirstRank, NodeGroup, OtherRank, end
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
@@ -56,7 +56,6 @@ log = logging.getLogger(__name__)
 
 USAGE_ERROR: Final = 2
 LOADER: Final = "load"
-LOST_RANK: Final = 3  # exit status: a tensor-parallel rank has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,7 @@ class Surroundings:
     timing: Timing
     clock: Clock
     lanes: Sequence[Lane]
+    group: str = ""  # the data-parallel group's name
 
 
 class NodeProcess:
@@ -88,6 +88,8 @@ class NodeProcess:
         Callers must not keep `parts`: they would keep the model in memory while the node sleeps.
         """
         self._config = config
+        lockstep = parts.active.lockstep
+        rank = 0 if lockstep is None else lockstep.place.rank
         boot_id = secrets.token_hex(16)
         node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
 
@@ -114,6 +116,7 @@ class NodeProcess:
                 timing=around.timing,
                 clock=around.clock,
                 engine=parts,
+                group=(around.group, rank),
                 make_connector=make_connector,
                 make_role=program.make_role,
             )
@@ -208,19 +211,14 @@ class NodeProcess:
 
 def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run one node until a signal ends it; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program.role.value}_node", description=program.description
-    )
-    options.add_options(parser, EngineConfig)
-    options.add_options(parser, NodeConfig)
-    add_idle(parser)
+    prog = f"python -m {program.role.value}_node"
+    rank: OtherRank | None = None
     try:
-        arguments = options.parse(parser, argv)
-        config = options.load(NodeConfig, arguments, environ)
-        config.check()
-        parse_lanes(config.kv_lanes)
-        _transfer_options(config)
-        engine_config = options.load(EngineConfig, arguments, environ)
+        if list(argv[:1]) == [RANK]:
+            rank = OtherRank(int(argv[1]))
+            config, engine_config = rank.options.config, rank.options.engine
+        else:
+            config, engine_config = _configured(prog, program.description, argv, environ)
         logs.setup(config.node_id or program.role.value, config.log_level)
         FAILPOINTS.arm(environ)
         if config.cpu_cores is not None:
@@ -229,9 +227,22 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             engine_config = replace(engine_config, threads=engine_config.threads or len(cores))
         elif engine_config.threads is None:
             engine_config = replace(engine_config, threads=limited_threads())
-        status = asyncio.run(_watched(program, config, engine_config))
+        group: NodeGroup = rank or Alone()
+        if rank is None and engine_config.data_parallel_size > 1:
+            group = first = FirstRank(config, engine_config, program.role)
+            config, engine_config = first.options.config, first.options.engine
+            if config.cpu_cores is not None:
+                pin_process(parse_cores(config.cpu_cores))
+        try:
+            status = asyncio.run(_watched(program, config, engine_config, group))
+        finally:
+            group.close()
+    except Gone:
+        return 0
     except ConfigError as error:
-        sys.stderr.write(f"{parser.prog}: {error.message}\n")
+        sys.stderr.write(f"{prog}: {error.message}\n")
+        if rank is not None:
+            rank.failed(error)
         return USAGE_ERROR
     if any(thread.name == LOADER for thread in threading.enumerate()):
         # Otherwise the interpreter's end would unwind the thread's C++ frames, and libstdc++ would
@@ -242,62 +253,96 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
     return status
 
 
-async def _watched(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
+def _configured(
+    prog: str, description: str, argv: Sequence[str], environ: Mapping[str, str]
+) -> tuple[NodeConfig, EngineConfig]:
+    """Read and check the options. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    options.add_options(parser, EngineConfig)
+    options.add_options(parser, NodeConfig)
+    add_idle(parser)
+    arguments = options.parse(parser, argv)
+    config = options.load(NodeConfig, arguments, environ)
+    config.check()
+    parse_lanes(config.kv_lanes)
+    _transfer_options(config)
+    return config, options.load(EngineConfig, arguments, environ)
+
+
+async def _watched(
+    program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, group: NodeGroup
+) -> int:
     """Run `_run` and the health port, which is open even while the model loads."""
     health = Health(SystemClock(), config.stall_s)
     async with health_port(health, config.host, config.health_port):
-        return await _run(program, config, engine_config, health)
+        return await _run(program, config, engine_config, Life(health, group, *group.events()))
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a node's process lives by: `first` drains it, `second` ends the drain at once."""
+
+    health: Health
+    group: NodeGroup
+    first: asyncio.Event
+    second: asyncio.Event
 
 
 async def _run(
-    program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, health: Health
+    program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, life: Life
 ) -> int:
-    first, second = _signals()
-    names = parse_lanes(config.kv_lanes)
+    names, group = parse_lanes(config.kv_lanes), life.group
     optional = config.kv_lanes.strip() == AUTO
     place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
+    group.on_death(place.remove_all)
     timing = replace(Timing(), drain_s=config.drain_s)
     if config.redis_url:
         await check_redis(config.redis_url, timing.heartbeat_s, NODE_CALL)
+
+    def load() -> EngineParts:
+        FAILPOINTS.hit("loading")
+        parts = load_parts(engine_config, place.memory, group.data)
+        group.meet()
+        return parts
 
     def node_of(parts: EngineParts) -> NodeProcess:
         model = parts.active.model
         ranks = None if model is None else model.ranks
         if ranks is not None:
-            ranks.on_lost(_end_without_ranks)
+            ranks.on_lost(end)
         settings = LaneSettings.of(config, timing)
         # A lane that reads the pool itself would see the heads of one rank only, so it gets no
         # pool.
         pool = parts.arena if ranks is None else None
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
-        around = Surroundings(timing, SystemClock(), lanes)
+        around = Surroundings(timing, SystemClock(), lanes, group.name)
         return NodeProcess(program, config, parts, around)
 
     try:
-        node = await _load(engine_config, place, first, node_of)
+        log.info("loading %s", engine_config.model)
+        node = await _load(load, life.first, node_of)
         if node is None:
             log.info("stopped before the model was loaded")
             return 0
-        await _serve(node, health, first, second)
+        await _serve(node, life)
     finally:
         place.close()
+        await asyncio.to_thread(group.close)
     return 0
 
 
-async def _serve(
-    node: NodeProcess, health: Health, first: asyncio.Event, second: asyncio.Event
-) -> None:
+async def _serve(node: NodeProcess, life: Life) -> None:
     """Serve until the first signal, then drain until done or until the second signal."""
+    health, group = life.health, life.group
     try:
         await node.start()
         health.started(lambda: node.gets_on, lambda: node.takes_work)
-        ready = node.ready() | {"health_port": health.port}
-        sys.stdout.write(json.dumps(ready) + "\n")
-        sys.stdout.flush()
-        await first.wait()
-        await _until(node.drain(), second)
+        await group.ready(node.ready() | {"health_port": health.port})
+        await life.first.wait()
+        await _until(group.drain(node.drain), life.second)
     finally:
+        group.stop()
         await node.stop()
 
 
@@ -310,32 +355,11 @@ def limited_threads() -> int | None:
     return quota if quota is not None and quota < len(os.sched_getaffinity(0)) else None
 
 
-def _end_without_ranks() -> None:
-    """End the process as if it had been killed: a model that lost one of its ranks serves nothing.
-
-    It waits for nothing, because the engine thread may wait in a collective.
-    """
-    logging.shutdown()
-    os._exit(LOST_RANK)
-
-
 def _transfer_options(config: NodeConfig) -> TransferOptions:
     """Return the options of KV transfer. Raises ConfigError for a size that cannot be parsed."""
     memory = config.kv_export_memory
     budget = None if memory is None else parse_bytes(memory, field="kv_export_memory")
     return TransferOptions(config.kv_wire_codec, budget, adopt=config.kv_adopt)
-
-
-def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Return two events, for the first and for the second SIGTERM or SIGINT."""
-    first, second = asyncio.Event(), asyncio.Event()
-
-    def received() -> None:
-        (second if first.is_set() else first).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, received)
-    return first, second
 
 
 async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
@@ -353,22 +377,20 @@ async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
 
 
 async def _load(
-    config: EngineConfig,
-    place: PoolPlace,
+    load: Callable[[], EngineParts],
     stop: asyncio.Event,
     node_of: Callable[[EngineParts], NodeProcess],
 ) -> NodeProcess | None:
-    """Return the node over the loaded parts, its pool in `place`; None if `stop` came first.
+    """Return the node over the parts that `load` returns on a thread; None if `stop` came first.
 
-    Raises the ConfigErrors of load_parts.
+    Raises what `load` raises.
     """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[EngineParts] = loop.create_future()
 
     def work() -> None:
         try:
-            FAILPOINTS.hit("loading")
-            parts = load_parts(config, place.memory)
+            parts = load()
         except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
             finish = partial(loaded.set_exception, error)
         else:
@@ -376,7 +398,6 @@ async def _load(
         with suppress(RuntimeError):  # the loop has closed: a signal came first
             loop.call_soon_threadsafe(finish)
 
-    log.info("loading %s", config.model)
     # A daemon thread, so that a signal need not wait until gigabytes of weights are loaded.
     threading.Thread(target=work, name=LOADER, daemon=True).start()
     waiter = asyncio.ensure_future(stop.wait())

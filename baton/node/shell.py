@@ -72,9 +72,8 @@ OfSession: TypeAlias = dict[RouterSession, list[T]]
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a shell is made of; the engine is made of the parts in `engine`. The two makers run in
-    the shell's constructor, on the event loop. The shell does not keep this object, because a node
-    that sleeps must free the model."""
+    """What a shell is made of. Its constructor runs the two makers, on the event loop. It does not
+    keep this object, because a node that sleeps must free the model. `group`: name and rank."""
 
     node_id: str
     boot_id: str
@@ -83,6 +82,7 @@ class NodeParts:
     timing: Timing
     clock: Clock
     engine: EngineParts
+    group: tuple[str, int]
     make_connector: Callable[[OnReleased], Connector]
     make_role: Callable[[RoleContext, MakeThread], NodeRole]
 
@@ -108,6 +108,7 @@ class NodeShell:
         self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
+        self._group = parts.group
         self.connector = parts.make_connector(self._on_released)
         self.metrics = NodeMetrics(
             parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
@@ -232,6 +233,8 @@ class NodeShell:
             max_num_seqs=config.max_num_seqs,
             precision=info.precision,
             deterministic=config.deterministic,
+            group=self._group[0],
+            rank=self._group[1],
         )
 
     def load(self) -> NodeLoad:

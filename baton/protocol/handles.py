@@ -137,3 +137,5 @@ class NodeRecord:
     max_num_seqs: int = 0  # the most sequences that run at once; 0 = not reported
     precision: str = ""  # dtypes of computing and of KV, "bfloat16, KV int8"; "" = not reported
     deterministic: bool = False
+    group: str = ""  # of data-parallel ranks, which end together; "" = it is in none
+    rank: int = 0  # among them

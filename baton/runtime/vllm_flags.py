@@ -49,7 +49,6 @@ IDLE: Final[Mapping[str, IdleFlag]] = {
     ),
     "disable_custom_all_reduce": IdleFlag("there is one way to reduce over ranks"),
     "pipeline_parallel_size": IdleFlag("a model's layers stay together", ("1",)),
-    "data_parallel_size": IdleFlag("more nodes are --prefill N --decode M", ("1",)),
     "cpu_offload_gb": IdleFlag("weights are all in one place", ("0",)),
     "enable_lora": IdleFlag(_LORA),
     "max_loras": IdleFlag(_LORA, ()),

@@ -209,6 +209,8 @@ def node_of(status: NodeStatus, loads: Mapping[str, NodeLoad]) -> dict[str, Any]
         "adapters": record.adapters,
         "leaving_adapters": record.leaving_adapters,
         "version": record.version,
+        "group": record.group or None,
+        "rank": record.rank if record.group else None,
         "load": asdict(loads.get(record.boot_id, record.load)),
     }
 

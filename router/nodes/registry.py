@@ -75,10 +75,14 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The sessions that are up, with their nodes' records, and the same sessions by boot id."""
+    """The sessions that are up, with their nodes' records, and the same sessions by boot id.
+
+    `broken`: the groups of data-parallel ranks of which a session is down: all their nodes end.
+    """
 
     connected: Sequence[tuple[NodeSession, NodeRecord]]
     by_boot: Mapping[str, NodeSession]
+    broken: frozenset[str]
 
 
 class NodeRegistry:
@@ -176,14 +180,15 @@ class NodeRegistry:
 
     def snapshots(self) -> list[NodeSnapshot]:
         """Return snapshots of the connected nodes."""
-        health, connected = self.health, self._known().connected
-        if not health.holds_any:
-            return [session.snapshot(record) for session, record in connected]
+        health, links = self.health, self._known()
+        if not (health.holds_any or links.broken):
+            return [session.snapshot(record) for session, record in links.connected]
         panic = health.panicking(self._seen)
         found: list[NodeSnapshot] = []
-        for session, record in connected:
+        for session, record in links.connected:
             snapshot = session.snapshot(record)
-            if record.role not in panic and health.in_quarantine(session.keys):
+            held = record.role not in panic and health.in_quarantine(session.keys)
+            if held or record.group in links.broken:
                 snapshot = replace(snapshot, shunned=True)
             found.append(snapshot)
         return found
@@ -331,7 +336,9 @@ class NodeRegistry:
                 if session.connected and session.record is not None
             ]
             by_boot = {record.boot_id: session for session, record in reversed(connected)}
-            self._links = _Links(connected, by_boot)
+            known = [each for each in self._sessions.values() if each.record is not None]
+            groups = (each.record.group for each in known if each.record and not each.connected)
+            self._links = _Links(connected, by_boot, frozenset(groups) - {""})
             self._model = _model_of([record for _, record in connected]) or self._model
         return self._links
 

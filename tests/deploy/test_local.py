@@ -108,6 +108,14 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return stage
 
 
+def test_groups_of_ranks_need_redis(stage: Stage) -> None:
+    flags = {"model": "m", "data_parallel_size": "2"}
+    with Cluster(UpOptions(port=0), flags, [0], stage.folder / "run", stage.reports.put) as cluster:
+        with pytest.raises(StartFailed, match="finds all ranks of a node through Redis"):
+            cluster.start({})
+        assert not cluster.members
+
+
 @pytest.fixture
 def supervised(stage: Stage) -> Iterator[Cluster]:
     """A started cluster whose supervise() runs in a thread until the test ends."""

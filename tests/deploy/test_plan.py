@@ -116,6 +116,17 @@ def test_node_command_carries_the_engine_flags() -> None:
     assert decode[decode.index("--metrics-port") + 1] == "0"
 
 
+def test_ranks_of_a_node_take_free_ports() -> None:
+    options = UpOptions()
+    [node, _] = plan_for(options, [0, 1]).nodes
+    node = replace(node, port=7000, metrics_port=7001)
+    for size, ports in (("1", ["7000", "7001"]), ("2", ["0", "0"])):
+        engine = {"model": "/m", "data_parallel_size": size}
+        told = flags_of(node_command(node, options, engine, "unix:///r"))
+        assert told["--port"] + told["--metrics-port"] == ports
+        assert told["--data-parallel-size"] == [size]
+
+
 @pytest.mark.parametrize(
     ("engine", "prefill_nodes", "tokens"),
     [

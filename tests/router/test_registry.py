@@ -45,6 +45,23 @@ async def test_nodes_by_address_count_after_their_hello() -> None:
         assert states == {nodes[0].address: True, nodes[1].address: False}
 
 
+async def test_of_a_group_that_loses_a_rank_no_rank_is_used() -> None:
+    """Its other ranks end in the next moment: requests that were lost must not go there."""
+    ranks = [FakeNode(make_record(f"d{n}", Role.DECODE, group="g", rank=n)) for n in range(3)]
+    for each in ranks:
+        await each.start()
+    async with fake_nodes("p", "d") as others, running_router([*others, *ranks]) as router:
+        await router.until(lambda: len(router.registry.records()) == 5)
+        assert not any(node.shunned for node in router.registry.snapshots())
+        await ranks[1].stop()
+        await router.until(lambda: len(router.registry.records()) == 4)
+        shunned = {node.node_id for node in router.registry.snapshots() if node.shunned}
+        assert shunned == {"d0", "d2"}
+        assert router.registry.can_serve()
+    for each in (ranks[0], ranks[2]):
+        await each.stop()
+
+
 async def test_before_any_hello_there_is_no_model() -> None:
     async with running_router([]) as router:
         assert router.registry.model() is None

@@ -52,6 +52,11 @@ class ServerProcess:
     def address(self) -> str:
         return str(self.ready["address"])
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of each rank of a data-parallel group, else of the one node."""
+        return [str(rank["address"]) for rank in self.ready.get("ranks", [self.ready])]
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
@@ -109,9 +114,9 @@ class Processes:
         given: list[str] = []
         if self.redis_url is None:
             for server in prefill:
-                given += ["--prefill-node", server.address]
+                given += [word for at in server.addresses for word in ("--prefill-node", at)]
             for server in decode:
-                given += ["--decode-node", server.address]
+                given += [word for at in server.addresses for word in ("--decode-node", at)]
         ports = ["--port", "0", "--grpc-port", "0", "--drain-s", "0"]
         return await self.start("router", "router", [*ports, *given, *flags])
 

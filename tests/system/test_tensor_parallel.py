@@ -13,7 +13,7 @@ import pytest
 
 from baton.client import AsyncClient, GenerateOptions
 from baton.llm import LLM
-from baton.node.main import LOST_RANK
+from baton.node.data_ranks import LOST_RANK
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Plan, cluster
 from tests.engine.quantized_models import make_quantized

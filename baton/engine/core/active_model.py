@@ -13,6 +13,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.pooling import Pooler
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
+from baton.engine.parallel.lockstep import Lockstep
 from baton.engine.performance.meter import Meter
 from baton.engine.running.runner import ModelRunner
 from baton.engine.running.speculation import load_proposer
@@ -38,7 +39,8 @@ class ActiveModel:
 
     `runner` runs the steps. The other fields are None without a real model: `pooler` is for
     embeddings and reranking, `proposer` for speculation, `when_idle` is called once the work has
-    ended. `utilization`: where `runner` counts how much of the machine the steps use.
+    ended. `utilization`: where `runner` counts how much of the machine the steps use. `lockstep`:
+    in which the forwards meet those of other ranks.
     """
 
     runner: Runner
@@ -47,6 +49,7 @@ class ActiveModel:
     proposer: Proposer | None = None
     when_idle: Callable[[], None] | None = None
     utilization: Utilization = field(default_factory=Utilization)
+    lockstep: Lockstep | None = None
 
 
 def activate(
@@ -65,4 +68,6 @@ def activate(
     meter = Meter(ModelRunner(model, arena), model, config, utilization)
     pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
     proposer = load_proposer(config, model.info, draft)
-    return ActiveModel(meter, model, pooler, proposer, meter.look_again, utilization)
+    return ActiveModel(
+        meter, model, pooler, proposer, meter.look_again, utilization, model.lockstep
+    )

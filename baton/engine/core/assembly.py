@@ -34,6 +34,7 @@ from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
 from baton.engine.memory.pins import Pins
 from baton.engine.memory.swap import Swapper
+from baton.engine.parallel.data_rank import DataRank
 from baton.engine.running.sizing import make_pool, size_pool
 from baton.engine.running.speculation import Drafter, load_draft
 from baton.engine.state.interface import EngineHooks, ModelInfo
@@ -65,9 +66,11 @@ def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engi
     return assemble(load_parts(config, memory))
 
 
-def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> EngineParts:
+def load_parts(
+    config: EngineConfig, memory: MakeMemory | None = None, data: DataRank | None = None
+) -> EngineParts:
     """Load the weights of `config.model` and make the KV arena, in `memory` if given (on the CPU
-    only).
+    only). `data`: of a data-parallel group, as whose rank the engine runs.
 
     The arena's size is what memory is left. Sets the number of torch's threads if the config has
     one. Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
@@ -75,7 +78,7 @@ def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> Engine
     config = as_stored(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model, draft = load_model(config), load_draft(config)
+    model, draft = load_model(config, data=data), load_draft(config)
     info = model.info
     block_size = config.block_size or DEFAULT_BLOCK_SIZE[model.device.type]
     num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)

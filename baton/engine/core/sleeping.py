@@ -40,6 +40,8 @@ def check(engine: Engine) -> None:
         raise UnsupportedFeature("this engine has no model of its own", field="level")
     if engine.model.ranks is not None:
         raise UnsupportedFeature("a model split over ranks cannot sleep yet", field="level")
+    if engine.model.lockstep is not None:
+        raise UnsupportedFeature("a rank of a data-parallel group cannot sleep yet", field="level")
 
 
 def fall_asleep(engine: Engine) -> None:

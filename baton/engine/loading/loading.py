@@ -53,15 +53,22 @@ from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.place import choose_device
+from baton.protocol.errors import ConfigError
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
+    from baton.engine.parallel.data_rank import DataRank
     from baton.engine.parallel.group import RankGroup
+    from baton.engine.parallel.lockstep import Lockstep
     from baton.engine.parallel.ranks import Ranks
     from baton.engine.parallel.sharding import Cuts
 
 logger = logging.getLogger(__name__)
 
 CLASSIFIER: Final = "score.weight"
+ALONE: Final = (
+    "data_parallel_size is for nodes (baton prefill, baton decode, baton up); an engine in one "
+    "process has one rank"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,8 @@ class LoadedModel:
     """A model in memory. `weight_bytes` counts its parameters once, in their storage dtype.
 
     `deterministic`: it wants attention of a fixed order (attention/choice.py). `ranks`: those that
-    hold its other shares; None = it is whole, or a share itself.
+    hold its other shares; None = it is whole, or a share itself. `lockstep`: of a data-parallel
+    rank, whose forwards need those of the others.
     """
 
     info: ModelInfo
@@ -81,6 +89,7 @@ class LoadedModel:
     ranks: Ranks | None = None
     rounded_head_bytes: int = 0  # of them, a head of integers
     classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
+    lockstep: Lockstep | None = None
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -96,14 +105,19 @@ class LoadedModel:
         return self.model.logits(hidden)
 
 
-def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, group: RankGroup | None = None, data: DataRank | None = None
+) -> LoadedModel:
     """Load `config.model`: of several ranks, this one's share for `group`; None = start them all.
+    `data`: of a data-parallel group.
 
     Raises ModelRefused for a checkpoint that cannot be served, ConfigError for a configuration that
     the model or the machine cannot meet.
     """
     checkpoint = open_checkpoint(config.model)
     lean = choose_route(checkpoint.config, config)
+    if config.data_parallel_size > 1 and data is None:
+        raise ConfigError(ALONE, field="data_parallel_size")
     if config.tensor_parallel_size > 1 and group is None:
         from baton.engine.loading.leader import load_leader
 
@@ -112,7 +126,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     device = choose_device(config.device)
     dtype_name = choose_dtype(config.dtype, checkpoint.config)
     dtype = DTYPES[dtype_name]
-    built = _build(config, checkpoint, lean, dtype, device, group)
+    built = _build(config, checkpoint, lean, Placement(dtype, device, group, data))
     model, weight_bytes, is_lean = built.model, built.weight_bytes, built.impl == "lean"
     stated = position_limit(checkpoint.text_config)
     max_model_len = choose_length(config.max_model_len, stated or model.max_positions)
@@ -146,6 +160,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     return LoadedModel(
         info, model, device, dtype, weight_bytes, config.deterministic,
         rounded_head_bytes=built.rounded_head_bytes, classifier=built.classifier,
+        lockstep=None if data is None else data.lockstep,
     )  # fmt: skip
 
 
@@ -190,15 +205,21 @@ class _Built:
     classifier: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model is built, and as which rank of which group; see load_model."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: RankGroup | None
+    data: DataRank | None
+
+
 def _build(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    lean: DecoderConfig | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: RankGroup | None = None,
+    config: EngineConfig, checkpoint: Checkpoint, lean: DecoderConfig | None, at: Placement
 ) -> _Built:
     """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
+    dtype, device, group = at.dtype, at.device, at.group
     if lean is not None:
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
@@ -218,7 +239,7 @@ def _build(
         except NotLean as reason:
             leave_lean(checkpoint.config, config, str(reason))
         else:
-            built = _build_lean(config, checkpoint, lean, weights, group)
+            built = _build_lean(config, checkpoint, lean, weights, at)
             if not classifies(checkpoint.config):
                 return built
             return replace(built, classifier=weights.tensor(CLASSIFIER))
@@ -256,13 +277,15 @@ def _build_lean(
     checkpoint: Checkpoint,
     lean: DecoderConfig,
     weights: Weights,
-    group: RankGroup | None,
+    at: Placement,
 ) -> _Built:
-    with _once_per_host(config, checkpoint, weights, group) as source:
-        if group is not None:  # this rank's share
+    with _once_per_host(config, checkpoint, weights, at) as source:
+        if at.group is not None:  # this rank's share
             from baton.engine.parallel.rank import RankModel
 
-            model: CausalModel = RankModel.of(_cuts(config, lean, group), source, group)
+            model: CausalModel = RankModel.of(_cuts(config, lean, at.group), source, at.group)
+        elif at.data is not None:
+            model = at.data.model(lean, source)
         else:
             decoder = Decoder(lean, source.tensor, source, config.deterministic)
             model = FixedTiles(decoder) if config.deterministic else decoder
@@ -270,11 +293,14 @@ def _build_lean(
 
 
 def _once_per_host(
-    config: EngineConfig, checkpoint: Checkpoint, weights: Weights, group: RankGroup | None
+    config: EngineConfig, checkpoint: Checkpoint, weights: Weights, at: Placement
 ) -> AbstractContextManager[WeightSource]:
-    """What to build from in place of `weights`, which are those of the group's rank here."""
+    """What to build from in place of `weights`, which are those of the group's rank here.
+
+    Data-parallel ranks share nothing yet: each reads all but other ranks' experts."""
+    group = at.group
     small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
-    if not config.shared_weights or weights.device.type != "cpu" or small:
+    if not config.shared_weights or weights.device.type != "cpu" or small or at.data is not None:
         return nullcontext(weights)
     digest = _digest(checkpoint, config)
     if group is None:

@@ -63,13 +63,20 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
         )
     if config.tensor_parallel_size > 1:
         _refuse_ranks(config, classifies(values))
+    lean = None
     if config.model_impl == "transformers":
         leave_lean(values, config, "not with model_impl transformers")
     else:
         try:
-            return _lean(values, config)
+            lean = _lean(values, config)
         except NotLean as reason:
             leave_lean(values, config, str(reason))
+    if config.data_parallel_size > 1:
+        from baton.engine.parallel import data_rank  # lazy: as above
+
+        data_rank.refuse(config, lean, classifies(values))
+    if lean is not None:
+        return lean
     # Lazy: transformers takes seconds, and the lean route starts without it.
     from baton.engine.models.causal import causal_class, named_refusals, refuse_layers
 

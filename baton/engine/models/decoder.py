@@ -22,7 +22,7 @@ from baton.engine.kernels.rope import Frequencies
 from baton.engine.models.compiled_step import compile_step
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
-from baton.engine.models.experts import ExpertDispatch
+from baton.engine.models.experts import ExpertDispatch, Experts
 from baton.engine.models.families.gemma import own_name
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
@@ -187,6 +187,13 @@ class Decoder:
             delta = layer.mlp.summed(hidden, groups, reduce)
             delta = self._normalized(delta, layer.mlp_output_norm)
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
+
+    def empty_forward(self) -> None:
+        """A forward without rows: this rank's experts answer the rows of other ranks."""
+        experts = self._config.experts
+        for layer in self._layers:
+            if experts is not None and isinstance(layer.mlp, Experts):
+                layer.mlp.answer_others(self._embedding[:0], experts.per_token)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""

@@ -134,6 +134,12 @@ class Experts:
             chosen = self._here(chosen)
         return (answer(hidden, chosen) * weights[..., None]).sum(dim=1)
 
+    def answer_others(self, hidden: Tensor, per_token: int) -> None:
+        """Take part in the `dispatch` of others' rows, with none of this rank's; hidden [0, H]."""
+        assert self.dispatch is not None, "without it, every rank has all rows"
+        chosen = torch.zeros(0, per_token, dtype=torch.int64, device=hidden.device)
+        self.dispatch(hidden, hidden.new_zeros(0, per_token), chosen, self.own)
+
     def _here(self, chosen: Tensor) -> Tensor:
         """Numbers of experts in the whole mixture -> among `experts`; one behind the last for all
         that lie elsewhere."""

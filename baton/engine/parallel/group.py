@@ -1,4 +1,4 @@
-"""RankGroup: the collectives of a tensor-parallel group, over gloo (CPU) or NCCL (GPUs).
+"""RankGroup: the collectives of a group of ranks, over gloo (CPU) or NCCL (GPUs).
 
 No default group of torch.distributed: the group is an object, so a process may hold several (tests
 run the ranks as threads). Its life: made (rank and size are known) -> weights are read -> connect()
@@ -8,7 +8,7 @@ After an error the group is of no use: ranks may have stopped at different colle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,8 +30,16 @@ MEETING_S: Final = 300.0  # until all ranks are connected
 class RankGroup:
     """One rank's end of the group. Used by one thread."""
 
-    def __init__(self, place: RankPlace, backend: Backend, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        place: RankPlace,
+        backend: Backend,
+        deadline_s: float = DEADLINE_S,
+        kind: str = "tensor-parallel",
+    ) -> None:
+        """`kind`: of the group, for messages."""
         self.place = place
+        self._kind = kind
         self._backend: Backend = backend
         self._deadline = timedelta(seconds=deadline_s)
         self._store: Store | None = None
@@ -80,6 +88,21 @@ class RankGroup:
         self._run(options, lambda group: group.broadcast([tensor], options))
         return tensor
 
+    def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Rows of `tensor` [sum(sends), ...] to all ranks, in rank order, sends[r] of them to rank
+        r -> [sum(receives), ...], in rank order. Every other rank expects what it is sent.
+
+        Raises InternalError.
+        """
+        found = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        options = dist.AllToAllOptions()
+        splits = list(receives), list(sends)
+        self._run(
+            options,
+            lambda group: group.alltoall_base(found, tensor.contiguous(), *splits, options),
+        )
+        return found
+
     def _all_reduce(self, tensor: Tensor, options: Any) -> Tensor:
         tensor = tensor.contiguous()
         self._run(options, lambda group: group.allreduce([tensor], options))
@@ -92,7 +115,7 @@ class RankGroup:
         try:
             collective(self._process_group).wait(self._deadline)
         except RuntimeError as error:
-            raise InternalError(f"a collective of the tensor-parallel group failed: {error}") from (
+            raise InternalError(f"a collective of the {self._kind} group failed: {error}") from (
                 error
             )
 

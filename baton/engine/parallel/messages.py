@@ -39,9 +39,13 @@ class MessageKind(enum.IntEnum):
     POOL = 2  # blocks and their size: make the arena, meet the others
     FORWARD = 3  # a step
     LOGITS = 4  # of rows that the leader broadcasts (how many: u64), or ALL_ROWS
+    MEET = 5  # all have loaded; this and the next two: between data-parallel nodes alone
+    DRAIN = 6
+    STOP = 7
     LOADED = 10  # weights are in memory
     FAILED = 11  # why not
-    READY = 12  # arena and group are there
+    READY = 12  # arena and group are there; of a node, its READY line
+    DRAINED = 13
 
 
 class Gone(Exception):

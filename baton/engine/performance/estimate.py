@@ -32,8 +32,8 @@ _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
 _ASKED: Final = (  # options that EngineConfig has under the same name
     "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
-    "enable_expert_parallel", "block_size",
-    "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs",
+    "data_parallel_size", "enable_expert_parallel", "block_size", "gpu_memory_utilization",
+    "max_num_batched_tokens", "max_num_seqs",
 )  # fmt: skip
 
 
@@ -136,7 +136,8 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
     """Return the lines of the table, as (name, value)."""
     r = result
     stored = "" if r.stored_bytes is None else f" ({_size(r.stored_bytes)} in the files)"
-    device = " per device" if r.tensor_parallel_size > 1 else ""
+    several = r.tensor_parallel_size * r.data_parallel_size > 1
+    device = " per device" if several else ""
     quantized = f", matrices {r.quantization}" if r.quantization else ""
     quantized += f", head {r.lm_head_quantization}" if r.lm_head_quantization else ""
     lines = [("parameters", _count(r.parameters))]

@@ -54,6 +54,7 @@ class EstimateOptions:
     )
     kv_cache_dtype: str = option("auto", "data type of KV", choices=("auto", *DTYPE_BYTES))
     tensor_parallel_size: int = option(1, "devices that share every layer")
+    data_parallel_size: int = option(1, "ranks that share the experts of a mixture")
     enable_expert_parallel: bool = option(False, "each of them holds some experts whole")
     gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
     block_size: int = option(16, "tokens per KV block")
@@ -67,8 +68,8 @@ class EstimateOptions:
 
     def __post_init__(self) -> None:
         positive = (
-            "tensor_parallel_size", "block_size", "max_num_batched_tokens", "max_num_seqs",
-            "context", "prompt", "batch",
+            "tensor_parallel_size", "data_parallel_size", "block_size", "max_num_batched_tokens",
+            "max_num_seqs", "context", "prompt", "batch",
         )  # fmt: skip
         for name in positive:
             value = getattr(self, name)
@@ -111,6 +112,7 @@ class Estimate:
     lm_head_quantization: str | None
     kv_cache_dtype: str
     tensor_parallel_size: int
+    data_parallel_size: int
     weight_bytes: int
     stored_bytes: int | None  # in the checkpoint's files; None without files
     kv_bytes_per_token: int
@@ -163,6 +165,11 @@ class Precision:
         read = self._plain_head(shape, shape.read_parameters)
         return int(read + self._head(shape, shape.embedding))
 
+    def rank_bytes(self, shape: ModelShape, ranks: int) -> int:
+        """Of all parameters that lie on one of so many data-parallel ranks."""
+        elsewhere = 0 if shape.experts is None else shape.experts.parameters * (ranks - 1) // ranks
+        return self.held_bytes(shape) - int(elsewhere * self.matrix_bytes)
+
     def _plain_head(self, shape: ModelShape, parameters: int) -> float:
         """Return the bytes of `parameters` of the model with a plain head; its matrices may be
         quantized.
@@ -192,7 +199,7 @@ def estimate(
     `stored_bytes` (of the checkpoint's files) is passed on. `draft` is a draft model that shares
     the memory; times are those without it. Raises ConfigError for bad units or too little memory.
     """
-    tp = options.tensor_parallel_size
+    tp, dp = options.tensor_parallel_size, options.data_parallel_size
     precision = _precision(shape, options)
     specs = [_per_device(spec, tp) for spec in shape.layers]
     token_bytes = _token_bytes(shape, precision, tp)
@@ -200,7 +207,7 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    weight_bytes = precision.of_device(shape, precision.held_bytes(shape), tp)
+    weight_bytes = precision.of_device(shape, precision.rank_bytes(shape, dp), tp)
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
@@ -221,6 +228,7 @@ def estimate(
         lm_head_quantization=precision.head.method if precision.head else None,
         kv_cache_dtype=precision.kv_dtype,
         tensor_parallel_size=tp,
+        data_parallel_size=dp,
         weight_bytes=weight_bytes,
         stored_bytes=stored_bytes,
         kv_bytes_per_token=token_bytes,
@@ -272,12 +280,12 @@ def _decode(
     """Compute one ideal decode step.
 
     `rates` are the bandwidth in bytes per second and the FLOP/s (None if unknown), both of one
-    device.
+    device. Of data-parallel ranks each has a batch of its own; its experts meet the rows of all.
     """
-    tp = result.tensor_parallel_size
+    tp, dp = result.tensor_parallel_size, result.data_parallel_size
     met = shape.read_parameters
     if shape.experts is not None:
-        missed = 1 - shape.experts.share_met(batch)
+        missed = 1 - shape.experts.share_met(batch * dp) / dp
         met -= int(shape.experts.parameters * missed)
     weight_bytes = precision.of_device(shape, _read_bytes(shape, precision, met), tp)
     kv_bytes = batch * sum(

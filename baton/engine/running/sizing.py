@@ -171,7 +171,8 @@ def size_pool(
     elif model.device.type == "cuda":
         budget = device_budget(config, CudaMemory(model.device), model, block_size, draft)
     else:
-        budget = host_budget(HostMemory().available())
+        # Ranks of a data-parallel group, on one host, take their pools at about the same time.
+        budget = host_budget(HostMemory().available() // config.data_parallel_size)
     if budget.explicit and model.device.type == "cpu":
         refuse_beyond(budget, HostMemory())
     # For each group, because a prompt takes blocks for its whole length, whatever a window frees

@@ -89,6 +89,7 @@ def load_draft(config: EngineConfig) -> LoadedModel | None:
             max_model_len=None,
             lora_modules=(),
             tensor_parallel_size=1,  # small: the leader alone runs it
+            data_parallel_size=1,  # whole on each rank
             enable_expert_parallel=False,
             speculative_method="none",
             speculative_model=None,

@@ -1,0 +1,451 @@
+"""A data-parallel group of nodes: rank 0 is started by hand, and starts the others.
+
+    rank 0 (baton decode --data-parallel-size 4)        rank 1 .. 3 (python -m decode_node RANK FD)
+      SETUP: options, rank, cores  ---------------------->  load, as rank 0 does
+      <------------------------------- LOADED, or FAILED
+      MEET, when all have loaded  ----------------------->  all connect for their collectives
+      <-------------------------------------- READY line    each serves as a node of its own
+      DRAIN at the first signal  ------------------------>  drain
+      <------------------------------------------ DRAINED   and go on with rounds for the others
+      STOP when all are, or at the second signal  ------->  stop, all together
+
+To routers each rank is a node: own ports, own record, own KV. But experts lie on all ranks, so a
+rank that ends for no reason, and a collective that fails, end all: rank 0 watches the processes,
+the others watch their socket to rank 0. Each ends at once, as if it had been killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol
+
+from baton.engine.config import EngineConfig
+from baton.engine.parallel.data_rank import DataRank
+from baton.engine.parallel.exchange import FIELD
+from baton.engine.parallel.messages import Gone, Link, MessageKind
+from baton.engine.parallel.ranks import (
+    DEATH_S,
+    LOAD_DEADLINE_S,
+    STOP_S,
+    RankProcess,
+    cores_of,
+    store,
+)
+from baton.engine.state.place import RankPlace
+from baton.node.config import NodeConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.handles import Role
+from baton.runtime.socket_folder import SocketFolder
+
+log = logging.getLogger(__name__)
+
+RANK: Final = "data-parallel-rank"  # the private argument of all ranks but the first
+PREFIX: Final = "baton-data-ranks-"  # of folders where ranks meet, in the temporary directory
+LOST_RANK: Final = 3  # exit status: a rank has ended, of either kind of group
+KILL_S: Final = 0.25  # until ranks that end by themselves are killed
+LANE_PORTS: Final = 4  # of a node, from kv_stream_port on
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What a rank is started with. `group`: the name of all."""
+
+    place: RankPlace
+    group: str
+    directory: str
+    config: NodeConfig
+    engine: EngineConfig
+
+    def to_json(self) -> dict[str, Any]:
+        """What SETUP says."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> RankOptions:
+        """What to_json was given."""
+        engine: dict[str, Any] = values["engine"]
+        for name, value in engine.items():  # JSON has no tuples
+            engine[name] = tuple(value) if isinstance(value, list) else value
+        return RankOptions(
+            RankPlace(**values["place"]),
+            values["group"],
+            values["directory"],
+            NodeConfig(**values["config"]),
+            EngineConfig(**engine),
+        )
+
+
+def options_of_ranks(
+    config: NodeConfig, engine: EngineConfig, role: Role, directory: str
+) -> list[RankOptions]:
+    """The options of each rank of a group, which share the cores and threads of this process.
+    Raises ConfigError for ports beyond the last one."""
+    size, name = engine.data_parallel_size, config.node_id or f"{role.value}-{secrets.token_hex(4)}"
+    total = engine.threads or len(os.sched_getaffinity(0))
+    engine = replace(engine, threads=max(1, total // size))
+    group = f"{name}-{secrets.token_hex(4)}"  # of this start alone
+    ranks: list[RankOptions] = []
+    for place in (RankPlace(rank, size) for rank in range(size)):
+        ports = {
+            field: given + place.rank * (LANE_PORTS if field == "kv_stream_port" else 1)
+            for field in ("port", "kv_port", "kv_stream_port", "metrics_port", "health_port")
+            if (given := getattr(config, field))
+        }
+        own = replace(
+            config,
+            node_id=name if place.leads else f"{name}-r{place.rank}",
+            cpu_cores=",".join(map(str, cores_of(place))) or None,
+            **ports,
+        )
+        own.check()
+        ranks.append(RankOptions(place, group, directory, own, engine))
+    return ranks
+
+
+def _nothing() -> None:
+    pass
+
+
+class NodeGroup(Protocol):
+    """A node's part in its group, in the order of its life.
+
+    `name`: of the group; "" = none. `data`: for the engine; None without a group."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def data(self) -> DataRank | None: ...
+
+    def on_death(self, cleanup: Callable[[], None]) -> None:
+        """Call it when the group is lost, right before the process ends."""
+        ...
+
+    def events(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """Two events: drain, and stop at once. Event loop."""
+        ...
+
+    def meet(self) -> None:
+        """The model is loaded: block until all ranks have met. On the thread that loads. Raises
+        ConfigError with a rank's reason; InternalError."""
+        ...
+
+    async def ready(self, line: dict[str, object]) -> None:
+        """The node serves; `line` is its READY line. Raises as `meet`."""
+        ...
+
+    async def drain(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do `work`, which drains this node, and wait until all ranks have."""
+        ...
+
+    def stop(self) -> None:
+        """All ranks stop now. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the ends of the others, where they are this rank's business. Idempotent."""
+        ...
+
+
+class Alone:
+    """Implements NodeGroup for a node without a group."""
+
+    name = ""
+    data: DataRank | None = None
+
+    def on_death(self, cleanup: Callable[[], None]) -> None:
+        """See NodeGroup: it is not lost."""
+
+    def events(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """See NodeGroup: the first and the second signal."""
+        return signal_events()
+
+    def meet(self) -> None:
+        """See NodeGroup."""
+
+    async def ready(self, line: dict[str, object]) -> None:
+        """See NodeGroup."""
+        write_ready(line)
+
+    async def drain(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """See NodeGroup."""
+        await work()
+
+    def stop(self) -> None:
+        """See NodeGroup."""
+
+    def close(self) -> None:
+        """See NodeGroup."""
+
+
+class FirstRank:
+    """Implements NodeGroup for the rank that starts the others."""
+
+    def __init__(self, config: NodeConfig, engine: EngineConfig, role: Role) -> None:
+        """Start the others. Raises ConfigError if one cannot be started."""
+        self._folder = SocketFolder(PREFIX)
+        self._others: list[RankProcess] = []
+        self._cleanup: Callable[[], None] = _nothing
+        self._lock = threading.Lock()
+        self._died = threading.Event()
+        # A death before all serve is reported by who waits for the rank, as it may have a reason.
+        self._fatal = False
+        self._stopping = False
+        self.data = DataRank(RankPlace(0, engine.data_parallel_size), self._folder.path)
+        self.data.lockstep.on_lost(self._collective_failed)
+        try:
+            self.options, *others = options_of_ranks(config, engine, role, str(self._folder.path))
+            self.name = self.options.group
+            for each in others:
+                self._others.append(start_rank(each, role))
+        except (OSError, Gone) as error:
+            self.close()
+            raise ConfigError(f"a rank cannot be started: {error}", field=FIELD) from error
+        except ConfigError:
+            self.close()
+            raise
+        for each in self._others:
+            each.link.limit(max(LOAD_DEADLINE_S, config.drain_s + STOP_S))
+            threading.Thread(target=self._watch, args=(each,), daemon=True).start()
+
+    def on_death(self, cleanup: Callable[[], None]) -> None:
+        """See NodeGroup."""
+        self._cleanup = cleanup
+
+    def events(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """See NodeGroup: the first and the second signal. The others ignore signals."""
+        return signal_events()
+
+    def meet(self) -> None:
+        """See NodeGroup."""
+        self._expect_all(MessageKind.LOADED)
+        self._fatal = True  # who waits in `connect` would not hear of a death
+        self._send(MessageKind.MEET)
+        self.data.meet(store(str(self._folder.path), self.options.place.size))
+        self._fatal = False
+
+    async def ready(self, line: dict[str, object]) -> None:
+        """See NodeGroup: `line` is written with those of the others in it, once all serve."""
+        others = await asyncio.to_thread(self._expect_all, MessageKind.READY)
+        self._fatal = True
+        write_ready(line | {"ranks": [{**line, "rank": 0}, *others]})
+
+    async def drain(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """See NodeGroup."""
+        self._send(MessageKind.DRAIN)
+        await work()
+        await asyncio.to_thread(self._expect_all, MessageKind.DRAINED)
+
+    def stop(self) -> None:
+        """See NodeGroup."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        self._send(MessageKind.STOP)
+
+    def close(self) -> None:
+        """See NodeGroup."""
+        self.stop()
+        for each in self._others:
+            with suppress(subprocess.TimeoutExpired):
+                each.process.wait(STOP_S)
+            each.link.close()
+            each.process.kill()
+            each.process.wait()
+        self.data.close()
+        self._folder.remove()
+
+    def _send(self, kind: MessageKind) -> None:
+        for each in self._others:
+            with suppress(Gone):  # its watcher says so
+                each.link.send(kind)
+
+    def _expect_all(self, kind: MessageKind) -> list[dict[str, Any]]:
+        """A message of this kind from each of the others. Raises as `meet`."""
+        found: list[dict[str, Any]] = []
+        gone: list[int] = []
+        for each in self._others:
+            try:
+                what, values = each.link.expect(kind, MessageKind.FAILED)
+            except Gone:
+                gone.append(each.rank)  # perhaps because a later one has failed: see why
+                continue
+            if what is MessageKind.FAILED:
+                raise ConfigError(f"rank {each.rank}: {values['message']}", field=values["field"])
+            found.append({**values, "rank": each.rank})
+        if gone:
+            raise ConfigError(f"rank {gone[0]} has ended; its log says why", field=FIELD)
+        return found
+
+    def _watch(self, each: RankProcess) -> None:
+        status = each.process.wait()
+        self._died.set()
+        if self._fatal:
+            self._lose(f"rank {each.rank} has ended with status {status}")
+        for other in self._others:
+            if not self._stopping and other is not each:
+                other.process.kill()
+
+    def _collective_failed(self, reason: str) -> None:
+        if not self._died.wait(DEATH_S):
+            self._lose(reason)
+        threading.Event().wait(DEATH_S)  # the watcher ends this process
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        log.error("data-parallel group lost, all ranks end: %s", reason)
+        for each in self._others:
+            each.link.close()  # each ends by itself, and leaves nothing behind
+        for each in self._others:
+            with suppress(subprocess.TimeoutExpired):
+                each.process.wait(KILL_S)
+            each.process.kill()
+        self._folder.remove()
+        end(self._cleanup)
+
+
+class OtherRank:
+    """Implements NodeGroup for a rank that the first one has started."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: of the socket to rank 0. Signals are its business. Raises Gone."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        self._link = Link(socket.socket(fileno=descriptor))
+        self.options = RankOptions.from_json(self._link.expect(MessageKind.SETUP)[1])
+        self.name = self.options.group
+        self._directory = Path(self.options.directory)
+        self.data = DataRank(self.options.place, self._directory)
+        self.data.lockstep.on_lost(self._collective_failed)
+        self._met, self._gone = threading.Event(), threading.Event()
+        self._cleanup: Callable[[], None] = _nothing
+
+    def on_death(self, cleanup: Callable[[], None]) -> None:
+        """See NodeGroup."""
+        self._cleanup = cleanup
+
+    def events(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """See NodeGroup: what rank 0 says. From now on it is listened to."""
+        drain, stop = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def listen() -> None:
+            meanings: dict[MessageKind, Callable[[], object]] = {
+                MessageKind.MEET: self._met.set,
+                MessageKind.DRAIN: lambda: loop.call_soon_threadsafe(drain.set),
+                MessageKind.STOP: lambda: loop.call_soon_threadsafe(_set, drain, stop),
+            }
+            with suppress(Gone, RuntimeError):  # the loop has ended, and so does the process
+                while True:
+                    meanings[self._link.receive()[0]]()
+            self._lose("rank 0 has gone")
+
+        threading.Thread(target=listen, name="rank-0", daemon=True).start()
+        return drain, stop
+
+    def meet(self) -> None:
+        """See NodeGroup."""
+        self._link.send(MessageKind.LOADED)
+        self._met.wait()
+        self.data.meet(store(str(self._directory), self.options.place.size))
+
+    async def ready(self, line: dict[str, object]) -> None:
+        """See NodeGroup: rank 0 writes it."""
+        self._link.send_json(MessageKind.READY, line)
+
+    async def drain(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """See NodeGroup: until rank 0 says that all stop."""
+        await work()
+        self._link.send(MessageKind.DRAINED)
+        await asyncio.Event().wait()
+
+    def stop(self) -> None:
+        """See NodeGroup: rank 0's business."""
+
+    def close(self) -> None:
+        """See NodeGroup."""
+        self.data.close()
+
+    def failed(self, error: ConfigError) -> None:
+        """Say why this rank cannot start."""
+        with suppress(Gone):
+            self._link.send_json(
+                MessageKind.FAILED, {"message": error.message, "field": error.field}
+            )
+
+    def _collective_failed(self, reason: str) -> None:
+        self._gone.wait(DEATH_S)  # rank 0, which knows why, says it and closes the socket
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        self._gone.set()
+        log.error("rank %d ends: %s", self.options.place.rank, reason)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        end(self._cleanup)
+
+
+def start_rank(options: RankOptions, role: Role) -> RankProcess:
+    """A rank as a process of its own. Raises OSError, Gone."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{role.value}_node", RANK, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # rank 0's own stdout carries the READY line
+            pass_fds=(theirs.fileno(),),
+        )
+    link = Link(ours)
+    link.send_json(MessageKind.SETUP, options.to_json())
+    return RankProcess(options.place.rank, process, link)
+
+
+def end(cleanup: Callable[[], None] = _nothing) -> NoReturn:
+    """End the process as if it had been killed: a model without one of its ranks can serve nothing.
+
+    The engine thread may wait in a collective, so nothing is waited for.
+    """
+    with suppress(Exception):
+        cleanup()
+    logging.shutdown()
+    os._exit(LOST_RANK)
+
+
+def write_ready(line: Mapping[str, object]) -> None:
+    """Write a READY line, for who started this process."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def signal_events() -> tuple[asyncio.Event, asyncio.Event]:
+    """Return two events, for the first and for the second SIGTERM or SIGINT."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def received() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, received)
+    return first, second
+
+
+def _set(*events: asyncio.Event) -> None:
+    for event in events:
+        event.set()

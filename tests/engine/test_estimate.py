@@ -27,6 +27,7 @@ from tests.engine.quantized_models import RECIPES
 from tests.tiny_models import make_tiny_model
 
 CONFIGS = Path(__file__).parent / "configs"
+QUIP = {"quantization_config": {"quant_method": "quip", "bits": 4}}
 LLAMA, QWEN, MIXTRAL, DEEPSEEK = "llama-3-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3"
 GPT_OSS = "gpt-oss-20b"
 QWEN2_MOE: dict[str, Any] = {
@@ -464,11 +465,7 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
         ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
         ({}, {"enable_expert_parallel": True}, "llama has no experts to lie on different ranks"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, None),
-        (
-            {"quantization_config": {"quant_method": "quip", "bits": 4}},
-            {},
-            "quantized by quip are not served",
-        ),
+        (QUIP, {}, "quantized by quip are not served"),
         ({"architectures": ["LlamaForTokenClassification"]}, {}, "no head for tokens"),
         ({"is_encoder_decoder": True}, {}, "only decoders"),
     ],
@@ -496,7 +493,6 @@ def test_a_refusal_is_one_line_of_the_table(
 def test_layers_that_are_not_served_and_a_draft_that_is_not(tmp_path: Path) -> None:
     assert "layers of type linear" in (refused(LLAMA, tmp_path, MAMBA) or "")
     draft = tmp_path / "draft.json"
-    quip = {"quantization_config": {"quant_method": "quip", "bits": 4}}
-    draft.write_text(json.dumps(config(QWEN) | quip))
+    draft.write_text(json.dumps(config(QWEN) | QUIP))
     drafted = {"speculative_model": draft}
     assert "quantized by quip" in (refused(LLAMA, tmp_path, {}, **drafted) or "")

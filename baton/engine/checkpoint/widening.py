@@ -39,16 +39,15 @@ def open_tensors(
     device: torch.device,
     *,
     prefix: str = "",
-    integers: bool = False,
     unstacked: bool = False,
-    packed: bool = False,
+    kept: bool = False,
 ) -> TensorReader:
     """Its tensors under plain names, except for those of integer layouts; with `prefix` those
     alone whose names begin so, named by the rest.
 
-    `integers`: those that a GGUF file holds can be read, too (TensorReader.integers). `unstacked`:
-    each expert of a stacked mixture has tensors of its own, `packed`: in MXFP4, where kernels take
-    it.
+    `unstacked`: each expert of a stacked mixture has tensors of its own. `kept`: a GGUF file's
+    integers can be read, too (TensorReader.integers), and stacked experts stay in MXFP4 where
+    kernels take it.
 
     Raises ModelRefused for a broken file and for tensors that their format does not understand.
     """
@@ -56,9 +55,9 @@ def open_tensors(
     kind = widened_kind(config)
     if kind == "gguf":
         (file,) = checkpoint.weight_files
-        return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=integers))
+        return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=kept))
     if unstacked and kind in (None, "mxfp4"):
-        packed = packed and integer_kernels_for(dtype, device) is not None
+        packed = kept and integer_kernels_for(dtype, device) is not None
         return TensorReader(
             checkpoint.weight_files, dtype, device, functools.partial(unstack, packed)
         )

@@ -228,9 +228,8 @@ def _build(
             dtype,
             device,
             prefix=lean.prefix,
-            integers=keeps_integers(widened_kind(quantized), config),
             unstacked=lean.experts is not None and lean.experts.stacked,
-            packed=scheme is None,
+            kept=config.quantization == "none",
         )
         share = None if group is None else _share(config, lean, group)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)

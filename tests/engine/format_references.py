@@ -73,6 +73,12 @@ def reference_logits(path: Path, config: dict[str, Any], ids: list[int]) -> Tens
             from transformers import GPTQConfig
 
             options["quantization_config"] = GPTQConfig(bits=config["bits"], backend="torch")
+        case "awq":
+            from transformers import AwqConfig
+
+            options["quantization_config"] = AwqConfig(
+                bits=4, group_size=config["group_size"], zero_point=True, backend="torch_awq"
+            )
         case "fp8":
             from transformers import FineGrainedFP8Config
 
@@ -83,6 +89,8 @@ def reference_logits(path: Path, config: dict[str, Any], ids: list[int]) -> Tens
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, device_map="cpu", **options
         )
+        if config["quant_method"] == "bitsandbytes":
+            model = model.dequantize(torch.float32)  # its products round what they multiply
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 

@@ -74,10 +74,13 @@ def reference_logits(path: Path, config: dict[str, Any], ids: list[int]) -> Tens
 
             options["quantization_config"] = GPTQConfig(bits=config["bits"], backend="torch")
         case "awq":
-            from transformers import AwqConfig
+            from transformers.utils.quantization_config import AwqBackend, AwqConfig
 
             options["quantization_config"] = AwqConfig(
-                bits=4, group_size=config["group_size"], zero_point=True, backend="torch_awq"
+                bits=4,
+                group_size=config["group_size"],
+                zero_point=True,
+                backend=AwqBackend.TORCH_AWQ,
             )
         case "fp8":
             from transformers import FineGrainedFP8Config

@@ -133,7 +133,7 @@ class Guide:
         return len(rows)
 
     def cut(self, history: Sequence[int], num_prompt: int, drafts: list[int]) -> list[int]:
-        """Return `drafts` up to the first one that the grammar forbids."""
+        """Return the drafts before the first one that the grammar forbids; after a failure none."""
         place = self._follow(history, num_prompt)
         if self.failure:
             return []

@@ -163,7 +163,10 @@ def router_messages(message: node_pb2.RouterMessage) -> Sequence[node_pb2.Router
 
 
 def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestFailed | None:
-    """Return the failure of the request that `message` submits; None if it submits none."""
+    """Return `error` as the RequestFailed of the request that `message` submits.
+
+    Return None if `message` is no submit, or if its request has no id.
+    """
     request = message.submit.request
     if message.WhichOneof("kind") != "submit" or not request.id:
         return None

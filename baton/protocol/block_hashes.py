@@ -21,7 +21,8 @@ HASH_BYTES: Final = 16
 def root_hash(
     model_digest: str, tenant_salt: str = "", kv_dtype: str = "", adapter: str = ""
 ) -> bytes:
-    """Return the parent hash of a prompt's first block."""
+    """Return the parent hash of a prompt's first block, from model, tenant, KV precision and
+    adapter."""
     # JSON, because a salt comes from a client and must not be able to forge a separator.
     body = json.dumps((model_digest, tenant_salt, kv_dtype, adapter)).encode()
     return hashlib.blake2b(body, digest_size=HASH_BYTES).digest()

@@ -70,7 +70,8 @@ IDLE: Final[Mapping[str, IdleFlag]] = {
 
 
 class _Note(argparse.Action):
-    """Writes why the flag does nothing and stores no value. argparse extends by inheritance."""
+    """argparse action of the flags in IDLE: writes to stderr why the flag does nothing, and stores
+    no value. It is a class because argparse takes actions only as subclasses of Action."""
 
     def __call__(
         self,

@@ -24,7 +24,8 @@ from router.request.trace import RequestTrace
 
 
 class Dispatcher:
-    """All requests under way on this router."""
+    """Runs requests: each waits at the gate, then a Journey takes it through the nodes. Knows all
+    requests that run or wait on this router."""
 
     def __init__(self, parts: DispatchParts) -> None:
         self._parts = parts

@@ -265,10 +265,11 @@ class Engine:
             group.stopping.add(sample)
 
     def hand_on(self, request_id: str) -> Departure | None:
-        """Take a decoding request out, with its KV, so that another engine continues it.
+        """Remove a decoding request so that another engine continues it.
 
-        Its blocks are pinned once, for an export; `unpin` undoes that. Return None, and change
-        nothing, if it is not here or has no KV worth moving. Between steps only.
+        Return what the request takes along. The blocks of its KV stay, pinned once for the export:
+        call `unpin` when that is over. Return None and keep the request if this engine has no such
+        request, or if its KV cannot be moved. Call this only between steps.
         """
         group = self.requests.get(request_id)
         if group is None:

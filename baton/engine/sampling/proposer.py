@@ -25,8 +25,8 @@ class DraftAsk:
     """A question to a proposer: which tokens, at most `max_drafts`, follow `history`?
 
     `history` holds all known tokens, prompt first. `position` is the index, in the output, of the
-    first guessed token. `params`, `sample_index` and `position` determine the noise with which the
-    target will sample there.
+    first guessed token. From `params`, `sample_index` and `position` follow the random numbers with
+    which the target will sample at `position`.
     """
 
     request_id: str

@@ -172,7 +172,7 @@ class SequenceState:
         )
 
     def possible(self, drafts: list[int]) -> list[int]:
-        """Return `drafts` up to the first one that the grammar forbids."""
+        """Return the drafts before the first one that the grammar forbids; without one, all."""
         if self.guide is None:
             return drafts
         return self.guide.cut(self.tokens, self.num_prompt, drafts)

@@ -63,11 +63,11 @@ class Background:
             services.runs.enders[PATH] = self._ended
 
     async def create(self, request: HttpRequest, body: bytes) -> Response | ResumedReply:
-        """Begin a response in the background, or find it if it was begun before. Return the
-        response, or its stream.
+        """Begin a background response, or find the one that an earlier call with this key began.
+        Return its stored status, or the stream of its events if the body has `stream`.
 
         Raises InvalidRequest, KeyReused, Overloaded, Unavailable; RequestNotFound if the response
-        was deleted since."""
+        was begun before and then deleted."""
         fields = read(body).fields
         note_body_id(request, fields.get("request_id"))
         terms = read_resume_terms(lambda name: request.headers.get(name, ""))

@@ -444,10 +444,10 @@ def _first_tokens(parts: Sequence[Fetched]) -> tuple[FirstToken, ...]:
 
 
 async def _all_or_none(conversations: Sequence[Coroutine[Any, Any, Fetched]]) -> list[Fetched]:
-    """Return the results of all conversations.
+    """Run the conversations at the same time; return their results in the same order.
 
-    When one fails, the others are broken off and its error is raised. However this ends, no thread
-    of the conversations touches the blocks any more.
+    If one fails, cancel the others and raise its error. When this function has returned or raised,
+    also after a cancellation, no thread of a conversation reads or writes KV blocks any more.
     """
     tasks = [asyncio.create_task(conversation) for conversation in conversations]
     try:

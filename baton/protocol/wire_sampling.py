@@ -93,9 +93,10 @@ def _write_by_hand(message: Any, params: SamplingParams) -> None:
 
 
 def sampling_fields(message: Any) -> dict[str, Any]:
-    """Return the arguments of SamplingParams that the message gives.
+    """Return keyword arguments for SamplingParams from a message of node.proto or serve.proto.
 
-    Raises InvalidRequest for an unknown `early_stopping` or kind of grammar.
+    Optional fields that are not set are left out, so the defaults of SamplingParams hold. Raises
+    InvalidRequest for an unknown value of `early_stopping` or `guided.kind`.
     """
     names = _names(message.DESCRIPTOR)
     given = {name: getattr(message, name) for name in names.always}

@@ -109,7 +109,11 @@ class _Judge:
         }
 
     def learns(self) -> bool:
-        """Walk through the template once; return whether a depth has grown. Raises _Unknown."""
+        """Walk through the template once, and note how deep each name's values are nested.
+
+        Return whether any of these depths has grown; if so, call again. Raises _Unknown if the
+        template does something that this module does not list.
+        """
         before = dict(self._depths)
         self._statement(self._tree)
         return self._depths != before

@@ -219,7 +219,10 @@ class NodeSession:
             backoff = min(2 * backoff, LAST_BACKOFF_S)
 
     async def _connect_and_serve(self) -> str:
-        """One session from connect to end; returns why it ended."""
+        """Run one session with the node, from connect to end; return why it ended, for the log.
+
+        An error of the connection is part of that text and is not raised.
+        """
         try:
             async with self._call() as call:
                 await self._hello(call)

@@ -288,7 +288,11 @@ class StoreGuard:
             watcher(swept)
 
     async def _beat(self, held: Sequence[str]) -> Sequence[Swept]:
-        """Do the writes of a heartbeat; return the swept requests. Raises StoreUnavailable."""
+        """Renew the leases of the requests `held` (ids), write what the store has missed, and, if
+        it is this router's turn, take over requests whose lease has run out.
+
+        Return the requests that were taken over. Raises StoreUnavailable.
+        """
         started = asyncio.get_running_loop().time()
         lost = await self._store.beat(held)
         self.lease_until = started + self._lease_s

@@ -180,10 +180,11 @@ class SequenceState:
     def ends_with(
         self, token: int, num_outputs: int, eos_token_ids: Sequence[int], max_len: int
     ) -> tuple[FinishReason | None, int | None]:
-        """Return why `token`, the last of `num_outputs`, ends the sample, and the stop id if one
-        did.
+        """Return why the sequence ends after `token`, its output token number `num_outputs`.
 
-        Returns (None, None) if the sample goes on.
+        The second value is `token` if it is a stop or EOS token. It is None if a length ends the
+        sequence: `max_tokens`, or `max_len` of prompt and output together. Return (None, None) if
+        the sequence goes on.
         """
         params = self.request.params
         if token in params.stop_token_ids:

@@ -150,8 +150,11 @@ class MessageEvents:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object. If the model's text is no JSON object, such as
-    when it was cut short, return `{"raw_arguments": text}`."""
+    """Return a tool call's arguments as an object, {} for blank text.
+
+    If `arguments` is no JSON object, for example because the text was cut short, return
+    `{"raw_arguments": arguments}`.
+    """
     if not arguments.strip():
         return {}
     try:

@@ -247,7 +247,7 @@ class IntegerPanels:
 
 
 class W8A8Panels:
-    """W8A8Linear with the compiled kernel (kernels/cpu/w8a8.h); the results are equal bit for bit."""
+    """W8A8Linear with the compiled kernel (kernels/cpu/w8a8.h); results are equal bit for bit."""
 
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels

@@ -6,12 +6,12 @@
       MEET, when all have loaded  ----------------------->  all connect for their collectives
       <-------------------------------------- READY line    each serves as a node of its own
       DRAIN at the first signal  ------------------------>  drain
-      <------------------------------------------ DRAINED   and go on with rounds for the others
-      STOP when all are, or at the second signal  ------->  stop, all together
+      <------------------------------------------ DRAINED   go on with rounds for the others
+      STOP when all are drained, or at the second signal ->  stop, all together
 
-To routers each rank is a node: own ports, own record, own KV. But experts lie on all ranks, so a
-rank that ends for no reason, and a collective that fails, end all: rank 0 watches the processes,
-the others watch their socket to rank 0. Each ends at once, as if it had been killed.
+For routers each rank is a node with its own ports, record and KV. But the experts lie on all ranks.
+So all ranks end if one ends unexpectedly or a collective fails. Rank 0 watches the processes, the
+others watch their socket to rank 0. Each ends at once, as if it had been killed.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ from baton.runtime.socket_folder import SocketFolder
 log = logging.getLogger(__name__)
 
 RANK: Final = "data-parallel-rank"  # the private argument of all ranks but the first
-PREFIX: Final = "baton-data-ranks-"  # of folders where ranks meet, in the temporary directory
-LOST_RANK: Final = 3  # exit status: a rank has ended, of either kind of group
-KILL_S: Final = 0.25  # until ranks that end by themselves are killed
-LANE_PORTS: Final = 4  # of a node, from kv_stream_port on
+PREFIX: Final = "baton-data-ranks-"  # names of the ranks' folders in the temporary directory
+LOST_RANK: Final = 3  # exit status if a rank of a data- or tensor-parallel group has ended
+KILL_S: Final = 0.25  # how long ranks may take to end by themselves before they are killed
+LANE_PORTS: Final = 4  # how many ports a node uses from kv_stream_port on
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What a rank is started with. `group`: the name of all."""
+    """What a rank is started with. `group`: the group's name. `directory`: the folder where the
+    ranks meet."""
 
     place: RankPlace
     group: str
@@ -71,12 +72,12 @@ class RankOptions:
     engine: EngineConfig
 
     def to_json(self) -> dict[str, Any]:
-        """What SETUP says."""
+        """Return the content of the SETUP message."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RankOptions:
-        """What to_json was given."""
+        """Return the options that to_json was called on."""
         engine: dict[str, Any] = values["engine"]
         for name, value in engine.items():  # JSON has no tuples
             engine[name] = tuple(value) if isinstance(value, list) else value
@@ -92,12 +93,12 @@ class RankOptions:
 def options_of_ranks(
     config: NodeConfig, engine: EngineConfig, role: Role, directory: str
 ) -> list[RankOptions]:
-    """The options of each rank of a group, which share the cores and threads of this process.
+    """Return the options of each rank. The ranks share the cores and threads of this process.
     Raises ConfigError for ports beyond the last one."""
     size, name = engine.data_parallel_size, config.node_id or f"{role.value}-{secrets.token_hex(4)}"
     total = engine.threads or len(os.sched_getaffinity(0))
     engine = replace(engine, threads=max(1, total // size))
-    group = f"{name}-{secrets.token_hex(4)}"  # of this start alone
+    group = f"{name}-{secrets.token_hex(4)}"  # another name at each start
     ranks: list[RankOptions] = []
     for place in (RankPlace(rank, size) for rank in range(size)):
         ports = {
@@ -121,9 +122,10 @@ def _nothing() -> None:
 
 
 class NodeGroup(Protocol):
-    """A node's part in its group, in the order of its life.
+    """A node's part in its group. The methods are listed in the order in which they are called.
 
-    `name`: of the group; "" = none. `data`: for the engine; None without a group."""
+    `name`: the group's; "" = no group. `data`: what the engine needs of it; None without a group.
+    """
 
     @property
     def name(self) -> str: ...
@@ -131,32 +133,33 @@ class NodeGroup(Protocol):
     def data(self) -> DataRank | None: ...
 
     def on_death(self, cleanup: Callable[[], None]) -> None:
-        """Call it when the group is lost, right before the process ends."""
+        """Call `cleanup` if the group is lost, right before the process ends."""
         ...
 
     def events(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """Two events: drain, and stop at once. Event loop."""
+        """Return two events: drain, and stop at once. Call it on the event loop."""
         ...
 
     def meet(self) -> None:
-        """The model is loaded: block until all ranks have met. On the thread that loads. Raises
-        ConfigError with a rank's reason; InternalError."""
+        """Block until all ranks have loaded and are connected. Call it on the thread that has
+        loaded the model. Raises ConfigError with a rank's reason; InternalError."""
         ...
 
     async def ready(self, line: dict[str, object]) -> None:
-        """The node serves; `line` is its READY line. Raises as `meet`."""
+        """Report that this node serves; `line` is its READY line. Raises what `meet` raises."""
         ...
 
     async def drain(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do `work`, which drains this node, and wait until all ranks have."""
+        """Run `work`, which drains this node, and wait until all ranks have drained."""
         ...
 
     def stop(self) -> None:
-        """All ranks stop now. Idempotent."""
+        """Tell all ranks to stop now; only rank 0 does so. Idempotent."""
         ...
 
     def close(self) -> None:
-        """Wait for the ends of the others, where they are this rank's business. Idempotent."""
+        """Release the group's resources; rank 0 first waits for the other ranks to end.
+        Idempotent."""
         ...
 
 
@@ -167,10 +170,10 @@ class Alone:
     data: DataRank | None = None
 
     def on_death(self, cleanup: Callable[[], None]) -> None:
-        """See NodeGroup: it is not lost."""
+        """See NodeGroup. Does nothing: there is no group to lose."""
 
     def events(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """See NodeGroup: the first and the second signal."""
+        """See NodeGroup. The events are the first and the second signal."""
         return signal_events()
 
     def meet(self) -> None:
@@ -195,13 +198,14 @@ class FirstRank:
     """Implements NodeGroup for the rank that starts the others."""
 
     def __init__(self, config: NodeConfig, engine: EngineConfig, role: Role) -> None:
-        """Start the others. Raises ConfigError if one cannot be started."""
+        """Start the other ranks. Raises ConfigError if one cannot be started."""
         self._folder = SocketFolder(PREFIX)
         self._others: list[RankProcess] = []
         self._cleanup: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._died = threading.Event()
-        # A death before all serve is reported by who waits for the rank, as it may have a reason.
+        # Whether the end of a rank ends all at once. Before all serve, the code that waits for the
+        # rank reports its end instead, because the rank may have sent a reason.
         self._fatal = False
         self._stopping = False
         self.data = DataRank(RankPlace(0, engine.data_parallel_size), self._folder.path)
@@ -226,19 +230,20 @@ class FirstRank:
         self._cleanup = cleanup
 
     def events(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """See NodeGroup: the first and the second signal. The others ignore signals."""
+        """See NodeGroup. The events are the first and the second signal; other ranks ignore
+        signals."""
         return signal_events()
 
     def meet(self) -> None:
         """See NodeGroup."""
         self._expect_all(MessageKind.LOADED)
-        self._fatal = True  # who waits in `connect` would not hear of a death
+        self._fatal = True  # a rank that ends now could not be noticed while this one connects
         self._send(MessageKind.MEET)
         self.data.meet(store(str(self._folder.path), self.options.place.size))
         self._fatal = False
 
     async def ready(self, line: dict[str, object]) -> None:
-        """See NodeGroup: `line` is written with those of the others in it, once all serve."""
+        """See NodeGroup. Writes `line`, with the other ranks' lines in it, once all ranks serve."""
         others = await asyncio.to_thread(self._expect_all, MessageKind.READY)
         self._fatal = True
         write_ready(line | {"ranks": [{**line, "rank": 0}, *others]})
@@ -271,18 +276,19 @@ class FirstRank:
 
     def _send(self, kind: MessageKind) -> None:
         for each in self._others:
-            with suppress(Gone):  # its watcher says so
+            with suppress(Gone):  # the rank's watcher handles its end
                 each.link.send(kind)
 
     def _expect_all(self, kind: MessageKind) -> list[dict[str, Any]]:
-        """A message of this kind from each of the others. Raises as `meet`."""
+        """Wait for a message of this kind from each other rank; return their contents. Raises
+        ConfigError with a rank's reason, or if a rank has ended."""
         found: list[dict[str, Any]] = []
         gone: list[int] = []
         for each in self._others:
             try:
                 what, values = each.link.expect(kind, MessageKind.FAILED)
             except Gone:
-                gone.append(each.rank)  # perhaps because a later one has failed: see why
+                gone.append(each.rank)  # a later rank may have failed and sent the reason
                 continue
             if what is MessageKind.FAILED:
                 raise ConfigError(f"rank {each.rank}: {values['message']}", field=values["field"])
@@ -303,7 +309,7 @@ class FirstRank:
     def _collective_failed(self, reason: str) -> None:
         if not self._died.wait(DEATH_S):
             self._lose(reason)
-        threading.Event().wait(DEATH_S)  # the watcher ends this process
+        threading.Event().wait(DEATH_S)  # meanwhile the watcher ends this process, with its reason
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -313,7 +319,7 @@ class FirstRank:
             self._stopping = True
         log.error("data-parallel group lost, all ranks end: %s", reason)
         for each in self._others:
-            each.link.close()  # each ends by itself, and leaves nothing behind
+            each.link.close()  # each rank then ends by itself, and cleans up
         for each in self._others:
             with suppress(subprocess.TimeoutExpired):
                 each.process.wait(KILL_S)
@@ -323,10 +329,11 @@ class FirstRank:
 
 
 class OtherRank:
-    """Implements NodeGroup for a rank that the first one has started."""
+    """Implements NodeGroup for a rank that rank 0 has started."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor`: of the socket to rank 0. Signals are its business. Raises Gone."""
+        """`descriptor`: that of the socket to rank 0. Ignores signals, which rank 0 handles. Raises
+        Gone."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         self._link = Link(socket.socket(fileno=descriptor))
@@ -343,7 +350,8 @@ class OtherRank:
         self._cleanup = cleanup
 
     def events(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """See NodeGroup: what rank 0 says. From now on it is listened to."""
+        """See NodeGroup. The events are messages of rank 0; this starts the thread that receives
+        them."""
         drain, stop = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -368,31 +376,31 @@ class OtherRank:
         self.data.meet(store(str(self._directory), self.options.place.size))
 
     async def ready(self, line: dict[str, object]) -> None:
-        """See NodeGroup: rank 0 writes it."""
+        """See NodeGroup. Sends `line` to rank 0, which writes it."""
         self._link.send_json(MessageKind.READY, line)
 
     async def drain(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """See NodeGroup: until rank 0 says that all stop."""
+        """See NodeGroup. Never returns by itself: rank 0's STOP ends the wait."""
         await work()
         self._link.send(MessageKind.DRAINED)
         await asyncio.Event().wait()
 
     def stop(self) -> None:
-        """See NodeGroup: rank 0's business."""
+        """See NodeGroup. Does nothing: rank 0 stops all ranks."""
 
     def close(self) -> None:
         """See NodeGroup."""
         self.data.close()
 
     def failed(self, error: ConfigError) -> None:
-        """Say why this rank cannot start."""
+        """Tell rank 0 why this rank cannot start."""
         with suppress(Gone):
             self._link.send_json(
                 MessageKind.FAILED, {"message": error.message, "field": error.field}
             )
 
     def _collective_failed(self, reason: str) -> None:
-        self._gone.wait(DEATH_S)  # rank 0, which knows why, says it and closes the socket
+        self._gone.wait(DEATH_S)  # rank 0 logs the reason and closes the socket
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -403,7 +411,7 @@ class OtherRank:
 
 
 def start_rank(options: RankOptions, role: Role) -> RankProcess:
-    """A rank as a process of its own. Raises OSError, Gone."""
+    """Start a rank as a process and send it SETUP. Raises OSError, Gone."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -418,9 +426,10 @@ def start_rank(options: RankOptions, role: Role) -> RankProcess:
 
 
 def end(cleanup: Callable[[], None] = _nothing) -> NoReturn:
-    """End the process as if it had been killed: a model without one of its ranks can serve nothing.
+    """Run `cleanup`, then end the process as if it had been killed: without one of its ranks a
+    model cannot serve.
 
-    The engine thread may wait in a collective, so nothing is waited for.
+    It waits for no thread, because the engine thread may wait in a collective.
     """
     with suppress(Exception):
         cleanup()
@@ -429,7 +438,7 @@ def end(cleanup: Callable[[], None] = _nothing) -> NoReturn:
 
 
 def write_ready(line: Mapping[str, object]) -> None:
-    """Write a READY line, for who started this process."""
+    """Write a READY line to stdout, for the process that started this one."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

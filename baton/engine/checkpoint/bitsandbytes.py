@@ -30,7 +30,8 @@ _ONE_127TH: Final = 7.874015718698502e-3  # as bitsandbytes writes it
 def widen_bits4(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Readable]:
-    """Every tensor under its plain name. Raises ModelRefused for a state that does not fit."""
+    """Return all tensors under the names of the unquantized checkpoint, 4-bit weights widened.
+    Raises ModelRefused for a weight whose state does not fit."""
     states = {name.partition(_STATE)[0]: name for name in stored if _STATE in name}
     found: dict[str, Readable] = {}
     for name, tensor in stored.items():
@@ -45,7 +46,8 @@ def widen_bits4(
 def widen_bits8(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Readable]:
-    """Every tensor under its plain name. Raises ModelRefused for weights without fitting scales."""
+    """Return all tensors under the names of the unquantized checkpoint, int8 weights widened.
+    Raises ModelRefused for weights without fitting scales."""
     found: dict[str, Readable] = {}
     for name, tensor in stored.items():
         if name.endswith((".SCB", ".weight_format")):
@@ -71,7 +73,7 @@ def _open_bits8(weight: StoredTensor, scale: StoredTensor) -> Slab:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What the JSON of a weight says."""
+    """The content of the JSON that is stored beside a 4-bit weight."""
 
     shape: tuple[int, ...]
     block: int
@@ -111,7 +113,7 @@ def _bits4(name: str, stored: Mapping[str, StoredTensor], state_name: str) -> Wi
 
 
 def _state(name: str, stored: StoredTensor) -> _State:
-    """Raises ModelRefused for what is no state."""
+    """Read the state of weight `name`. Raises ModelRefused if it is broken."""
     try:
         said = json.loads(bytes(stored.read().view(-1).view(torch.uint8).tolist()))
         shape = tuple(int(size) for size in said["shape"])
@@ -125,7 +127,7 @@ def _state(name: str, stored: StoredTensor) -> _State:
 
 
 def _largest(name: str, parts: list[StoredTensor], state: _State) -> Tensor:
-    """The factor of each block, float32. Raises ModelRefused if one is not finite."""
+    """Return the factor of each block, float32. Raises ModelRefused if one is not finite."""
     largest = parts[1].read().view(-1)
     if len(parts) > 3:
         if largest.dtype != torch.uint8:

@@ -19,10 +19,10 @@ from baton.engine.checkpoint.gguf.folder import WEIGHTS, gguf_folder, is_gguf
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError, ModelRefused
 
-# Everything a server may need; weights as safetensors only, so that no .bin is ever downloaded.
+# The files that a server may need. Weights are downloaded as safetensors only, never as .bin.
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 HUB_SKIPPED: Final = ("original/*", "onnx/*", "consolidated*")
-# What is done to weights when they are loaded.
+# Values of --quantization that say what is done to weights when they are loaded.
 ROUNDED: Final = ("none", "int8", "w8a8", "int4", "widened")
 _UNBOUND_KEYS: Final = ("_name_or_path", "transformers_version")  # differ between equal checkpoints
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
@@ -31,8 +31,8 @@ _READ_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory with config.json, tokenizer.json, safetensors;
-    `generation` {} if there is none."""
+    """A directory with config.json, tokenizer.json and safetensors. `generation`: the content of
+    generation_config.json, {} without one."""
 
     path: Path
     config: dict[str, Any]
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a sample: generation_config.json's, else config.json's."""
+        """All token ids that end a sample: those of generation_config.json, else of config.json."""
         for source in (self.generation, self.config, self.text_config):
             value = source.get("eos_token_id")
             if value is not None:
@@ -60,14 +60,15 @@ class Checkpoint:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json (nested in multimodal checkpoints)."""
+    """Return the language model's part of a config.json: in a multimodal checkpoint its
+    text_config, else the whole."""
     return config.get("text_config") or config
 
 
 def open_checkpoint(model: str) -> Checkpoint:
     """Find the checkpoint of `model` (a directory or a hub id) and read its JSON files.
 
-    Raises ModelRefused, naming what is missing and the command that helps.
+    Raises ModelRefused with what is missing and the command that helps.
     """
     path = _find(model)
     config = _read_json(path / "config.json")
@@ -84,9 +85,10 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 
 def as_stored(config: EngineConfig) -> EngineConfig:
-    """Without the name of the checkpoint's own quantization, which needs no saying.
+    """Return `config` with quantization "none" if --quantization names the method by which the
+    checkpoint is quantized already.
 
-    Raises ConfigError if it is stored otherwise.
+    Raises ConfigError if the checkpoint is stored in another way.
     """
     if config.quantization in ROUNDED:
         return config
@@ -99,8 +101,8 @@ def as_stored(config: EngineConfig) -> EngineConfig:
 
 
 def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
-    """Directories by adapter name, out of NAME=PATH entries. Raises ConfigError naming the bad
-    one."""
+    """Parse NAME=PATH entries into directories by adapter name. Raises ConfigError with the entry
+    that is wrong."""
     found: dict[str, Path] = {}
     for entry in entries:
         name, separator, path = entry.partition("=")
@@ -113,8 +115,8 @@ def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
 
 
 def adapter_files(name: str, path: Path) -> tuple[Path, Path]:
-    """Config and weights of the adapter in directory `path`. Raises ModelRefused for a missing
-    one."""
+    """Return the paths of the config and the weights of the adapter in directory `path`. Raises
+    ModelRefused if a file is missing."""
     files = path / "adapter_config.json", path / "adapter_model.safetensors"
     for file in files:
         if not file.is_file():
@@ -123,7 +125,8 @@ def adapter_files(name: str, path: Path) -> tuple[Path, Path]:
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """Hex SHA-256 over the config and each weight file's name, size, header and content hash."""
+    """Return the hex SHA-256 over the config and over the name, size, header and content hash of
+    each weight file."""
     config = {key: value for key, value in checkpoint.config.items() if key not in _UNBOUND_KEYS}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in checkpoint.weight_files:
@@ -165,7 +168,8 @@ def _download(model: str) -> Path:
 
 
 def _lacking(model: str, path: Path, what: str) -> ModelRefused:
-    """`what` is missing; where GGUF files are why, that."""
+    """Return the refusal of a checkpoint for `what`. If the model is in GGUF's format, the refusal
+    says how to serve that instead."""
     if model.lower().endswith("gguf") or any(path.glob("*.gguf")):
         what = (
             f"{model} is in GGUF's format: give one file of it as --model (FILE.gguf), which is "
@@ -175,7 +179,8 @@ def _lacking(model: str, path: Path, what: str) -> ModelRefused:
 
 
 def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
-    """The safetensors that make up the model, sorted by name."""
+    """Return the files that hold the model's weights, sorted by name. Raises ModelRefused if there
+    are none, or one is missing."""
     index = _read_json(path / "model.safetensors.index.json")
     if (path / WEIGHTS).is_file() and not any(path.glob("*.safetensors")):
         names = [WEIGHTS]
@@ -201,7 +206,8 @@ def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, None without such a file. Raises ModelRefused for anything else."""
+    """Return the JSON object in `path`; None if there is no such file. Raises ModelRefused if the
+    file holds anything else."""
     if not path.is_file():
         return None
     try:
@@ -214,8 +220,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _file_hash(path: Path) -> tuple[bytes, bytes]:
-    """(safetensors header, xxh3_128 of the whole file). Raises ModelRefused for a broken header.
-    A GGUF file's is in the hash alone."""
+    """Return (safetensors header, xxh3_128 of the whole file). For a GGUF file the first is empty.
+    Raises ModelRefused for a broken header."""
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
         prefix = file.read(8)

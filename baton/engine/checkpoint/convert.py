@@ -1,12 +1,12 @@
 """`baton convert DIR`: safetensors and tokenizer.json for a checkpoint that lacks them.
 
-    what is missing? -> tokenizer.json -> model.safetensors (all into a hidden folder next to their
-    place) -> renamed into place, all or none
+    what is missing? -> write tokenizer.json, then model.safetensors, into a hidden folder inside
+    the target -> rename all files into place, or none
 
-A process of its own (`python -m baton.engine.checkpoint.convert DIR [--out DIR2]`), the one place
-that opens a pickled checkpoint, and with `weights_only`: a file that holds more than tensors is
-refused. No code of a checkpoint runs, nothing that exists is changed or replaced. Not here: the
-model itself; names and dtypes of tensors stay.
+It runs as a process of its own (`python -m baton.engine.checkpoint.convert DIR [--out DIR2]`). It
+is the only place that opens a pickled checkpoint, with `weights_only`: a file that holds more than
+tensors is refused. No code of a checkpoint runs, and no existing file is changed or replaced.
+Names and dtypes of tensors stay as they are.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ SAFETENSORS: Final = "model.safetensors"
 SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 PICKLE: Final = "pytorch_model.bin"
 PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
-# What --out takes along: config, generation, template and tokenizer files.
+# What --out copies: config, generation config, chat template and tokenizer files.
 COPIED: Final = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_NOT_THE_MODEL: Final = ("adapter", "consolidated")  # safetensors that a server does not read
+_NOT_THE_MODEL: Final = ("adapter", "consolidated")  # names of safetensors that servers do not read
 _NORMAL_PIECE: Final = 1  # sentencepiece_model.proto: ModelProto.SentencePiece.Type.NORMAL
-_WORD_STARTS: Final = ("\u2581", "\u0120")  # what sentencepiece and GPT-2 write for a space
+_WORD_STARTS: Final = ("\u2581", "\u0120")  # a space in pieces of sentencepiece and of GPT-2
 _WORDS_CHECKED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """One file that was not there before."""
+    """One file that `convert` has written."""
 
     path: Path
     num_bytes: int
@@ -68,10 +68,11 @@ class WrittenFiles:
 def convert(
     source: Path, out: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[WrittenFiles]:
-    """Write what `source` lacks into it, or a complete copy into `out`; [] if nothing is missing.
+    """Write what `source` lacks into it, or a complete copy into `out`. Return the written files,
+    [] if nothing is missing.
 
     Raises ModelRefused for what cannot be converted, ConfigError for folders that do not fit,
-    OSError for a full or read-only disk; then nothing is left behind.
+    OSError for a full or read-only disk. After an error no written file is left behind.
     """
     if is_gguf(source):
         return _convert_gguf(source, out or source.with_suffix(""))
@@ -97,9 +98,10 @@ def convert(
 
 
 def _convert_gguf(source: Path, target: Path) -> list[WrittenFiles]:
-    """Write the folder of a GGUF file: its JSON files, and a link to it. [] if it is there.
+    """Write the checkpoint folder of a GGUF file: JSON files, and a link to the file. Return the
+    written files, [] if the folder is complete already.
 
-    Raises ModelRefused for a file that is not read.
+    Raises ModelRefused for a file that is not supported.
     """
     if (target / WEIGHTS).exists():
         return []
@@ -112,9 +114,10 @@ def _convert_gguf(source: Path, target: Path) -> list[WrittenFiles]:
 
 
 def stage_weights(source: Path, pickles: Sequence[Path], stage: Path, max_shard_bytes: int) -> None:
-    """Write the tensors of `pickles` as safetensors into `stage`, in shards and an index if large.
+    """Write the tensors of `pickles` as safetensors into `stage`; large ones as shards with an
+    index.
 
-    dtypes and names stay; of tied weights only the name that transformers ties to is kept.
+    dtypes and names stay. Tied weights are written once, under the name that transformers ties to.
     """
     tensors = read_pickles(source, pickles)
     for name, kept in tied_names(read_json(source / "config.json")).items():
@@ -136,7 +139,8 @@ def stage_weights(source: Path, pickles: Sequence[Path], stage: Path, max_shard_
 
 
 def read_pickles(source: Path, pickles: Sequence[Path]) -> dict[str, Tensor]:
-    """All tensors by name. Raises ModelRefused if a file holds anything else, or lacks one."""
+    """Read all tensors by name. Raises ModelRefused if a file holds anything else, or lacks a
+    tensor that the index names."""
     owner: dict[str, str] = read_json(source / PICKLE_INDEX).get("weight_map", {})
     tensors: dict[str, Tensor] = {}
     for path in pickles:
@@ -153,9 +157,10 @@ def read_pickles(source: Path, pickles: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, not yet read where the format allows. Raises ModelRefused."""
+    """Return the tensors of one file by name; they are mapped, not read, if the format allows it.
+    Raises ModelRefused if the file is damaged or holds more than tensors."""
     try:
-        # Files of before torch 1.6 are no archives and cannot be mapped.
+        # Files from before torch 1.6 are no archives and cannot be mapped.
         mapped = zipfile.is_zipfile(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
@@ -175,10 +180,11 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def tied_names(config: dict[str, Any]) -> dict[str, str]:
-    """Tensor that transformers does not want stored -> the one it is tied to.
+    """Return, by the name of each tensor that transformers does not store, the name of the tensor
+    it is tied to.
 
-    {} for an untied model and for a family that transformers does not know: both tensors stored is
-    always right. Source: transformers modeling_utils.py, `_tied_weights_keys`.
+    {} for a model without tied weights, and for a family that transformers does not know: storing
+    both tensors is always right. Source: transformers modeling_utils.py, `_tied_weights_keys`.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -242,10 +248,11 @@ def _fit(source: Path, staged: Path) -> None:
 def _check_tokenizer(
     source: Path, kind: str, backend: Tokenizer, expected: dict[str, int | None]
 ) -> None:
-    """Raise ModelRefused unless all tokens are there and words come back with their spaces.
+    """Raise ModelRefused unless the tokenizer has all `expected` tokens, and decodes an encoded
+    text to the same words and spaces.
 
-    Needed because, given files that its class does not know, transformers quietly builds an empty
-    tokenizer, or one of another kind.
+    transformers makes this necessary: given files that its class does not know, it silently builds
+    an empty tokenizer, or one of another kind.
     """
     vocabulary: dict[str, int] = backend.get_vocab()
     lost = [t for t, i in expected.items() if t not in vocabulary or i not in (None, vocabulary[t])]
@@ -269,7 +276,8 @@ def _check_tokenizer(
 
 
 def _expected_tokens(source: Path) -> dict[str, int | None]:
-    """Tokens of the slow tokenizer; None where conversion may move the id. Raises ModelRefused."""
+    """Return the ids of the slow tokenizer's tokens; None for an id that conversion may change.
+    Raises ModelRefused without a tokenizer."""
     if _is_bpe_of_files(source):
         return dict(read_json(source / "vocab.json"))
     pieces = _sentencepiece(source).pieces
@@ -281,7 +289,7 @@ def _is_bpe_of_files(source: Path) -> bool:
 
 
 def _sentencepiece(source: Path) -> Any:
-    """The ModelProto of the sentencepiece model in `source`. Raises ModelRefused without one."""
+    """Read the sentencepiece model in `source` as a ModelProto. Raises ModelRefused without one."""
     models = sorted(source.glob("*.model"))
     if not models:
         raise ModelRefused(
@@ -315,7 +323,8 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def _pickles(source: Path) -> list[Path]:
-    """The pickled weight files, [] without any. Raises ModelRefused for an incomplete set."""
+    """Return the pickled weight files, [] if there are none. Raises ModelRefused if one is
+    missing."""
     index = source / PICKLE_INDEX
     if not index.is_file():
         single = source / PICKLE
@@ -335,7 +344,8 @@ def _pickles(source: Path) -> list[Path]:
 
 
 def _shards(tensors: dict[str, Tensor], max_shard_bytes: int) -> Iterator[list[str]]:
-    """Names of each file's tensors, in order; a tensor larger than a shard has one of its own."""
+    """Yield the names of the tensors of each file, in order. A tensor that is larger than a shard
+    gets a file of its own."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -348,7 +358,7 @@ def _shards(tensors: dict[str, Tensor], max_shard_bytes: int) -> Iterator[list[s
 
 
 def _owned(tensors: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Contiguous tensors, no two in one memory: safetensors knows no aliases."""
+    """Return contiguous tensors, of which no two share memory: safetensors allows no aliases."""
     owned: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name in names:
@@ -361,7 +371,8 @@ def _owned(tensors: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor
 
 
 def _stage_copies(source: Path, target: Path, stage: Path) -> None:
-    """Copy what is served from `source` as it is. Raises ConfigError if `target` has another."""
+    """Copy the files of `source` that need no conversion into `stage`. Raises ConfigError if
+    `target` has a file of the same name with other contents."""
     patterns = (*COPIED, "*.safetensors") if _has_safetensors(source) else COPIED
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         if not path.is_file() or path.name == PICKLE_INDEX or path.name.startswith(_NOT_THE_MODEL):
@@ -374,10 +385,10 @@ def _stage_copies(source: Path, target: Path, stage: Path) -> None:
 
 
 def _place(stage: Path, target: Path) -> list[WrittenFiles]:
-    """Move the staged files into place; on an error none stays.
+    """Move the staged files into place; after an error remove those that were moved.
 
-    The index goes first: until its last shard has come, readers see an incomplete checkpoint, never
-    one that looks whole.
+    The index is moved first. So until its last shard is in place, readers see an incomplete
+    checkpoint, never one that looks whole.
     """
     staged = sorted(stage.iterdir(), key=lambda path: (path.name != SAFETENSORS_INDEX, path.name))
     written: list[WrittenFiles] = []
@@ -398,7 +409,7 @@ def _place(stage: Path, target: Path) -> list[WrittenFiles]:
 
 
 def _line(error: BaseException) -> str:
-    """An error's first line: torch's and transformers' go on with advice."""
+    """Return an error's first line. torch and transformers add lines of advice."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

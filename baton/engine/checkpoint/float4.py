@@ -1,11 +1,11 @@
 """Weights of 4-bit floats (E2M1) with a scale per group of inputs, widened: MXFP4 and NVFP4.
 
-Two numbers lie in a byte, the first in its low half. `G` groups of inputs:
+A byte holds two numbers, the first in its low half. `G` is the number of groups of inputs:
 
     gpt-oss             NAME_blocks uint8 [experts, out, G, 16], NAME_scales uint8 [experts, out, G]
-                        (E8M0); the tensor NAME that they stand for is [experts, in, out]
+                        (E8M0); together they store a tensor NAME [experts, in, out]
     compressed-tensors  weight_packed uint8 [out, in / 2], weight_scale [out, G]: E8M0 (MXFP4), or
-                        float8 over weight_global_scale (NVFP4)
+                        float8, divided by weight_global_scale (NVFP4)
     modelopt            weight uint8 [out, in / 2], weight_scale float8 [out, G]; times
                         weight_scale_2
 
@@ -29,15 +29,16 @@ from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, Widened
 from baton.engine.quantization.integer import IntWeight
 
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its 3 lowest bits
-_GROUP_SIZES: Final = (16, 32)  # NVFP4, MXFP4
+_GROUP_SIZES: Final = (16, 32)  # of NVFP4 and of MXFP4
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
-_NO_EXPONENT, _EXPONENT_BIAS = 255, 127  # of E8M0
-_SHARES: Final = 14  # powers of two below 1 that are plain numbers of float16
+_NO_EXPONENT, _EXPONENT_BIAS = 255, 127  # E8M0: the code of NaN, the bias of exponents
+_SHARES: Final = 14  # how many powers of two below 1 are normal numbers of float16
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The stored parts of one tensor. `whole`: a second scale, of all of it; does it divide?"""
+    """The stored parts of one tensor. `whole`: a second scale for the whole tensor, if there is
+    one. `divides`: scales are divided by it, else multiplied."""
 
     packed: StoredTensor
     scale: StoredTensor
@@ -52,7 +53,8 @@ class _Groups:
 def widen_float4(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Readable]:
-    """Every tensor under its plain name. Raises ModelRefused for weights without fitting scales."""
+    """Return all tensors under the names of the unquantized checkpoint, 4-bit floats widened.
+    Raises ModelRefused for weights without fitting scales."""
     found: dict[str, Readable] = {}
     scales: set[str] = set()
     for name, tensor in stored.items():
@@ -75,7 +77,8 @@ def widen_float4(
 
 
 def _names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, Sequence[str] | None]:
-    """(plain name, names of its scale and of the whole's) if `name` is of packed numbers."""
+    """Return (name of the unquantized tensor, names of its scale and of the whole tensor's scale)
+    if tensor `name` holds packed numbers; else (name, None)."""
     if name.endswith(_BLOCKS):
         plain = name.removesuffix(_BLOCKS)
         return plain, (plain + _BLOCK_SCALES,)
@@ -88,7 +91,8 @@ def _names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, Sequence
 
 
 def _matrix(name: str, parts: _Groups) -> WidenedTensor:
-    """[out, in]. Raises ModelRefused for shapes that do not fit."""
+    """Return a matrix [out, in] of packed numbers. Raises ModelRefused for shapes that do not
+    fit."""
     packed, scale = parts.packed.shape, parts.scale.shape
     fits = len(packed) == len(scale) == 2 and packed[0] == scale[0]
     if not fits or 2 * packed[1] not in (size * scale[1] for size in _GROUP_SIZES):
@@ -103,7 +107,8 @@ def _matrix(name: str, parts: _Groups) -> WidenedTensor:
 
 
 def _experts(name: str, parts: _Groups) -> WidenedTensor:
-    """[experts, in, out]. Raises ModelRefused for shapes that do not fit."""
+    """Return the stacked experts [experts, in, out] of gpt-oss. Raises ModelRefused for shapes that
+    do not fit."""
     packed, scale = parts.packed.shape, parts.scale.shape
     if len(packed) != 4 or packed[:-1] != scale:
         raise refused(name, f"scales {scale} do not fit blocks {packed}")
@@ -119,8 +124,8 @@ def _experts(name: str, parts: _Groups) -> WidenedTensor:
 def expert_matrix(
     name: str, packed: StoredTensor, scale: StoredTensor, rows: slice
 ) -> WidenedTensor:
-    """Some outputs of one expert of gpt-oss: `packed` uint8 [out, G, 16], `scale` uint8 [out, G] ->
-    [outputs, in]."""
+    """Return the outputs `rows` of one expert of gpt-oss, a matrix [outputs, in], from `packed`
+    uint8 [out, G, 16] and `scale` uint8 [out, G]."""
     outputs, groups, size = packed.shape
     shape = (len(range(outputs)[rows]), groups * size * 2)
     parts = _Groups(packed, scale)
@@ -133,13 +138,14 @@ def expert_matrix(
 
 @dataclass(frozen=True, slots=True)
 class Float4Layout:
-    """MXFP4 of one product that stays as it is, in 4 bits: weight_blocks uint8 [out, G, 16],
+    """The layout of a product that is kept in MXFP4: weight_blocks uint8 [out, G, 16],
     weight_scales uint8 [out, G]. See quantized_checkpoint.Layout."""
 
     tensors: tuple[str, ...] = ("weight_blocks", "weight_scales")
 
     def weight(self, module: str, stored: StoredTensors) -> IntWeight | Tensor:
-        """See Layout.weight; plain where the kernels' scales would not be exact."""
+        """See Layout.weight. The weight is widened to bfloat16 if the kernels could not hold its
+        scales exactly."""
         codes = stored.read_as_stored(f"{module}.weight_blocks")
         exponents = stored.read_as_stored(f"{module}.weight_scales")
         if bool((exponents == _NO_EXPONENT).any()):
@@ -147,19 +153,20 @@ class Float4Layout:
         values = (_pairs() * 2).to(torch.int8)[codes.int()].flatten(1)
         scales = torch.exp2(exponents.float() - _EXPONENT_BIAS - 1)
         weight = IntWeight(4, values, scales, floats=True)
-        # Shares of the greatest scale of an output are kept in float16.
+        # Kernels keep each scale as a float16 share of the greatest scale of its output.
         spread = exponents.amax(1).int() - exponents.amin(1).int()
         return weight if int(spread.max()) <= _SHARES else weight.dequantized(torch.bfloat16)
 
 
 def float4_layout(names: frozenset[str]) -> Float4Layout | None:
-    """Of tensors of which some are MXFP4 as it was stored; None if none are."""
+    """Return the layout of MXFP4 if one of the tensors `names` is kept in it, else None."""
     layout = Float4Layout()
     return layout if any(name.endswith("." + layout.tensors[0]) for name in names) else None
 
 
 def _factors(name: str, parts: _Groups) -> Tensor:
-    """Scale of each group, float32."""
+    """Return the scale of each group, float32, times or over the whole tensor's scale. Raises
+    ModelRefused if that is not one number, or is a divisor of zero."""
     factors = read_scale(name, parts.scale)
     if parts.whole is None:
         return factors
@@ -170,7 +177,8 @@ def _factors(name: str, parts: _Groups) -> Tensor:
 
 
 def _slab(packed: Tensor, factors: Tensor, transposed: bool, start: int, stop: int) -> Tensor:
-    """packed [..., G, bytes], factors [..., G] -> numbers [..., G * bytes * 2]."""
+    """Widen entries start..stop of packed [..., G, bytes], factors [..., G] to numbers
+    [..., G * bytes * 2]; `transposed`: with the last two dimensions exchanged."""
     numbers = _pairs()[packed[start:stop].int()].flatten(-2)
     numbers = (numbers * factors[start:stop].unsqueeze(-1)).flatten(-2)
     return numbers.transpose(1, 2) if transposed else numbers
@@ -178,7 +186,7 @@ def _slab(packed: Tensor, factors: Tensor, transposed: bool, start: int, stop: i
 
 @functools.cache
 def _pairs() -> Tensor:
-    """The two numbers of each byte: [256, 2]."""
+    """Return the two numbers that each byte holds: [256, 2]."""
     numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
     bytes_ = torch.arange(256)
     return torch.stack((numbers[bytes_ & 15], numbers[bytes_ >> 4]), -1)

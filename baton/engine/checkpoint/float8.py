@@ -1,9 +1,10 @@
-"""Weights of 8-bit floats with scales beside them, widened: fp8 of several tools.
+"""Weights of 8-bit floats with scales beside them, widened: fp8 as several tools write it.
 
     weight         float8 [out, in], or of all experts [experts, out, in]
-    weight_scale   one; one per output [out] or [out, 1]; one per group of inputs [out, G]; one
-                   per block [ceil(out / 128), ceil(in / 128)] (`weight_scale_inv` of DeepSeek's,
-                   which is a factor all the same); float, or E8M0 (a power of two, MXFP8)
+    weight_scale   a single scale; one per output, [out] or [out, 1]; one per group of inputs
+                   [out, G]; or one per block [ceil(out / 128), ceil(in / 128)]. DeepSeek calls it
+                   `weight_scale_inv`, but it is a factor too. Float, or E8M0 (a power of two,
+                   MXFP8)
 
 w = weight * scale, computed in float32. Source: DeepSeek-V3 inference/kernel.py (weight_dequant),
 transformers integrations/finegrained_fp8.py, compressed_tensors quantization/lifecycle/forward.py.
@@ -22,7 +23,7 @@ from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, Widened
 
 _FLOATS: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES: Final = ("_scale_inv", "_scale")
-# Of activations and of KV, neither of which is rounded here.
+# Tensors that are not read: scales of activations and of KV, which Baton does not round by them.
 UNREAD: Final = (
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
     ".input_scale_ub", ".input_zero_point", ".weight_zero_point", ".input_global_scale",
@@ -32,7 +33,8 @@ UNREAD: Final = (
 def widen_float8(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Readable]:
-    """Every tensor under its plain name. Raises ModelRefused for weights without fitting scales."""
+    """Return all tensors under the names of the unquantized checkpoint, 8-bit floats widened.
+    Raises ModelRefused for weights without fitting scales."""
     block = _block_of(config)
     found: dict[str, Readable] = {}
     scales: set[str] = set()
@@ -53,7 +55,7 @@ def widen_float8(
 
 
 def read_scale(name: str, stored: StoredTensor) -> Tensor:
-    """The scales of tensor `name` in float32. Raises ModelRefused if one is not finite."""
+    """Read the scales of tensor `name` as float32. Raises ModelRefused if one is not finite."""
     scale = stored.read()
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
@@ -64,14 +66,15 @@ def read_scale(name: str, stored: StoredTensor) -> Tensor:
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """[outputs, inputs] that share a scale, where the config says so."""
+    """Return the size of a block that shares a scale, (outputs, inputs); None if the config states
+    none. Raises ModelRefused for one that is not two sizes."""
     groups = config.get("config_groups") or {}
     declared = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
     declared.append(config.get("weight_block_size"))
     sizes = next((each for each in declared if each), None)
     if sizes is None:
         return None
-    if isinstance(sizes, str):  # "128x128", as older ones say it
+    if isinstance(sizes, str):  # "128x128", as older tools write it
         sizes = [int(part) for part in sizes.split("x") if part.isdigit()]
     valid = isinstance(sizes, list) and len(sizes) == 2
     if not valid or not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -96,7 +99,8 @@ def _widened(
 def _covered(
     name: str, weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """(outputs, inputs) that share a scale; no inputs = all of them.
+    """Return how many outputs and how many inputs share a scale. 0 inputs = all inputs; (0, 0) =
+    the whole tensor has one scale.
 
     Raises ModelRefused for scales that do not fit.
     """
@@ -117,7 +121,8 @@ def _covered(
 def _slab(
     weight: Tensor, factors: Tensor, rows: int, columns: int, start: int, stop: int
 ) -> Tensor:
-    """`factors`: one, or [..., row blocks, column blocks]."""
+    """Widen entries start..stop of `weight`. `factors`: one scale, or [..., row blocks, column
+    blocks]. `rows`, `columns`: see _covered."""
     numbers = weight[start:stop].float()
     if factors.numel() == 1:
         return numbers * factors.view(())

@@ -1,10 +1,10 @@
-"""Which quantized checkpoints are widened while they are read: by their quantization_config alone.
+"""Which quantized checkpoints are widened while they are read, by their quantization_config alone.
 
-A format that is no integer format of Baton's is read under its plain names, each number as large
-as the format says it is, so that nothing behind the reader knows of it. Scales of activations and
-of KV are left unread: activations stay as they are, KV is what --kv-cache-dtype says. Of a GGUF
-file the lean route keeps the integers of products (gguf/blocks.py), unless it is asked to widen.
-No torch here: `baton estimate` asks too.
+A format that Baton does not multiply by itself is widened: the reader gives its tensors the names
+and the values of an unquantized checkpoint, so no other code knows of the format. Scales of
+activations and of KV are not read: activations stay as they are, and --kv-cache-dtype decides about
+KV. The lean route keeps the integers of a GGUF file's products (gguf/blocks.py), unless it is asked
+to widen them. No torch here, because `baton estimate` uses this too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["fp8", "mxfp4", "nvfp4", "bitsandbytes 4-bit", "bitsandbytes 8-bi
 WIDENED_BITS: Final[Mapping[Kind, int]] = {  # of a weight, without its scales
     "fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitsandbytes 4-bit": 4, "bitsandbytes 8-bit": 8, "gguf": 8,
 }  # fmt: skip
-# Of a GGUF file's types: bytes of a weight that is kept, with its scale, and zero, in float32.
+# Bytes of a kept weight of each GGUF type, with its share of the scale and zero, which are float32.
 GGUF_KEPT_BYTES: Final[Mapping[str, float]] = {
     "Q4_0": 0.625, "Q4_1": 0.75, "Q4_K": 0.75, "Q5_0": 1.125, "Q5_1": 1.25, "Q5_K": 1.25,
     "Q6_K": 1.25, "Q8_0": 1.125,
@@ -27,10 +27,10 @@ _MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 
 def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:
-    """What the weights of a `quantization_config` are widened from; None for plain weights, for
-    integers, and for what nobody reads (`layout_of` says which).
+    """Return the format that the weights of a `quantization_config` are widened from. None for
+    unquantized weights, for integer formats, and for unknown methods (which `layout_of` refuses).
 
-    Raises ModelRefused, naming a variant that is not read.
+    Raises ModelRefused with the name of a variant that is not supported.
     """
     if config is None:
         return None
@@ -95,7 +95,7 @@ def _compressed_kind(weights: Mapping[str, Any]) -> Kind:
 
 
 def unread(what: str) -> ModelRefused:
-    """The refusal of a whole kind of checkpoint."""
+    """Return the refusal of a kind of checkpoint."""
     return ModelRefused(f"{what} are not served: use the unquantized checkpoint", field="model")
 
 

@@ -1,8 +1,8 @@
-"""Quantized checkpoints: the integer weights of a module, out of the tensors that each tool writes.
+"""Quantized checkpoints: reads a module's integer weights from the tensors that each tool writes.
 
-`quantization_config` of config.json names the tool; what is not understood to the letter is refused
-by name. Layouts (q = unsigned integer, "8 per word" = eight 4-bit numbers of an int32, lowest bits
-first; `in` inputs, `out` outputs, `G` groups of inputs):
+`quantization_config` of config.json names the tool. A setting that is not fully understood is
+refused by name. Layouts (q = unsigned integer, "in / 8" = eight 4-bit numbers in an int32, lowest
+bits first; `in` inputs, `out` outputs, `G` groups of inputs):
 
     compressed-tensors  int-quantized   weight int8 [out, in], weight_scale [out, G]
                         pack-quantized  weight_packed int32 [out, in / 8], q - 2^(bits - 1);
@@ -31,12 +31,12 @@ from torch import Tensor
 from baton.engine.quantization.integer import IntWeight
 from baton.protocol.errors import ModelRefused
 
-AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # output held by each nibble of a word, lowest first
+AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # output in each nibble of a word, lowest first
 _COMPRESSED_FORMATS: Final = ("int-quantized", "pack-quantized", "naive-quantized")
 
 
 class StoredTensors(Protocol):
-    """What is needed of tensors.TensorReader."""
+    """The part of tensors.TensorReader that layouts use."""
 
     @property
     def names(self) -> frozenset[str]: ...
@@ -49,18 +49,19 @@ class Layout(Protocol):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of a quantized module's own tensors, the one that proves it first."""
+        """Names of the tensors that only a quantized module has. Modules are recognized by the
+        first."""
         ...
 
     def weight(self, module: str, stored: StoredTensors) -> IntWeight | Tensor:
-        """The integers of `module`, or its plain weight. Raises ModelRefused for a layout that is
-        not understood."""
+        """Read the integer weight of `module`; a floating-point weight if the integers cannot be
+        used. Raises ModelRefused for tensors that do not fit the layout."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """One scheme of compressed-tensors and the modules it is for."""
+    """One scheme of compressed-tensors and the modules (`targets`) that use it."""
 
     targets: tuple[str, ...]
     bits: Literal[4, 8]
@@ -72,7 +73,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class CompressedLayout:
-    """compressed-tensors: a scheme per group of modules."""
+    """The layouts of compressed-tensors: one scheme for each group of modules."""
 
     groups: tuple[TensorGroup, ...]
     tensors: tuple[str, ...] = (
@@ -125,10 +126,10 @@ class CompressedLayout:
 
 @dataclass(frozen=True, slots=True)
 class GptqLayout:
-    """GPTQ: [in, out], packed along the inputs."""
+    """The layout of GPTQ: [in, out], packed along the inputs."""
 
     bits: Literal[4, 8]
-    zero_offset: int  # what the stored zeros lack
+    zero_offset: int  # is added to the stored zeros
     tensors: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
 
     def weight(self, module: str, stored: StoredTensors) -> IntWeight:
@@ -151,7 +152,7 @@ class GptqLayout:
 
 @dataclass(frozen=True, slots=True)
 class AwqLayout:
-    """AWQ, version gemm: [in, out], packed along the outputs in an order of its own."""
+    """The layout of AWQ, version gemm: [in, out], packed along the outputs in AWQ_ORDER."""
 
     tensors: tuple[str, ...] = ("qweight", "qzeros", "scales")
 
@@ -170,9 +171,9 @@ class AwqLayout:
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """How the weights of a `quantization_config` lie.
+    """Return the layout that a `quantization_config` describes.
 
-    Raises ModelRefused, naming what is not served.
+    Raises ModelRefused with the name of what is not served.
     """
     method = str(config.get("quant_method", "unknown"))
     readers = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
@@ -186,13 +187,14 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Lowest bits first: int32 [rows, words] -> unsigned, int32 [rows, words * 32 / bits]."""
+    """Unpack int32 words [rows, words], lowest bits first, to unsigned numbers int32 [rows,
+    words * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     return (words[:, :, None] >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    """int32 [rows, out / 8] -> [rows, out]."""
+    """Unpack AWQ's int32 words [rows, out / 8] to numbers [rows, out]."""
     numbers = unpack(words, 4).unflatten(1, (-1, len(AWQ_ORDER)))
     place = torch.tensor(AWQ_ORDER, device=words.device).argsort()  # nibble that holds each output
     return numbers[:, :, place].flatten(1)
@@ -281,7 +283,8 @@ def _matches(target: str, module: str) -> bool:
 
 
 def _order_of(module: str, stored: StoredTensors, name: str, num_groups: int) -> Tensor | None:
-    """The inputs sorted by group, None if they already are.
+    """Return the indices of the inputs sorted by group; None if the inputs are in that order
+    already.
 
     Raises ModelRefused for groups of unequal sizes.
     """
@@ -303,7 +306,7 @@ def _or_none(zeros: Tensor) -> Tensor | None:
 
 
 def checked(module: str, weight: IntWeight) -> IntWeight:
-    """Raises ModelRefused for scales and zeros that do not fit the integers."""
+    """Return `weight`. Raises ModelRefused if its scales or zeros do not fit the integers."""
     outputs, inputs = weight.values.shape
     fits = weight.scales.shape[0] == outputs and inputs % weight.num_groups == 0
     if not fits or (weight.zeros is not None and weight.zeros.shape != weight.scales.shape):
@@ -316,15 +319,15 @@ def checked(module: str, weight: IntWeight) -> IntWeight:
 
 @dataclass(frozen=True, slots=True)
 class LazyIntegers:
-    """The weight of a quantized module, still in its file. transformers' loader takes it as it
-    takes a tensors.LazyTensor."""
+    """The weight of a quantized module, not yet read. transformers' loader uses it like a
+    tensors.LazyTensor."""
 
     layout: Layout
     module: str
     stored: StoredTensors
 
     def __getitem__(self, index: EllipsisType) -> LazyIntegers:
-        """All of it: still unread."""
+        """Return the whole tensor, which is not read yet."""
         return self
 
     def to(
@@ -338,6 +341,6 @@ class LazyIntegers:
 
 
 def module_names(names: Sequence[str] | frozenset[str], layout: Layout) -> frozenset[str]:
-    """Paths of the modules that are stored quantized."""
+    """Return the paths of the modules whose weights are stored quantized."""
     proof = "." + layout.tensors[0]
     return frozenset(name.removesuffix(proof) for name in names if name.endswith(proof))

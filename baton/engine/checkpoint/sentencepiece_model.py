@@ -1,16 +1,16 @@
-"""tokenizer.json for a sentencepiece model, from what the model itself says.
+"""Makes tokenizer.json for a sentencepiece model from the model itself.
 
-transformers chooses by the tokenizer's class how text is split, and a class may not fit the model:
-T5's reads merges as probabilities, Llama's the reverse, Gemma's drops the space in front of a text.
-So `baton convert` takes from transformers what is the class's business (special tokens, what stands
-around a text) and from here what is the model's:
+transformers chooses by the tokenizer's class how text is split, and the class may not fit the
+model: T5's reads merges as probabilities, Llama's does the reverse, Gemma's drops the space in
+front of a text. So `baton convert` takes special tokens and what stands around a text from
+transformers, and the rest from the model:
 
-    normalizer   its table of characters, extra whitespace, the space in front, spaces as U+2581
+    normalizer   table of characters, extra whitespace, the space in front, spaces as U+2581
     model        unigram (the likeliest pieces) or BPE (the best merge first), bytes as fallback
-    decoder      the way back
+    decoder      turns tokens back into text
 
-Not here: models that split into words or characters, ids that a class moves, and pieces of spaces
-that the trainer was given; `pipeline_of` says None to those, and transformers' own way stays.
+`pipeline_of` returns None for models that split into words or characters, for classes that change
+ids, and for models with user-defined pieces that hold spaces. For these transformers' parts stay.
 Source: sentencepiece_model.proto, normalizer.cc, bpe_model.cc, unigram_model.cc of
 github.com/google/sentencepiece.
 """
@@ -26,8 +26,9 @@ from baton.protocol.errors import ModelRefused
 SPACE: Final = "\u2581"
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _NORMAL, _USER_DEFINED = 1, 4  # ModelProto.SentencePiece.Type
-# sentencepiece never spells a text with names of bytes; the unigram model of `tokenizers` would.
-# So such a text is cut where no name is left. (A learned piece across the cut is missed there.)
+# If a text contains a byte's name such as <0x41>, the unigram model of `tokenizers` would read it
+# as that byte, sentencepiece does not. So the text is cut within the name. (A learned piece that
+# crosses the cut is then not found.)
 _UNSPELL: Final[dict[str, Any]] = {
     "type": "Split", "pattern": {"Regex": "<0(?=x[0-9A-F]{2}>)"}, "behavior": "MergedWithPrevious",
     "invert": False,
@@ -36,11 +37,12 @@ MODEL_NAMES: Final = {_UNIGRAM: "Unigram", _BPE: "BPE"}
 
 
 def pipeline_of(proto: Any, converted: Mapping[str, Any], legacy: bool) -> dict[str, Any] | None:
-    """The parts of tokenizer.json that the model decides; None if transformers' are to be kept.
+    """Return the parts of tokenizer.json that the model decides; None if transformers' parts are to
+    be kept.
 
-    `converted`: tokenizer.json as transformers made it. `legacy`: a text after a special token gets
-    a space in front too, as sentencepiece itself does (tokenizer_config.json may say otherwise).
-    Raises ModelRefused where transformers' parts cannot be right either.
+    `converted`: tokenizer.json as transformers made it. `legacy`: a text after a special token also
+    gets a space in front, as in sentencepiece itself (tokenizer_config.json may turn this off).
+    Raises ModelRefused if transformers' parts cannot be right either.
     """
     kind = proto.trainer_spec.model_type
     if kind not in MODEL_NAMES:
@@ -74,7 +76,7 @@ def pipeline_of(proto: Any, converted: Mapping[str, Any], legacy: bool) -> dict[
 
 
 def _moved(proto: Any, converted: Mapping[str, Any]) -> bool:
-    """Whether the class gives pieces other ids than the model does."""
+    """Whether transformers' tokenizer class gives pieces other ids than the model does."""
     ids = _ids(converted)
     return any(ids.get(p.piece) != i for i, p in enumerate(proto.pieces) if p.type == _NORMAL)
 
@@ -87,7 +89,8 @@ def _ids(converted: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _spaces_defined(proto: Any) -> bool:
-    """Pieces that match before anything is split, and hold spaces: added tokens cannot say so."""
+    """Whether any user-defined piece holds a space. Such pieces match before text is split, which
+    added tokens of tokenizer.json cannot express."""
     return any(p.type == _USER_DEFINED and SPACE in p.piece for p in proto.pieces)
 
 
@@ -108,7 +111,8 @@ def _normalizer(proto: Any, prefix: bool, spaces: bool = True) -> dict[str, Any]
 
 
 def _model(proto: Any, converted: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids of the model's own pieces, then whatever else transformers counts as vocabulary."""
+    """Return the model part. The vocabulary is the model's own pieces, then the further tokens of
+    transformers' vocabulary."""
     spec = proto.trainer_spec
     pieces = [(p.piece, p.score) for p in proto.pieces]
     own = {piece for piece, _ in pieces}
@@ -129,7 +133,7 @@ def _model(proto: Any, converted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merges(proto: Any, ids: Mapping[str, int]) -> list[list[str]]:
-    """Every way to make a piece out of two others, the best piece first."""
+    """Return every pair of pieces that make another piece, the pairs of the best piece first."""
     mergeable = {p.piece for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED)}
     found: list[tuple[float, int, int, int]] = []
     for index, piece in enumerate(proto.pieces):

@@ -1,14 +1,16 @@
-"""The weights of a model once per host: processes that load the same ones map one file in memory.
+"""Holds the weights of a model once per host: processes that load the same weights map one file in
+memory.
 
-    first   reads the checkpoint as ever, and copies each layer, packed as its kernel wants it, into
-            the file, which it then only reads
-    others  map the file: no checkpoint is read, nothing is packed, no byte is held twice
+    first process    reads the checkpoint, and copies each layer, packed for its kernel, into the
+                     file; from then on it only reads the file
+    other processes  map the file: they read no checkpoint, pack nothing, and hold no copy
 
-A file is named by all that its bytes depend on (`WeightsKey`). Who maps one holds a shared lock on
-it. The last one to let go of it removes it; what a killed process leaves is there for the next one
-with the same key, and removed by the next one with another. Its digests are checked when it is
-mapped. Layers whose memory is not torch's own (oneDNN's packed ones) are not shared, nor are those
-of a GPU; where no file can be made, weights are private, as without all this.
+A file's name depends on everything that its bytes depend on (`WeightsKey`). A process that maps a
+file holds a shared lock on it; the last process that unmaps it removes it. A file that a killed
+process has left is used by the next process with the same key, or removed by the next one with
+another key. Digests are checked when a file is mapped. Layers whose memory is not torch's own
+(those packed by oneDNN) are not shared, nor are those on a GPU. If no file can be made, each
+process holds its own weights.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from baton.runtime import heap
 
 log = logging.getLogger(__name__)
 
-LEAST_BYTES: Final = 64 << 20  # of a checkpoint: below, nothing is gained
+LEAST_BYTES: Final = 64 << 20  # smaller checkpoints are not shared: nothing is gained
 FOLDER: Final = Path("/dev/shm")
 
 
 class WeightSource(Linears, Protocol):
-    """What a decoder is built from: `checkpoint/weights.py`, or a rank's share of it."""
+    """What a decoder reads its weights from: `checkpoint/weights.py`, or `Shared` around it."""
 
     def tensor(self, *names: str) -> Tensor: ...
     @property
@@ -57,10 +59,10 @@ class CannotShare(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WeightsKey:
-    """All that the bytes of packed weights depend on, beside the machine.
+    """Everything that the bytes of packed weights depend on, except for the machine.
 
-    `digest`: the checkpoint's, with how it is rounded. `rank`, `num_ranks`: which share of it;
-    `whole_experts`: what a share is (parallel/sharding.py).
+    `digest`: of the checkpoint and of how it is rounded. `rank`, `num_ranks`: which share of the
+    model it is. `whole_experts`: how shares are cut (parallel/sharding.py).
     """
 
     digest: str
@@ -71,7 +73,7 @@ class WeightsKey:
 
     @property
     def name(self) -> str:
-        """Of the file, 64 hex digits."""
+        """The name of the file without its suffix, 64 hex digits."""
         kernels = product_kernels_for(self.dtype, torch.device("cpu"))
         integers = integer_kernels_for(self.dtype, torch.device("cpu"))
         parts = (
@@ -88,9 +90,9 @@ def shared_weights(
     folder: Path | None = None,
     exchange: RankSums | None = None,
 ) -> Iterator[WeightSource]:
-    """What stands for `source` while a model is built of it: `source` itself where nothing can be
-    shared. While one process builds, others of this user wait here. `exchange`: this process's
-    end of what layers of its rank speak with."""
+    """Yield the weights to build a model from: shared ones, or `source` itself if sharing is not
+    possible. While one process builds, other processes of this user that need the same weights wait
+    here. `exchange`: the rank's sums over ranks, which its layers call."""
     try:
         place = _own_folder(folder or FOLDER)
         lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -104,7 +106,7 @@ def shared_weights(
             yield source if file is None else Shared(source, file)
             if isinstance(file, WritingFile):
                 file.seal(source.num_bytes, source.rounded_head_bytes)
-                heap.trim()  # of what was packed on the way
+                heap.trim()  # give back the memory of private copies that were packed
     finally:
         os.close(lock)
 
@@ -113,7 +115,8 @@ def shared_weights(
 def _opened(
     place: Path, key: WeightsKey, exchange: RankSums | None
 ) -> Iterator[ReadingFile | WritingFile | None]:
-    """The key's file: to read it, or to write it; None where that cannot be."""
+    """Yield the file of `key`: to read if it is there, else to write; None if it cannot be
+    written."""
     path = place / f"{key.name}.weights"
     for other in place.iterdir():
         if other != path and other.name != "lock":
@@ -136,14 +139,16 @@ def _opened(
 
 
 def _lock(fd: int, key: WeightsKey) -> None:
-    """Wait for this key's byte of the lock file: others build other weights meanwhile."""
+    """Wait for the lock on this key's byte of the lock file. Each key has its own byte, so other
+    processes can build other weights at the same time."""
     at = int(key.name[:15], 16)
     wanted = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, wanted)
 
 
 def _own_folder(folder: Path) -> Path:
-    """A folder that only this user reads and writes. Raises CannotShare, OSError."""
+    """Return a folder that only this user can read and write; make it if there is none. Raises
+    CannotShare, OSError."""
     place = folder / f"baton-weights-{os.geteuid()}"
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)
@@ -154,7 +159,7 @@ def _own_folder(folder: Path) -> Path:
 
 
 class Shared:
-    """Implements WeightSource: out of the file what is there, else out of `source`."""
+    """Implements WeightSource: reads layers from the file if they are there, else from `source`."""
 
     def __init__(self, source: WeightSource, file: ReadingFile | WritingFile) -> None:
         self._source = source
@@ -167,7 +172,7 @@ class Shared:
 
     @property
     def rounded_head_bytes(self) -> int:
-        """Of them, a head of integers."""
+        """The part of `num_bytes` that is a head of integers."""
         return self._file.rounded_head_bytes or self._source.rounded_head_bytes
 
     def tensor(self, *names: str) -> Tensor:

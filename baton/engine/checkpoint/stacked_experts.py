@@ -1,13 +1,14 @@
-"""Experts that a checkpoint stacks, under names of their own: as if each were stored by itself.
+"""Splits stacked experts, so that each expert has tensors of its own, as if stored by itself.
 
-    PREFIX.experts.gate_up_proj       [E, in, 2 * I]    gate and up in turns, along the outputs
+    PREFIX.experts.gate_up_proj       [E, in, 2 * I]    gate and up alternate along the outputs
     PREFIX.experts.gate_up_proj_bias  [E, 2 * I]
     PREFIX.experts.down_proj          [E, I, out]       its bias likewise
     ..._blocks, ..._scales            in place of a weight: MXFP4, [E, out, G, 16] and [E, out, G]
 
     -> PREFIX.experts.7.gate_proj.weight [I, in], .bias [I]; up_proj, down_proj likewise
 
-So ranks, rounding and sharing see plain modules. Reading one reads the bytes of its expert alone.
+So the code for ranks, rounding and sharing sees ordinary modules. Reading a tensor reads only the
+bytes of its expert.
 Source: transformers' GptOssExperts.
 """
 
@@ -33,9 +34,9 @@ _PARTS: Final = {
 
 
 def unstack(packed: bool, stored: Mapping[str, StoredTensor]) -> dict[str, Readable]:
-    """Every tensor, those of stacked experts by expert. `packed`: MXFP4 stays as it is stored, as
-    `weight_blocks` and `weight_scales` (float4.Float4Layout). Raises ModelRefused for shapes that
-    are none of theirs."""
+    """Return all tensors, stacked experts split by expert. `packed`: MXFP4 stays as it is stored,
+    as `weight_blocks` and `weight_scales` (float4.Float4Layout). Raises ModelRefused for stacked
+    tensors of other shapes."""
     found: dict[str, Readable] = {}
     for name, tensor in stored.items():
         match = _STACKED.fullmatch(name)
@@ -50,7 +51,8 @@ def unstack(packed: bool, stored: Mapping[str, StoredTensor]) -> dict[str, Reada
 def _experts(
     match: re.Match[str], stacked: StoredTensor, scales: StoredTensor | None, packed: bool
 ) -> Iterator[tuple[str, Readable]]:
-    """Names and tensors of all experts out of one tensor; `scales`: of its blocks."""
+    """Yield the names and tensors of all experts of one stacked tensor. `scales`: the tensor of
+    scales, if `stacked` holds blocks of MXFP4."""
     kind = match["kind"]
     if len(stacked.shape) != {"": 3, "_bias": 2, "_blocks": 4}[kind]:
         raise refused(match[0], f"shape {stacked.shape}")
@@ -74,14 +76,14 @@ def _experts(
 
 
 def _one(stacked: StoredTensor, expert: int) -> StoredTensor:
-    """The part of a stacked tensor that is one expert's: its bytes lie side by side."""
+    """Return the part of a stacked tensor that belongs to one expert. Its bytes are contiguous."""
     shape = stacked.shape[1:]
     start = stacked.start + expert * math.prod(shape) * stacked.dtype.itemsize
     return StoredTensor(stacked.path, stacked.dtype, shape, start)
 
 
 def _lines(name: str, stored: StoredTensor, rows: slice) -> WidenedTensor:
-    """Some outputs of one expert, as they are: [out, ...] -> [outputs, ...]."""
+    """Return the outputs `rows` of one expert's tensor [out, ...], in its own dtype."""
     count = len(range(stored.shape[0])[rows])
 
     def open_slabs() -> Slab:
@@ -92,7 +94,8 @@ def _lines(name: str, stored: StoredTensor, rows: slice) -> WidenedTensor:
 
 
 def _rows(name: str, stored: StoredTensor, rows: slice) -> WidenedTensor:
-    """Some outputs of one expert, its weight turned: [in, out] -> [outputs, in]."""
+    """Return the outputs `rows` of one expert's weight [in, out], transposed: [outputs, in]; of a
+    bias [out] -> [outputs]."""
     count = len(range(stored.shape[-1])[rows])
 
     def open_slabs() -> Slab:

@@ -1,9 +1,9 @@
-"""What a checkpoint holds of one tensor: numbers as they lie in a file, or smaller ones to widen.
+"""One tensor of a checkpoint: stored as it is, or in a format of fewer bits that is widened.
 
-    StoredTensor    read straight to its place, cast on the way
-    WidenedTensor   computed from what is stored of it, a slab of its first dimension at a time
+    StoredTensor    is read directly into its place, and cast if the dtypes differ
+    WidenedTensor   is computed from its stored parts, a slab of its first dimension at a time
 
-Both fill memory that the caller owns, so a model never lies in memory twice.
+Both fill memory that the caller owns, so a model is never in memory twice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from baton.engine.quantization.integer import IntWeight
 from baton.protocol.errors import ModelRefused
 
-_BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
-SLAB_NUMBERS: Final = 1 << 20  # widened at once, in float32
+_BUFFER_BYTES: Final = 1 << 20  # one buffer per thread; transformers reads with many threads
+SLAB_NUMBERS: Final = 1 << 20  # how many numbers are widened at once, in float32
 
 
 class Readable(Protocol):
@@ -30,27 +30,28 @@ class Readable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor that is read."""
+        """The shape of the tensor as it is read, after widening."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """One that holds what is read."""
+        """A dtype that holds the tensor's numbers as they are read."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """In the files."""
+        """How many bytes the tensor takes in the files."""
         ...
 
     def fill(self, target: Tensor) -> None:
-        """Write it into flat `target`, cast to its dtype. Raises ModelRefused if a file ends."""
+        """Write the tensor into flat `target`, cast to target's dtype. Raises ModelRefused if a
+        file ends too soon."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [start, start + num_bytes) of `path`."""
+    """A tensor as a file stores it: bytes [start, start + num_bytes) of `path`."""
 
     path: Path
     dtype: torch.dtype
@@ -59,7 +60,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def fill(self, target: Tensor) -> None:
@@ -77,14 +78,15 @@ class StoredTensor:
                 target[at : at + part.numel()].copy_(part)
 
     def read(self) -> Tensor:
-        """All of it, as stored, on the CPU; owned by the caller."""
+        """Read the whole tensor in its stored dtype into new memory on the CPU."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         self.fill(whole.view(-1))
         return whole
 
 
 def _read_exactly(file: FileIO, target: Tensor, path: Path) -> None:
-    """Fill contiguous `target` from the file's position. Raises ModelRefused at its end."""
+    """Fill contiguous `target` from the file's position on. Raises ModelRefused if the file ends
+    before."""
     view = target.view(torch.uint8).numpy().data
     while view:
         count = file.readinto(view)
@@ -93,13 +95,13 @@ def _read_exactly(file: FileIO, target: Tensor, path: Path) -> None:
         view = view[count:]
 
 
-Slab = Callable[[int, int], Tensor]  # (start, stop) of the first dimension -> those numbers, float
+Slab = Callable[[int, int], Tensor]  # (start, stop) of the first dimension -> that part, float
 
 
 @dataclass(frozen=True, slots=True)
 class WidenedTensor:
-    """A tensor `name` that is computed from `parts`. `open_slabs` reads them; so does
-    `open_integers`, where a product may keep the integers that they hold [out, in]."""
+    """A tensor `name` that is computed from `parts`. `open_slabs` reads the parts for widening.
+    `open_integers` reads them as integers [out, in]; None = a product cannot keep these."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,7 +116,7 @@ class WidenedTensor:
         return sum(part.num_bytes for part in self.parts)
 
     def fill(self, target: Tensor) -> None:
-        """See Readable.fill. Raises ModelRefused for what is no number (a damaged scale)."""
+        """See Readable.fill. Raises ModelRefused if a number is not finite (a damaged scale)."""
         slab = self.open_slabs()
         whole = target.view(self.shape)
         step = max(1, SLAB_NUMBERS // max(1, math.prod(self.shape[1:])))
@@ -126,5 +128,5 @@ class WidenedTensor:
 
 
 def refused(name: str, why: str) -> ModelRefused:
-    """The refusal of a model for its tensor `name`."""
+    """Return the refusal of a model because of its tensor `name`."""
     return ModelRefused(f"{name}: {why}", field="model")

@@ -1,9 +1,9 @@
-"""Tensors out of safetensors files, straight to their place.
+"""Reads tensors of safetensors files directly into their place.
 
-A tensor is read from its file into the memory that the model keeps (of several, each into its
-part): neither a mapping of the file nor a second copy exists at any moment, so the peak is the
-weights themselves. A cast, or a device, costs one buffer of a megabyte. `LazyTensor` does the
-same for transformers, which decides by itself where a tensor goes and in which dtype.
+A tensor is read from its file into the memory that the model keeps; several stacked tensors are
+each read into their part of it. There is never a mapping of the file or a second copy, so loading
+needs no more memory than the weights themselves. A cast or a copy to a device needs one buffer of a
+megabyte. `LazyTensor` does the same for transformers, which chooses place and dtype itself.
 Source: the format's specification, github.com/huggingface/safetensors.
 """
 
@@ -41,23 +41,24 @@ Widen = Callable[[Mapping[str, StoredTensor]], Mapping[str, Readable]]
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor still in its file, as transformers' loader takes one: `lazy[...].to(device, dtype)`.
+    """A tensor that is not read yet. transformers' loader calls `lazy[...].to(device, dtype)`.
 
-    It stands for a slice of safetensors, of which only the whole is ever asked for; nothing is read
-    before `to`, and then straight into what it returns.
+    It replaces a slice of safetensors, of which the loader only ever takes the whole. `to` reads
+    the tensor directly into the memory that it returns.
     """
 
     stored: Readable
     progress: LoadProgress
 
     def __getitem__(self, index: EllipsisType) -> LazyTensor:
-        """All of it: still unread."""
+        """Return the whole tensor, which is not read yet."""
         return self
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Read it: the caller's own, cast and placed. Raises ModelRefused if its file ends."""
+        """Read the tensor into new memory on `device`, cast to `dtype`. Raises ModelRefused if its
+        file ends too soon."""
         whole = torch.empty(self.stored.shape, dtype=dtype or self.stored.dtype, device=device)
         self.stored.fill(whole.view(-1))
         self.progress.add(self.stored.num_bytes)
@@ -65,8 +66,8 @@ class LazyTensor:
 
 
 class LoadProgress:
-    """How far a load of weights is, for whoever waits: lines of the log, none of a short load.
-    Of one reader of tensors. Any thread."""
+    """Logs how far one reader of tensors has loaded the weights; a short load logs nothing. Any
+    thread may call it."""
 
     def __init__(self, total_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
         """`now`: seconds of any monotonic clock."""
@@ -77,7 +78,7 @@ class LoadProgress:
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes of the files have been read."""
+        """Count `num_bytes` more bytes of the files as read; log now and then."""
         with self._lock:
             self._done = done = min(self._total, self._done + num_bytes)
             now = self._now()
@@ -92,7 +93,7 @@ class LoadProgress:
 
 
 class TensorReader:
-    """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
+    """Reads tensors of a checkpoint's files by name, in the model's dtype and on its device."""
 
     def __init__(
         self,
@@ -101,9 +102,10 @@ class TensorReader:
         device: torch.device,
         widen: Widen | None = None,
     ) -> None:
-        """Read the headers of `files`; `widen`: what their tensors stand for, if not themselves.
+        """Read the headers of `files`. `widen`: turns the stored tensors into those of the model;
+        None = they are the same.
 
-        Raises ModelRefused for a file that is broken, and as `widen` does.
+        Raises ModelRefused for a broken file, and as `widen` does.
         """
         self._dtype = dtype
         self._device = device
@@ -116,12 +118,12 @@ class TensorReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What tensors are cast to."""
+        """The dtype that tensors are cast to."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are put."""
+        """The device that tensors are read to."""
         return self._device
 
     @property
@@ -131,41 +133,42 @@ class TensorReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of all tensors given out so far, each counted once, in the model's dtype."""
+        """Bytes of all tensors read so far, in the model's dtype; each tensor counts once."""
         numbers = sum(math.prod(self._stored[name].shape) for name in self._read)
         return numbers * self._dtype.itemsize
 
     def stored(self, name: str) -> Readable:
-        """What the files say of a tensor. Raises ModelRefused if the checkpoint lacks it."""
+        """Return tensor `name`, not read yet. Raises ModelRefused if the checkpoint lacks it."""
         if name not in self._stored:
             raise ModelRefused(f"the checkpoint has no tensor {name!r}", field="model")
         return self._stored[name]
 
     def lazy(self) -> dict[str, LazyTensor]:
-        """All tensors by name, none of them read."""
+        """Return all tensors by name, none of them read."""
         return {name: LazyTensor(stored, self._progress) for name, stored in self._stored.items()}
 
     def read(self, *names: str) -> Tensor:
-        """One tensor, or several stacked along their first dimension; owned by the caller.
+        """Read one tensor, or several stacked along their first dimension, into new memory.
 
-        In the model's dtype, on its device. Raises ModelRefused for a name that the checkpoint
-        lacks, for shapes that do not stack, and for a file that ends too soon.
+        The result has the model's dtype and is on its device. Raises ModelRefused for a name that
+        the checkpoint lacks, for shapes that do not stack, and for a file that ends too soon.
         """
         return self._stack([self.stored(name) for name in names], names, self._dtype)
 
     def read_as_stored(self, name: str) -> Tensor:
-        """One tensor in the dtype of its file (quantized weights). Raises as read() does."""
+        """Read one tensor in the dtype of its file (quantized weights). Raises as read() does."""
         stored = self.stored(name)
         return self._stack([stored], (name,), stored.dtype)
 
     def has_integers(self, name: str) -> bool:
-        """Whether `integers` has a tensor."""
+        """Whether `integers` returns integers for tensor `name`."""
         stored = self._stored.get(name)
         return isinstance(stored, WidenedTensor) and stored.open_integers is not None
 
     def integers(self, name: str) -> IntWeight | None:
-        """The integers that one tensor [out, in] is stored as, on the model's device; None if it
-        has none to give. Raises ModelRefused for damaged scales, and for a file that ends."""
+        """Read the integers that tensor `name` [out, in] is stored as, on the model's device; None
+        if it has none that can be kept. Raises ModelRefused for damaged scales, and for a file that
+        ends too soon."""
         stored = self._stored.get(name)
         if not isinstance(stored, WidenedTensor) or stored.open_integers is None:
             return None

@@ -1,10 +1,11 @@
-"""A file of packed weights in memory: written layer by layer, mapped by others (shared_weights.py).
+"""A file of packed weights in memory. One process writes it layer by layer, others map it
+(shared_weights.py).
 
     tensors, each at a multiple of 64 bytes | index as JSON | its length | magic
 
-The index says of each layer which class it is and where its tensors lie. Classes are those of
-SHARED, by name: what a file says can make no others. A layer that cannot be written is `null`
-there, and is read from the checkpoint by everybody.
+The index says for each layer which class it has and where its tensors are. Only classes of SHARED
+can be made from a file. A layer that cannot be written is `null` in the index, and every process
+reads it from the checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T")
 VERSION: Final = 1
 MAGIC: Final = b"baton-weights-\x00\x01"
 CHUNK: Final = 64 << 20  # bytes of one digest
-MOST_BYTES: Final = 1 << 42  # of addresses, not of memory
+MOST_BYTES: Final = 1 << 42  # of address space, not of memory
 SHARED: Final = {
     kind.__name__: kind
     for kind in (
@@ -66,13 +67,14 @@ class NotWritable(Exception):
 
 
 class WritingFile:
-    """A file that is being written. It has its name from `seal` on, and a shared lock from the
-    beginning. Where its memory runs out, all that follows stays private, and it gets no name."""
+    """A file that is being written. It has a shared lock from the beginning, and its final name
+    from `seal` on. If the memory for it runs out, all further layers stay private, and the file
+    never gets its name."""
 
     def __init__(
         self, path: Path, dtype: torch.dtype, exchange: linear.RankSums | None = None
     ) -> None:
-        """Raises OSError where there can be no such file."""
+        """Make the file. Raises OSError if that fails."""
         self.num_bytes = self.rounded_head_bytes = 0  # once sealed
         self._path = path
         self._unfinished = path.with_suffix(".unfinished")
@@ -96,7 +98,7 @@ class WritingFile:
         self._full = False
 
     def take(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gives, its tensors in the file where that works."""
+        """Return what `make` returns, with its tensors in the file if they can be written."""
         made = make()
         if self._full:
             return made
@@ -114,7 +116,8 @@ class WritingFile:
         return cast("T", _read(written, self._area, self._kernels))
 
     def seal(self, num_bytes: int, rounded_head_bytes: int) -> None:
-        """All is written: others may map it. Here it can only be read from now on."""
+        """Finish the file, so that other processes can map it. This process can only read it from
+        now on."""
         self.num_bytes, self.rounded_head_bytes = num_bytes, rounded_head_bytes
         self._area.seal(self._end)
         if self._full:
@@ -139,12 +142,13 @@ class WritingFile:
                  self._end / 1e6, self._path)  # fmt: skip
 
     def close(self) -> None:
-        """Nothing more is written; what was not sealed has no name any more."""
+        """Remove the file's temporary name, which it still has if it was not sealed."""
         with suppress(FileNotFoundError):
             self._unfinished.unlink()
 
     def _write(self, value: Any) -> Any:
-        """Raises NotWritable, and OSError where the memory ends."""
+        """Write the tensors of `value`; return its description for the index. Raises NotWritable,
+        and OSError if the memory runs out."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -163,7 +167,8 @@ class WritingFile:
         return {"class": type(value).__name__, "parts": parts}
 
     def _place(self, tensor: Tensor) -> list[Any]:
-        """Where its numbers are in the file: written now, unless that memory was before."""
+        """Return where the tensor's numbers are in the file. They are written now, unless the same
+        memory has been written before."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise NotWritable(f"a tensor of layout {tensor.layout} on {tensor.device}")
         name, shape = _name_of(tensor.dtype), tuple(tensor.shape)
@@ -178,14 +183,14 @@ class WritingFile:
             copy.copy_(tensor)
             self._end = start + size
             place = [start, name, list(shape)]
-            # Later ones may be the copy itself, as of tied embeddings.
+            # A later tensor may be this copy itself, as with tied embeddings.
             self._places[copy.data_ptr(), name, shape] = place
             return place
         return [0, name, list(shape)]
 
 
 class ReadingFile:
-    """A file that others have written, mapped."""
+    """A file that another process has written, mapped into this process."""
 
     def __init__(self, area: SharedArea, index: dict[str, Any], kernels: dict[str, Any]) -> None:
         self.num_bytes = int(index["num_bytes"])
@@ -198,7 +203,8 @@ class ReadingFile:
     def attach(
         path: Path, dtype: torch.dtype, exchange: linear.RankSums | None = None
     ) -> ReadingFile | None:
-        """None if there is no such file, or a broken one, which is removed."""
+        """Map the file at `path`. Return None if there is none, or if it is broken; a broken file
+        is removed."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -222,22 +228,22 @@ class ReadingFile:
         return ReadingFile(area, index, _kernels(dtype, exchange))
 
     def take(self, name: str, make: Callable[[], T]) -> T:
-        """The layer of this name; `make` gives it if the file does not have it."""
+        """Return the layer `name` of the file; what `make` returns if the file does not have it."""
         written = self._layers.get(name)
         return make() if written is None else cast("T", _read(written, self._area, self._kernels))
 
 
 def remove_if_unheld(path: Path) -> None:
-    """Remove a file of weights that nobody maps. Safe at any time, from any process."""
+    """Remove a file of weights if no process maps it. Any process may call this at any time."""
     with suppress(OSError):
         _let_go(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
 
 
 def _let_go(fd: int, path: Path) -> None:
-    """Close `fd`, and remove the file if nobody else has a lock on it.
+    """Close `fd`, and remove the file if no other process has a lock on it.
 
-    A mapping keeps its descriptor's lock, at the process' end too, so the lock is turned into an
-    exclusive one instead of being given up first: that works for the last holder alone.
+    The lock is not given up first but turned into an exclusive one, which succeeds for the last
+    holder alone. A mapping keeps its descriptor's lock, also while its process ends.
     """
     try:
         with suppress(OSError):
@@ -249,7 +255,7 @@ def _let_go(fd: int, path: Path) -> None:
 
 
 def _read(written: Any, area: SharedArea, kernels: dict[str, Any]) -> Any:
-    """What `WritingFile._write` wrote."""
+    """Make the value that `WritingFile._write` described, its tensors in `area`."""
     if not isinstance(written, dict):
         return written
     match cast("dict[str, Any]", written):
@@ -277,7 +283,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _kernels(dtype: torch.dtype, exchange: linear.RankSums | None) -> dict[str, Any]:
-    """What layers call that is this process's own, by the names that files have for it."""
+    """Return this process's own objects that layers call, by their names in files."""
     cpu = torch.device("cpu")
     return {
         CpuKernels.__name__: product_kernels_for(dtype, cpu),
@@ -287,7 +293,8 @@ def _kernels(dtype: torch.dtype, exchange: linear.RankSums | None) -> dict[str, 
 
 
 def _index(fd: int) -> tuple[dict[str, Any], int] | None:
-    """The index and where the tensors end; None for what is no whole file of weights."""
+    """Return the index and the position where the tensors end; None if the file is no complete file
+    of weights."""
     size, tail = os.fstat(fd).st_size, 8 + len(MAGIC)
     end = os.pread(fd, tail, max(0, size - tail))
     length = int.from_bytes(end[:8], "little")
@@ -298,7 +305,7 @@ def _index(fd: int) -> tuple[dict[str, Any], int] | None:
 
 
 def _digests(area: SharedArea, end: int) -> list[str]:
-    """Of each CHUNK of the tensors, by as many threads as there are cores."""
+    """Return the digest of each CHUNK of the tensors, computed by one thread per core."""
 
     def digest(start: int) -> str:
         chunk = area.tensor(start, torch.uint8, (min(CHUNK, end - start),))
@@ -309,7 +316,7 @@ def _digests(area: SharedArea, end: int) -> list[str]:
 
 
 def _name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in a file. Raises NotWritable for one that has none."""
+    """Return the name of a dtype in a file. Raises NotWritable for a dtype that has none."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise NotWritable(f"numbers of {name}")
@@ -317,6 +324,6 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _room(fd: int) -> int:
-    """Bytes that a file may grow to here."""
+    """Return how many bytes the file may grow to."""
     found = os.fstatvfs(fd)
     return min(MOST_BYTES, math.prod((found.f_bavail, found.f_frsize)))

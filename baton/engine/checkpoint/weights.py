@@ -1,12 +1,13 @@
-"""Weights: what a model reads its tensors and linear layers from, whatever the checkpoint holds.
+"""Weights: a model reads its tensors and linear layers from it, whatever the checkpoint's format.
+"Plain" means floating-point weights, neither quantized nor rounded.
 
     plain checkpoint                      -> plain layers
-    plain checkpoint, --quantization      -> each linear layer quantized as it is read
-    quantized checkpoint                  -> its integers in its own scheme; the rest plain
-    one of small floats                   -> widened by the reader (widening.py): as a plain one;
-                                             experts of gpt-oss stay in 4 bits where kernels can
-    GGUF                                  -> its integers, if they were asked for; else widened
-    --lm-head-quantization                -> a head that is stored plain quantized as it is read
+    plain checkpoint, --quantization      -> each linear layer is quantized as it is read
+    quantized checkpoint                  -> its integers in its own scheme; other layers plain
+    checkpoint of 4- or 8-bit floats      -> the reader widens it (widening.py) to plain weights;
+                                             gpt-oss's experts stay in 4 bits if kernels support it
+    GGUF                                  -> its integers, if the reader keeps them; else widened
+    --lm-head-quantization                -> a head that is stored plain is quantized as it is read
 
 Only products are ever quantized: embeddings, norms and routers stay as they are. The rounded head
 of tied embeddings is a copy: tokens are looked up in the table that was stored.
@@ -38,15 +39,15 @@ from baton.protocol.errors import ModelRefused
 HEAD: Final = "lm_head"
 TABLE: Final = "model.embed_tokens"
 StoredWeight = IntWeight | Tensor
-CORRECTION: Final = ".e_score_correction_bias"  # DeepSeek-V3's, of its routers
+CORRECTION: Final = ".e_score_correction_bias"  # the bias of DeepSeek-V3's routers
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """How layers are held: plain ones by `plain`, integer ones by `integers`.
+    """How layers are made: `plain` makes those of plain weights, `integers` those of integers.
 
-    `scheme`: what plain checkpoints are quantized to as they are read, `head`: what a plain head
-    is; None = not.
+    `scheme`: what plain weights are quantized to as they are read. `head`: the same for a plain
+    head. None = they are not quantized.
     """
 
     plain: LinearFormat
@@ -59,15 +60,16 @@ class Share(Protocol):
     """Which part of a checkpoint a tensor-parallel rank reads."""
 
     def tensor(self, name: str, whole: Tensor) -> Tensor:
-        """Its part of an embedding or a bias; other tensors whole."""
+        """Return this rank's part of the tensor `name`; the whole if ranks do not split it."""
         ...
 
     def weight(self, module: str, whole: StoredWeight) -> StoredWeight:
-        """Its part of a product's weight [out, in]. Raises ModelRefused if it cannot be cut."""
+        """Return this rank's part of a product's weight [out, in]. Raises ModelRefused if the
+        weight cannot be cut."""
         ...
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:
-        """Whether this rank, with this part of the product's weight, adds its part of the bias."""
+        """Whether this rank adds the bias of product `module`. `part`: this rank's weight."""
         ...
 
 
@@ -81,12 +83,12 @@ class Weights:
         layout: Layout | None,
         share: Share | None = None,
     ) -> None:
-        """`share`: the part that is read; None = everything."""
+        """`share`: cuts what is read to a rank's part; None = everything is read."""
         self._reader, self._formats, self._layout = reader, formats, layout
         self._share = share
         self._modules = module_names(reader.names, layout) if layout else frozenset[str]()
-        self._tensor_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
-        self.rounded_head_bytes = 0  # of a head of integers, once it was read
+        self._tensor_bytes: dict[str, int] = {}  # by tensor name: a tied tensor counts once
+        self.rounded_head_bytes = 0  # bytes of a head of integers, once it has been read
         own = layout.tensors if layout else ()
         hidden = {f"{module}.{tensor}" for module in self._modules for tensor in own}
         # GPTQ's tools write a bias of zeros where the model has none.
@@ -97,23 +99,24 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all that is plain."""
+        """The dtype of all weights that are not quantized."""
         return self._reader.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is put."""
+        """The device that all weights are read to."""
         return self._reader.device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what was read so far, as it is kept."""
+        """Bytes of all weights read so far, in the form in which they are kept."""
         return sum(self._tensor_bytes.values())
 
     def tensor(self, *names: str) -> Tensor:
-        """Tensors stacked along their first dimension, in the model's dtype; integers widened.
+        """Read tensors, stacked along their first dimension, in the model's dtype; integers are
+        widened.
 
-        The bias that balances experts is in float32 always: its last bits decide a choice.
+        The bias that balances experts is always float32, as its last bits can decide a choice.
         """
         quantized = any(name.removesuffix(".weight") in self._modules for name in names)
         if names[0].endswith(CORRECTION):
@@ -159,7 +162,7 @@ class Weights:
         return self._layer(weight, None)
 
     def _tensor(self, name: str) -> Tensor:
-        """One tensor, or this rank's part of it."""
+        """Read one tensor, or this rank's part of it."""
         module = name.removesuffix(".weight")
         whole = self._stored(module) if module in self._modules else self._reader.read(name)
         if isinstance(whole, IntWeight):
@@ -167,7 +170,7 @@ class Weights:
         return whole if self._share is None else self._share.tensor(name, whole)
 
     def _layer(self, weight: StoredWeight, bias: Tensor | None) -> Linear:
-        """weight [out, in], bias [out]."""
+        """Make a linear layer of weight [out, in] and bias [out]."""
         if isinstance(weight, IntWeight):
             return self._formats.integers(weight, bias)
         return self._formats.plain(weight, bias)
@@ -176,8 +179,8 @@ class Weights:
         return whole if self._share is None else self._share.weight(module, whole)
 
     def _weight(self, module: str) -> StoredWeight:
-        """The weight of one module: the checkpoint's integers, or rounded here, or plain. A rank's
-        part has the integers of the whole."""
+        """Read the weight of one module, and round it if a scheme asks for it. A rank's part is cut
+        after rounding, so it has the integers of the whole weight."""
         weight = self._stored(module)
         scheme = self._formats.scheme
         if isinstance(weight, Tensor) and scheme is not None:
@@ -185,7 +188,7 @@ class Weights:
         return self._part(module, weight)
 
     def _stored(self, module: str) -> StoredWeight:
-        """The weight of one module as the checkpoint has it."""
+        """Read the weight of one module as the checkpoint stores it: integers, or plain."""
         if self._layout is not None and module in self._modules:
             return self._layout.weight(module, self._reader)
         name = f"{module}.weight"
@@ -193,8 +196,9 @@ class Weights:
         return self._reader.read(name) if integers is None else integers
 
     def _side_by_side(self, parts: Sequence[StoredWeight], bias: Tensor | None) -> Linear:
-        """Modules of one input in different formats (some are on the checkpoint's ignore list, a
-        GGUF file has more bits for values), neighbours of one format as one."""
+        """Make one layer of modules of one input that have different formats: some may be on the
+        checkpoint's ignore list, and a GGUF file may store values with more bits. Neighbours of the
+        same format become one product."""
         runs: list[StoredWeight] = []
         for part in parts:
             both = _stacked([runs[-1], part]) if runs else None
@@ -212,7 +216,7 @@ class Weights:
 
 
 def _stacked(parts: Sequence[StoredWeight]) -> StoredWeight | None:
-    """The parts stacked along their outputs; None if their formats differ."""
+    """Return the parts stacked along their outputs; None if their formats differ."""
     integers = [part for part in parts if isinstance(part, IntWeight)]
     if integers:
         return stack_weights(integers) if len(integers) == len(parts) else None
@@ -225,7 +229,8 @@ def _num_bytes(weight: StoredWeight) -> int:
 
 
 def _rounded(module: str, weight: Tensor, scheme: Scheme, field: str) -> IntWeight:
-    """`field`: the option that asked for it. Raises ModelRefused if the inputs make no groups."""
+    """Round a weight to `scheme`. `field`: the option that asked for it. Raises ModelRefused if the
+    number of inputs cannot be split into groups."""
     try:
         return quantize(weight, scheme)
     except ValueError as error:
@@ -242,8 +247,8 @@ def open_weights(
     head: Scheme | None = None,
     share: Share | None = None,
 ) -> Weights:
-    """The weights behind `reader`; `scheme` and `head` None = as the checkpoint stores them.
-    `share`: see Weights.
+    """Return the weights that `reader` reads. `scheme`, `head`: see WeightFormats. `share`: see
+    Weights.
 
     Raises ModelRefused for a quantized checkpoint whose layout is not understood.
     """

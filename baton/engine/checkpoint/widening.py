@@ -1,6 +1,7 @@
-"""The reader of a checkpoint's tensors: plain, or widened from a format of fewer bits.
+"""Opens a checkpoint's tensors, widened if they are stored in a format of fewer bits.
 
-config.json -> kinds.widened_kind -> the format's own file -> TensorReader under plain names
+config.json -> kinds.widened_kind -> the module of the format -> a TensorReader with the tensor
+names of the unquantized checkpoint
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from baton.engine.checkpoint.tensors import TensorReader, Widen
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
-_FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
+_FORMATS: Final[Mapping[Kind, _Format]] = {  # the formats of safetensors
     "fp8": widen_float8,
     "mxfp4": widen_float4,
     "nvfp4": widen_float4,
@@ -42,14 +43,15 @@ def open_tensors(
     unstacked: bool = False,
     kept: bool = False,
 ) -> TensorReader:
-    """Its tensors under plain names, except for those of integer layouts; with `prefix` those
-    alone whose names begin so, named by the rest.
+    """Open the checkpoint's tensors under the names of an unquantized checkpoint. Tensors of
+    integer layouts keep the names they are stored by.
 
-    `unstacked`: each expert of a stacked mixture has tensors of its own. `kept`: a GGUF file's
-    integers can be read, too (TensorReader.integers), and stacked experts stay in MXFP4 where
-    kernels take it.
+    `prefix`: only tensors whose names begin with it are opened, and it is removed from the names.
+    `unstacked`: each expert of a stacked mixture gets tensors of its own. `kept`: the integers of a
+    GGUF file can be read (TensorReader.integers), and stacked experts stay in MXFP4 if the kernels
+    support it.
 
-    Raises ModelRefused for a broken file and for tensors that their format does not understand.
+    Raises ModelRefused for a broken file and for tensors that do not fit their format.
     """
     config = checkpoint.config.get("quantization_config")
     kind = widened_kind(config)
@@ -75,8 +77,9 @@ def _within(
 
 
 def integer_layout(config: Mapping[str, Any] | None) -> Layout | None:
-    """How integers lie in the files; None for plain weights and for widened ones.
+    """Return how integer weights are stored in the files; None for unquantized weights and for
+    formats that are widened.
 
-    Raises ModelRefused for a format that is neither.
+    Raises ModelRefused for other formats.
     """
     return None if config is None or widened_kind(config) is not None else layout_of(config)

@@ -1,8 +1,9 @@
-"""The leader: the rank that has the engine. It sends the others each forward, and runs its own.
+"""The leader: the tensor-parallel rank that has the engine. It sends each forward to the other
+ranks, and runs its own share.
 
-`LeaderModel` is a model like any other, so scheduler, runner, sampler and pooler know nothing of
-ranks: forward() sends the step to all ranks before it computes its own share of it, logits() names
-the rows. One message a step in plain decoding, two where not every row is asked about.
+`LeaderModel` is a CausalModel, so scheduler, runner, sampler and pooler do not know of ranks.
+forward() sends the step to the other ranks before it computes the leader's share; logits() tells
+them which rows need logits, and broadcasts these rows if they are not all rows of the step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from baton.engine.state.place import LEADER, RankPlace
 
 
 class LeaderModel(ModelAround):
-    """Implements CausalModel over rank 0's share and the ranks that have the others. `layers` are
-    the whole model's, the other properties rank 0's."""
+    """Implements CausalModel over rank 0's share of the model and the ranks that hold the other
+    shares. `layers` are the whole model's, the other properties rank 0's."""
 
     def __init__(self, loaded: LoadedModel, ranks: Ranks, group: RankGroup) -> None:
         """`loaded`: rank 0's share."""
@@ -37,7 +38,7 @@ class LeaderModel(ModelAround):
         self._last: Tensor | None = None
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """See CausalModel. Any error inside loses the group."""
+        """See CausalModel. Any error inside ends the group of ranks."""
         written = None if batch.on_layer is None else Written(batch.on_layer)
         with self._ranks.fatal():
             self._ranks.send(
@@ -62,8 +63,8 @@ class LeaderModel(ModelAround):
 
 
 class Written:
-    """Reports a layer when all ranks have written it: behind the layer's sum over the ranks, so
-    with the next layer's own write, or at the end."""
+    """Calls `report` with a layer once all ranks have written its KV. They have after the layer's
+    sum over the ranks, so the report comes with the next layer's write, or in finish()."""
 
     def __init__(self, report: Callable[[int], None]) -> None:
         self._report = report
@@ -80,7 +81,7 @@ class Written:
 
 
 def load_leader(config: EngineConfig, start_rank: StartRank = start_process) -> LoadedModel:
-    """Start the other ranks and load this one's share beside them.
+    """Start the other ranks, and load the leader's share while they load theirs.
 
     Raises what loading.load_model does.
     """
@@ -94,6 +95,6 @@ def load_leader(config: EngineConfig, start_rank: StartRank = start_process) -> 
         ranks.close()
         raise
     model = LeaderModel(loaded, ranks, group)
-    # Who forgets the model, or fails on the way to an engine, leaves no processes behind.
+    # The ranks end with the model, also if no engine is ever made of it.
     weakref.finalize(model, ranks.close)
     return replace(loaded, model=model, ranks=ranks)

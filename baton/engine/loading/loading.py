@@ -3,9 +3,9 @@
     open_checkpoint -> choose_route -> models/decoder.py | models/universal.py -> LoRA adapters
     -> LoadedModel
 
-The lean route is taken when every config key and every tensor name is understood; else the
-universal one, which refuses by name what it cannot serve. transformers is imported only for the
-latter.
+The lean route serves a checkpoint if it understands every config key and every tensor name.
+Otherwise the universal route does, or refuses it with the reason. transformers is imported only for
+the universal route.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ ALONE: Final = (
 class LoadedModel:
     """A model in memory. `weight_bytes` counts its parameters once, in their storage dtype.
 
-    `deterministic`: it wants attention of a fixed order (attention/choice.py). `ranks`: those that
-    hold its other shares; None = it is whole, or a share itself. `lockstep`: of a data-parallel
-    rank, whose forwards need those of the others.
+    `deterministic`: the model needs attention with a fixed order of sums (attention/choice.py).
+    `ranks`: the ranks that hold the other shares of this model; None = it is whole, or a share
+    itself. `lockstep`: set on a data-parallel rank, whose forwards run together with those of the
+    other ranks.
     """
 
     info: ModelInfo
@@ -87,7 +88,7 @@ class LoadedModel:
     weight_bytes: int
     deterministic: bool = False
     ranks: Ranks | None = None
-    rounded_head_bytes: int = 0  # of them, a head of integers
+    rounded_head_bytes: int = 0  # the part of weight_bytes that is a head of integers
     classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
     lockstep: Lockstep | None = None
 
@@ -108,8 +109,8 @@ class LoadedModel:
 def load_model(
     config: EngineConfig, group: RankGroup | None = None, data: DataRank | None = None
 ) -> LoadedModel:
-    """Load `config.model`: of several ranks, this one's share for `group`; None = start them all.
-    `data`: of a data-parallel group.
+    """Load `config.model`. `group`: load the share of this tensor-parallel rank; None = start all
+    ranks if the configuration asks for several. `data`: this rank of a data-parallel group.
 
     Raises ModelRefused for a checkpoint that cannot be served, ConfigError for a configuration that
     the model or the machine cannot meet.
@@ -165,7 +166,8 @@ def load_model(
 
 
 def _read_as(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool) -> str:
-    """How weights were read that are not kept as they are stored; "" if all are."""
+    """Return how quantized weights were read: widened, or as integers of the format that is named.
+    "" for weights that are kept in the form in which they are stored."""
     quantized = checkpoint.config.get("quantization_config")
     kind = widened_kind(quantized)
     if quantized is None or (kind is None and lean):
@@ -176,10 +178,11 @@ def _read_as(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool) -> str
 
 
 def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) -> str:
-    """The checkpoint's digest, bound to how its weights were read and rounded, by the lean route or
-    the other.
+    """Return a digest of the checkpoint and of how its weights were read and rounded. `lean`: by
+    the lean route.
 
-    Adapters come and go: their ids are bound to their contents, and KV to the id.
+    Adapters are not in it, as they may change. An adapter's id depends on its contents, and KV is
+    bound to the id.
     """
     base = digest(checkpoint)
     named: list[str] = []
@@ -196,7 +199,7 @@ def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) 
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A model by the route that was taken; see LoadedModel."""
+    """A model and the route that built it (`impl`). For the other fields see LoadedModel."""
 
     impl: str
     model: CausalModel
@@ -207,7 +210,7 @@ class _Built:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model is built, and as which rank of which group; see load_model."""
+    """The dtype and device of a model, and its rank in a group; see load_model."""
 
     dtype: torch.dtype
     device: torch.device
@@ -218,7 +221,8 @@ class Placement:
 def _build(
     config: EngineConfig, checkpoint: Checkpoint, lean: DecoderConfig | None, at: Placement
 ) -> _Built:
-    """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
+    """Build the model. `lean`: what choose_route returned. If the tensors' names do not fit it, the
+    universal route builds the model; or ModelRefused is raised if only the lean route could."""
     dtype, device, group = at.dtype, at.device, at.group
     if lean is not None:
         quantized = checkpoint.config.get("quantization_config")
@@ -246,7 +250,7 @@ def _build(
 
 
 def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str, Any]) -> None:
-    """Raises NotLean if tensors are missing or unknown."""
+    """Raise NotLean if tensors are missing or unknown."""
     expected = set(tensor_names(config)) | ({CLASSIFIER} if classifies(values) else set())
     missing = sorted(expected - names)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
@@ -258,14 +262,14 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
 
 
 def _cuts(config: EngineConfig, lean: DecoderConfig, group: RankGroup) -> Cuts:
-    """What is this rank's of the whole model's products."""
+    """Return how the whole model's products are cut for this rank."""
     from baton.engine.parallel.sharding import Cuts
 
     return Cuts(lean, group.place, config.enable_expert_parallel)
 
 
 def _share(config: EngineConfig, lean: DecoderConfig, group: RankGroup) -> Share:
-    """What this rank reads."""
+    """Return what cuts weights to this rank's share."""
     from baton.engine.parallel.sharding import RankShare
 
     return RankShare(_cuts(config, lean, group), group)
@@ -294,9 +298,10 @@ def _build_lean(
 def _once_per_host(
     config: EngineConfig, checkpoint: Checkpoint, weights: Weights, at: Placement
 ) -> AbstractContextManager[WeightSource]:
-    """What to build from in place of `weights`, which are those of the group's rank here.
+    """Return the weights to build from: shared with other processes of this host if the
+    configuration, the device and the size allow it, else `weights`.
 
-    Data-parallel ranks share nothing yet: each reads all but other ranks' experts."""
+    Data-parallel ranks share no weights yet: each reads everything but other ranks' experts."""
     group = at.group
     small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
     if not config.shared_weights or weights.device.type != "cpu" or small or at.data is not None:

@@ -1,8 +1,10 @@
 """ModelShape: how many parameters a model has and what it stores per token, from config.json alone.
 
-Integers only: no torch, no weights. The families below are counted by formula; every other one is
-built on torch's meta device by transformers (shape_on_meta.py), which costs seconds, not memory.
-    experts   of `routed` experts per MoE layer a token meets `per_token`: active < all parameters
+It only counts: no torch, no weights. The families below are counted by formulas. For all others,
+transformers builds the model on torch's meta device (shape_on_meta.py), which takes seconds but no
+memory.
+    experts   a token meets `per_token` of the `routed` experts of an MoE layer, so fewer
+              parameters are active than there are
     MLA       one latent [kv_lora_rank + rope dims] per token and layer, no V
 """
 
@@ -22,17 +24,18 @@ from baton.protocol.kv_spec import LayerSpec
 class ExpertsShape:
     """Routed experts of all layers together."""
 
-    routed: int  # per MoE layer
-    per_token: int
+    routed: int  # experts of one MoE layer
+    per_token: int  # of them, how many a token meets
     parameters: int  # of all routed experts of all layers
 
     @property
     def idle_parameters(self) -> int:
-        """Parameters that one token does not meet."""
+        """Parameters of routed experts that one token does not meet."""
         return self.parameters * (self.routed - self.per_token) // self.routed
 
     def share_met(self, batch: int) -> float:
-        """Expected share of experts that `batch` tokens meet, each choosing evenly."""
+        """Return the expected share of experts that `batch` tokens meet, if all experts are equally
+        likely."""
         return 1 - (1 - self.per_token / self.routed) ** batch
 
 
@@ -43,15 +46,16 @@ class StoredWeights:
     method: str
     bits: int
     group_size: int = 0  # weights that share a scale; 0 = a whole row or more
-    widened: bool = False  # when it is read: it is kept plain
-    zeros: bool = True  # and a zero
-    mean_bytes: float | None = None  # of a weight, where matrices differ
-    integers: StoredWeights | None = None  # kept unless widening is asked for; and of the head
-    head: StoredWeights | None = None
+    widened: bool = False  # weights are widened while they are read, and kept in the model's dtype
+    zeros: bool = True  # each group has a zero beside its scale
+    mean_bytes: float | None = None  # mean bytes of a weight, if matrices differ in format
+    integers: StoredWeights | None = None  # the integers that are kept unless widening is asked for
+    head: StoredWeights | None = None  # the integers that are kept of the head
 
     @property
     def bytes_per_weight(self) -> float:
-        """With a scale per group, and a zero: float32, as layers hold them."""
+        """Mean bytes of a weight in memory, with its share of the group's scale and zero, which are
+        float32."""
         if self.mean_bytes is not None:
             return self.mean_bytes
         if not self.group_size:
@@ -61,9 +65,10 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`embedding` counts the input table, `matrices` the projections in the layers (what
-    quantization shrinks, but for the `plain` ones: routers, and kv_b_proj of latents).
-    `replicated`: of those that it shrinks, what every tensor-parallel rank holds whole."""
+    """Sizes of a model. `embedding`: parameters of the input table. `matrices`: parameters of the
+    projections in the layers. Quantization shrinks them, except for the `plain` ones among them
+    (routers, and kv_b_proj of latents). `replicated`: of the parameters that it shrinks, those that
+    every tensor-parallel rank holds whole."""
 
     model_type: str
     parameters: int
@@ -71,7 +76,7 @@ class ModelShape:
     matrices: int
     tied: bool  # the head multiplies with the input table
     hidden_size: int
-    widest: int  # of the vectors that one token is at once within a layer
+    widest: int  # numbers in the widest intermediate results of one token within a layer
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     max_positions: int | None
@@ -81,7 +86,7 @@ class ModelShape:
     plain: int = 0
     replicated: int = 0
     note: str = ""  # what is not certain about these numbers
-    refused: str | None = None  # why no route serves it, as far as its layers show
+    refused: str | None = None  # why no route serves the model, if its layers show a reason
 
     @property
     def active_parameters(self) -> int:
@@ -90,13 +95,14 @@ class ModelShape:
 
     @property
     def read_parameters(self) -> int:
-        """Parameters that a step reads if its tokens meet every expert: a step looks up rows of
-        an untied input table, it does not read it."""
+        """Parameters that a step reads if its tokens meet every expert. An untied input table is
+        left out: a step looks up a few rows of it."""
         return self.parameters - (0 if self.tied else self.embedding)
 
 
 def model_shape(config: dict[str, Any]) -> ModelShape:
-    """Read a config.json (of a multimodal model: its language model).
+    """Return the sizes of the model of a config.json; for a multimodal model those of its language
+    model.
 
     Raises ModelRefused for what is no decoder-only language model.
     """
@@ -124,7 +130,7 @@ class _Layer:
 
     matrices: int
     vectors: int
-    experts: int = 0  # of the matrices, those of routed experts
+    experts: int = 0  # the part of `matrices` that belongs to routed experts
     plain: int = 0
     replicated: int = 0
 
@@ -137,7 +143,8 @@ def _attention(c: dict[str, Any], *, qkv_bias: bool, output_bias: bool, qk_norm:
 
 
 def _latent_attention(c: dict[str, Any]) -> _Layer:
-    """MLA. Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py."""
+    """Count latent attention (MLA). Source: transformers,
+    models/deepseek_v3/modeling_deepseek_v3.py."""
     hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     queries, rank = heads * (nope + rope), c.get("q_lora_rank")
@@ -154,7 +161,7 @@ def _mlp(hidden: int, inner: int, *, bias: bool = False) -> _Layer:
 
 
 def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
-    """`shared`: width of what every token meets besides its experts."""
+    """Count a mixture with its router. `shared`: the inner size of its shared experts together."""
     routed_parameters = routed * 3 * hidden * inner
     router = routed * hidden
     matrices = routed_parameters + router + 3 * hidden * shared
@@ -162,7 +169,7 @@ def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
 
 
 def _heads(c: dict[str, Any]) -> tuple[int, int, int, int]:
-    """(hidden, query heads, KV heads, head_dim)."""
+    """Return (hidden size, query heads, KV heads, head_dim)."""
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     return hidden, heads, kv_heads, c.get("head_dim") or hidden // heads
@@ -171,7 +178,7 @@ def _heads(c: dict[str, Any]) -> tuple[int, int, int, int]:
 def _sum(
     c: dict[str, Any], attention: _Layer, mlps: list[_Layer], specs: tuple[LayerSpec, ...]
 ) -> ModelShape:
-    """Put the parts together: one attention, two norms and one of `mlps` per layer."""
+    """Sum the parts of a model: per layer one attention, two norms and one of `mlps`."""
     hidden, vocab = c["hidden_size"], c["vocab_size"]
     num_layers = len(mlps)
     tied = bool(c.get("tie_word_embeddings", False))
@@ -202,20 +209,21 @@ def _sum(
 
 
 def _widest(c: dict[str, Any]) -> int:
-    """Gate, up and their product for one token, of all experts that it meets."""
+    """Return how many numbers gate, up and their product have for one token, in all experts that
+    it meets."""
     inner = c.get("moe_intermediate_size") or c.get("intermediate_size") or 4 * c["hidden_size"]
     met = c.get("num_experts_per_tok") or 1
     return 3 * max(inner * met, c.get("intermediate_size") or 0)
 
 
 def _routed(c: dict[str, Any]) -> int | None:
-    """Experts per MoE layer, under any family's name for it."""
+    """Return the number of experts per MoE layer, whatever the family's key; None without any."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return next((c[name] for name in names if c.get(name)), None)
 
 
 def layer_windows(c: dict[str, Any]) -> tuple[int, ...]:
-    """Window of each layer, 0 = unlimited, as transformers derives it."""
+    """Return the window of each layer, as transformers derives it; 0 = full attention."""
     num_layers, window = c["num_hidden_layers"], c.get("sliding_window") or 0
     kinds = c.get("layer_types")
     if kinds is None and c["model_type"] == "gpt_oss":
@@ -241,17 +249,18 @@ def _paged(c: dict[str, Any]) -> tuple[LayerSpec, ...]:
 
 
 def stored_dtype(c: dict[str, Any]) -> str:
-    """The checkpoint's own dtype; float32 if it does not say."""
+    """Return the checkpoint's own dtype; float32 if its config states none."""
     return str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
-    """What a checkpoint's quantization_config says; None for a plain one. Raises ModelRefused."""
+    """Return how a checkpoint stores weights, by its quantization_config; None if it has none.
+    Raises ModelRefused if that does not state the bits."""
     given = c.get("quantization_config")
     if not given:
         return None
     method = str(given.get("quant_method", "unknown"))
-    with contextlib.suppress(ModelRefused):  # the route says so; it is sized all the same
+    with contextlib.suppress(ModelRefused):  # the route refuses it later; its size is still counted
         kind = widened_kind(given)
         if kind is not None:
             types = ", ".join(given.get("types") or ())
@@ -275,7 +284,8 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
 def _kept_integers(
     c: dict[str, Any], given: dict[str, Any]
 ) -> tuple[StoredWeights | None, StoredWeights | None]:
-    """What a GGUF file's matrices, and its head, are kept as; None for plain ones."""
+    """Return the integers that are kept of a GGUF file's matrices, and of its head; None for
+    matrices or a head that are kept as floating-point numbers."""
     counts: dict[str, int] = dict(given.get("types") or {})
     head: str | None = given.get("head")
     if head is None:

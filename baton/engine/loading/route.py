@@ -1,6 +1,6 @@
-"""The route that serves a config.json as asked, or the refusal: no tensor is looked at.
+"""Chooses the route for a config.json and a configuration, or refuses them. No tensor is looked at.
 
-The loader asks before it reads gigabytes, `baton estimate` asks of models that are not here:
+The loader calls it before it reads gigabytes, `baton estimate` for models that are not on disk:
 
     kind of model, dtype, length -> quantization -> ranks -> lean | universal (its own refusals)
 """
@@ -38,14 +38,15 @@ _NO_DECODERS: Final = (
     "ForMultipleChoice",
     "ForRewardModel",
 )
-# Qwen3-Reranker names itself a classifier for other servers, and is a language model all the same.
+# Qwen3-Reranker's config names a classifier for other servers, but the model is a language model.
 _STILL_GENERATES: Final = ("classifier_from_token", "is_original_qwen3_reranker")
 
 
 def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig | None:
-    """The lean route's reading of `values`, a config.json; None = the universal route.
+    """Return the lean route's config for `values`, a config.json; None = the universal route.
 
-    Raises ModelRefused for a model that is not served, ConfigError for options that it cannot meet.
+    Raises ModelRefused for a model that is not served, ConfigError for options that do not go with
+    the model.
     """
     _refuse_kind(values)
     choose_dtype(config.dtype, values)
@@ -86,7 +87,8 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
 
 
 def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> None:
-    """Raise ModelRefused for what only the lean route does; it cannot serve this for `reason`."""
+    """Raise ModelRefused if `config` or the model needs the lean route, which cannot serve it for
+    `reason`. Otherwise log that the universal route is used."""
     if classifies(values):
         message = f"only the lean route serves classifiers, and it cannot serve this: {reason}"
         raise ModelRefused(message, field="model")
@@ -112,7 +114,8 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
 
 
 def choose_dtype(name: str, values: dict[str, Any]) -> str:
-    """The configured dtype, for "auto" the checkpoint's own (float32 if it does not say)."""
+    """Return the configured dtype; for "auto" the checkpoint's own, float32 if it states none.
+    Raises ModelRefused for a dtype of the checkpoint that is not served."""
     if name != "auto":
         return name
     for part in (text_config(values), values):
@@ -126,7 +129,8 @@ def choose_dtype(name: str, values: dict[str, Any]) -> str:
 
 
 def choose_length(requested: int | None, known: int | None) -> int:
-    """Tokens of prompt plus output. Raises ConfigError for more than the model knows."""
+    """Return the longest context: tokens of prompt plus output. `known`: the model's own limit.
+    Raises ConfigError if `requested` exceeds it, or if both are None."""
     if known is None:
         if requested is None:
             raise ConfigError(
@@ -143,29 +147,32 @@ def choose_length(requested: int | None, known: int | None) -> int:
 
 
 def keeps_integers(kind: Kind | None, config: EngineConfig) -> bool:
-    """Whether the lean route keeps the integers of such weights, or widens them."""
+    """Whether the lean route keeps the integers of weights of this kind; otherwise it widens
+    them."""
     return kind == "gguf" and config.quantization == "none"
 
 
 def rounds(config: EngineConfig) -> bool:
-    """Whether any weights are to be rounded when loading."""
+    """Whether the configuration asks to round weights while loading."""
     return config.quantization in SCHEMES or head_scheme(config) is not None
 
 
 def head_scheme(config: EngineConfig) -> Scheme | None:
-    """What a plain head is rounded to; None = nothing."""
+    """Return the scheme that a head of floating-point numbers is rounded to; None = it is not
+    rounded."""
     asked = head_quantization(config.lm_head_quantization, config.quantization)
     return next((scheme for scheme in SCHEMES if scheme == asked), None)
 
 
 def classifies(values: dict[str, Any]) -> bool:
-    """Whether its head is one of classes, as transformers' sequence classifiers have it."""
+    """Whether the model has a head of classes, like transformers' sequence classifiers."""
     named: list[str] = values.get("architectures") or [""]
     return named[0].endswith(_CLASSIFIER) and not any(values.get(key) for key in _STILL_GENERATES)
 
 
 def _refuse_kind(values: dict[str, Any]) -> None:
-    """Raise ModelRefused for what is no decoder-only language model, whatever its layers are."""
+    """Raise ModelRefused if the config names an encoder-decoder, or a class without a head for
+    tokens that is not served."""
     if values.get("is_encoder_decoder"):
         raise ModelRefused(
             f"{values.get('model_type')} is an encoder-decoder model; only decoders are served",
@@ -182,7 +189,8 @@ def _refuse_kind(values: dict[str, Any]) -> None:
 
 
 def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
-    """Raise for what does not go with ranks, whatever the route."""
+    """Raise ConfigError or ModelRefused for what tensor parallelism does not support on any
+    route."""
     from baton.engine.parallel.rank import refuse  # lazy: most engines have one rank
 
     refuse(config)
@@ -192,9 +200,10 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
 
 
 def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
-    """Raises NotLean."""
+    """Return the lean route's config of the model. Raises NotLean; ModelRefused for ranks that it
+    cannot be split over."""
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
-    if classifies(values):  # a decoder whose head, which nobody asks, is that of its words
+    if classifies(values):  # read as a decoder with a tied head, which is never used
         plain |= {"architectures": None, "tie_word_embeddings": True}
     lean = decoder_config(plain)
     if config.enable_expert_parallel and lean.experts is None:

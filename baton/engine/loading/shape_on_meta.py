@@ -1,8 +1,8 @@
 """ModelShape of any causal language model that transformers knows, built on torch's meta device.
 
-Nothing is loaded and nothing computed: tensors have shapes only. What each layer stores is found as
-the universal route finds it, by a forward that records instead of attending; a model whose code
-needs real numbers for that is read from its config's usual keys.
+Nothing is loaded or computed: tensors have shapes only. What each layer stores is found like on the
+universal route, by a forward that records instead of attending. If a model's code needs real
+numbers for that, the usual keys of its config are read instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
     with named_refusals(config):
         _, known = causal_class(plain)
         with torch.device("meta"):
-            # batched_mm: the one way through experts that asks no tensor for its numbers.
+            # batched_mm: the only implementation of experts that does not read numbers of tensors.
             causal: Any = AutoModelForCausalLM.from_config(
                 known, attn_implementation="eager", experts_implementation="batched_mm"
             )
@@ -73,7 +73,8 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
 def _layers(
     config: dict[str, Any], causal: Any, text: dict[str, Any]
 ) -> tuple[tuple[LayerSpec, ...], str, str | None]:
-    """What each layer stores, what is uncertain about it, why it is not served."""
+    """Return what each layer stores; a note if this is uncertain, else ""; and why the universal
+    route refuses the model, None if it does not."""
     refused = None
     try:
         causal.eval().set_attn_implementation(IMPLEMENTATION)

@@ -1,5 +1,5 @@
-"""CausalModel: what the runner asks of a model, whichever route loaded it; ModelAround: another
-one at work within."""
+"""CausalModel: what the runner asks of a model, whichever route loaded it. ModelAround: the base of
+models that wrap another model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from baton.protocol.kv_spec import LayerSpec
 
 
 class CausalModel(Protocol):
-    """What both routes offer. Both own weights only; KV, and which rows want which adapter, comes
-    with the batch."""
+    """What a model of the lean route and one of the universal route offer. A model owns weights
+    only. The batch says where KV lies, and which rows want which adapter."""
 
     @property
     def vocab_size(self) -> int:
@@ -25,7 +25,7 @@ class CausalModel(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions the model was made for; None if it does not say."""
+        """Positions the model was made for; None if its config does not state them."""
         ...
 
     @property
@@ -40,11 +40,11 @@ class CausalModel(Protocol):
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """The model's parameters by what meets them."""
+        """How many parameters the model has, by which rows are multiplied with them."""
         ...
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
+        """Run token_ids [T], positions [T] int64 -> hidden [T, H]; write the batch's KV."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -52,17 +52,18 @@ class CausalModel(Protocol):
         ...
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Serve `adapter` to the rows that ask for its id. Raises ModelRefused for layers it
-        cannot reach."""
+        """Apply `adapter` to the rows that ask for its id. Raises ModelRefused if it changes layers
+        that this model cannot adapt."""
         ...
 
     def remove_adapter(self, id_: str) -> None:
-        """Forget an adapter, also one that was refused halfway."""
+        """Forget an adapter, also one that `add_adapter` refused after it had taken a part."""
         ...
 
 
 class ModelAround:
-    """What a CausalModel says of itself if it runs another one: what that one says."""
+    """The properties and adapters of a CausalModel that wraps another model: all are the wrapped
+    model's."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model

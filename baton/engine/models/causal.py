@@ -1,7 +1,7 @@
 """transformers' own language model of a checkpoint: its class, refusals by its config, its weights.
 
 config.json -> causal_class -> refuse_layers          (no tensor is looked at; `baton estimate`
-                                                       asks the same)
+                                                       calls these two as well)
 checkpoint  -> read_causal                            (the universal route runs what this reads)
 """
 
@@ -40,7 +40,7 @@ _ENCODER: Final = (
 
 @contextmanager
 def named_refusals(values: dict[str, Any]) -> Iterator[None]:
-    """Whatever goes wrong inside is a ModelRefused that names the architecture and the reason."""
+    """Turn every error inside into a ModelRefused that names the architecture and the reason."""
     architecture = (values.get("architectures") or [values.get("model_type") or "unknown"])[0]
     try:
         yield
@@ -53,9 +53,9 @@ def named_refusals(values: dict[str, Any]) -> Iterator[None]:
 
 
 def causal_class(values: dict[str, Any]) -> tuple[Any, Any]:
-    """transformers' class and config for a config.json; of a multimodal one those of its language
-    model, if that is what transformers generates text with. Raises ModelRefused if there is none.
-    """
+    """Return transformers' class and config for a config.json. For a multimodal model they are
+    those of its language model, if transformers generates text with that class. Raises ModelRefused
+    if transformers has no such class."""
     kind: str = values.get("model_type") or "unknown"
     if kind not in CONFIG_MAPPING:
         raise ModelRefused(
@@ -74,7 +74,8 @@ def causal_class(values: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _special_float(node: dict[str, Any]) -> Any:
-    """transformers writes infinity as {"__float__": "Infinity"}."""
+    """Return the float for an object {"__float__": "Infinity"}, as transformers writes infinity;
+    any other object as it is."""
     return float(node["__float__"]) if node.keys() == {"__float__"} else node
 
 
@@ -94,7 +95,7 @@ def _why_no_class(config: Any) -> str:
 
 
 def refuse_layers(family: Any, config: Any) -> None:
-    """Raise ModelRefused for layers of which a KV cache cannot be all that is kept."""
+    """Raise ModelRefused for layers that need more state than a KV cache, and for encoders."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise ModelRefused(_ENCODER)
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
@@ -107,19 +108,20 @@ def refuse_layers(family: Any, config: Any) -> None:
 
 
 def _unquantized(values: dict[str, Any]) -> dict[str, Any]:
-    """What is widened while it is read is plain to transformers."""
+    """Return the config without its quantization: Baton widens such tensors while it reads them, so
+    transformers sees weights that are not quantized."""
     return {key: value for key, value in values.items() if key != "quantization_config"}
 
 
 def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """transformers' own model on the CPU, each tensor read once, in the dtype that it is kept in.
+    """Return transformers' own model on the CPU in `dtype`; each tensor is read once.
 
     transformers makes the model without memory, renames and merges tensors as the family needs it,
-    makes the buffers that no file holds and ties what is tied. It is handed tensors that are still
-    in their files: from the files themselves it would map all of them beside every cast copy.
+    makes the buffers that no file holds, and ties weights. It gets lazy tensors, which are still in
+    their files. If it opened the files itself, it would map all of them beside the cast copies.
 
-    Raises ModelRefused for layers that are not served, before a tensor is read; for tensors that
-    are missing or of another shape.
+    Raises ModelRefused for layers that are not served, before a tensor is read. Raises it also for
+    tensors that are missing or have another shape.
     """
     family, config = causal_class(_unquantized(checkpoint.config))
     refuse_layers(family, config)
@@ -147,8 +149,8 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 def _lazy_tensors(
     checkpoint: Checkpoint, dtype: torch.dtype
 ) -> Mapping[str, LazyTensor | LazyIntegers]:
-    """All tensors by the names of a plain checkpoint, none of them read. Integers are widened, one
-    tensor at a time, when transformers asks for them."""
+    """Return all tensors by the names that a checkpoint without quantization gives them. None is
+    read yet. Integer weights are widened one tensor at a time, when transformers asks for them."""
     reader = open_tensors(checkpoint, dtype, torch.device("cpu"))
     layout = integer_layout(checkpoint.config.get("quantization_config"))
     if layout is None:
@@ -160,8 +162,8 @@ def _lazy_tensors(
 
 
 def _refuse_transposed(checkpoint: Checkpoint, causal: nn.Module) -> None:
-    """Raise ModelRefused for integers of layers that keep their weights [in, out]: no tool says
-    which way it has packed them."""
+    """Raise ModelRefused for integer weights of layers (Conv1D) that store weights as [in, out]: no
+    quantization tool states whether it packed them transposed."""
     if integer_layout(checkpoint.config.get("quantization_config")) is None:
         return
     if any(isinstance(module, Conv1D) for module in causal.modules()):

@@ -1,8 +1,8 @@
-"""Decode steps of the lean decoder in one compiled call; which models and which steps.
+"""Decode steps of the lean decoder in one compiled call, and which models and steps allow it.
 
-A step may be taken so if each row is one new token, no row wants an adapter, nothing waits for the
-layers one by one, and the compiled attention knows every layer of the pool. All others go layer by
-layer (decoder.py): the same numbers, bit for bit, by the same kernels.
+A step is one call if each row is one new token, no row wants an adapter, no caller waits for single
+layers (`Batch.on_layer`), and the compiled attention supports every layer of the pool. All other
+steps run layer by layer (decoder.py). The kernels are the same, so are the results, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from baton.engine.quantization.integer import IntegerPanels, W8A8Panels
 from baton.engine.quantization.linear import Linear, PanelLinear, SideBySide
 from baton.engine.state.batch import Batch
 
-DIM_MULTIPLE = 32  # of head dims: attention.h takes keys 32 numbers at a time
+DIM_MULTIPLE = 32  # head dims must be a multiple: attention.h reads keys 32 numbers at a time
 
 
 class CompiledStep:
-    """All layers of a decoder in one call. `num_steps`: how many were taken."""
+    """All layers of a decoder in one call. `num_steps`: how many steps have run so."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self.num_steps = 0
 
     def pools(self, batch: Batch, num_rows: int) -> StepPools | None:
-        """The pool that a step of so many rows is taken over; None for a step that goes layer by
-        layer. The caller has seen to it that no row wants an adapter."""
+        """Return the KV pools for a step of `num_rows` rows in one call; None if the step must run
+        layer by layer. The caller has checked that no row wants an adapter."""
         attention = batch.attention
         if len(batch.spans) != num_rows or batch.on_layer is not None:
             return None
@@ -55,7 +55,7 @@ class CompiledStep:
         batch: Batch,
         pools: StepPools,
     ) -> Tensor:
-        """residual [T, H], which is overwritten, positions [T] -> hidden [T, H]; writes KV."""
+        """Run residual [T, H], positions [T] -> hidden [T, H]. Overwrites `residual`; writes KV."""
         tables = [StepTable(t.slots, t.blocks, torch.tensor(t.first)) for t in batch.tables]
         self.num_steps += 1
         inputs = StepInputs(residual, rotations, positions, tables)
@@ -63,7 +63,8 @@ class CompiledStep:
 
 
 def step_linears(linears: Sequence[Linear]) -> list[StepLinear] | None:
-    """The products of a layer as the step takes them; None if one has another format."""
+    """Return a layer's products in the form of the compiled step; None if it does not support the
+    format of one of them."""
     held: list[StepLinear] = []
     for linear in linears:
         if isinstance(linear, PanelLinear):
@@ -80,7 +81,8 @@ def step_linears(linears: Sequence[Linear]) -> list[StepLinear] | None:
 
 
 def _side_by_side(linear: Linear) -> tuple[IntegerPanels, ...] | None:
-    """Panels of integers, some after the others."""
+    """Return the integer panels of a product, in the order of its outputs; None if any part of the
+    product has another format."""
     layers = linear.layers if isinstance(linear, SideBySide) else (linear,)
     panels = tuple(layer for layer in layers if isinstance(layer, IntegerPanels))
     return panels if len(panels) == len(layers) else None
@@ -92,7 +94,7 @@ def compile_step(
     final_norm: Tensor,
     between: Elementwise,
 ) -> CompiledStep | None:
-    """The decoder's layers as one call; None if a layer, or a size, is not for it."""
+    """Return the decoder's layers as one call; None if a layer or a size does not allow it."""
     held = [layer for layer in layers if layer is not None]
     if not isinstance(between, CompiledElementwise) or len(held) < len(layers):
         return None

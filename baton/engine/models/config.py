@@ -10,15 +10,17 @@ from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.work import ParameterCounts
 from baton.protocol.kv_spec import LayerSpec
 
-Activation = Literal["silu", "gelu_tanh"]  # of an MLP's gate
+Activation = Literal["silu", "gelu_tanh"]  # the function that an MLP applies to its gate
 
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """How a token's experts are chosen; see gates.py. `groups` 1 = out of all experts.
+    """How a token's experts are chosen; see gates.py.
 
-    `in_float32`: so is the router multiplied. `scaling`: of the chosen experts' weights.
-    `biased`: the router has a bias, and the softmax is that of the chosen experts' logits alone.
+    `groups`: groups of experts; 1 = a token chooses out of all experts. `kept_groups`: groups that
+    a token chooses its experts from. `in_float32`: the router is multiplied in float32. `scaling`:
+    a factor of the chosen experts' weights. `biased`: the router has a bias, and the softmax is
+    over the logits of the chosen experts alone.
     """
 
     sigmoid: bool = False
@@ -31,8 +33,8 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """How experts gate, where not by SwiGLU: with gate at most `limit` and up within it,
-    (up + 1) * gate * sigmoid(alpha * gate). Source: transformers' GptOssExperts."""
+    """The gate of experts that do not use SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), with
+    gate clamped to at most `limit` and up to +-`limit`. Source: transformers' GptOssExperts."""
 
     limit: float
     alpha: float
@@ -42,11 +44,11 @@ class ClampedGate:
 class ExpertsConfig:
     """A mixture of experts in place of an MLP, in each layer of `layers`.
 
-    `prefix` and `parts` (gate, up, down) name the tensors. `normalized`: the chosen experts'
-    weights sum to 1. `shared_size` > 0: one more expert for every token, named `shared`, behind a
-    gate of its own if `shared_gated`. `router` is its tensors' name. `biased`: so are the experts'
-    products. `stacked`: a layer's experts are stored in one tensor (checkpoint/stacked_experts.py).
-    `held`: the experts that are here, None = all `count`.
+    `prefix` and `parts` (gate, up, down) name the experts' tensors, `router` the router's.
+    `normalized`: the chosen experts' weights sum to 1. `shared_size` > 0: one more expert, named
+    `shared`, serves every token; with `shared_gated` it has a gate of its own. `biased`: the
+    experts' products have biases. `stacked`: one tensor stores all experts of a layer
+    (checkpoint/stacked_experts.py). `held`: the experts that this rank holds, None = all `count`.
     """
 
     count: int
@@ -68,15 +70,15 @@ class ExpertsConfig:
 
     @property
     def here(self) -> range:
-        """The experts that are here, by their numbers in the whole mixture."""
+        """The experts that this rank holds, by their numbers in the whole mixture."""
         return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Latent attention (MLA) in place of heads' own keys and values.
+    """Sizes of latent attention (MLA), in which heads share latents instead of keys and values.
 
-    `query_rank` 0: queries come straight from the hidden state.
+    `query_rank` 0: one product makes the queries of the hidden state, without a low rank.
     """
 
     query_rank: int
@@ -92,7 +94,7 @@ class LatentConfig:
         return self.nope_dim + self.rope_dim
 
     def num_parameters(self, hidden: int, heads: int) -> int:
-        """Of the matrices of one layer."""
+        """Parameters in the attention matrices of one layer."""
         queries = self.query_rank * (hidden + heads * self.query_dim)
         queries = queries or hidden * heads * self.query_dim
         latents = hidden * (self.rank + self.rope_dim)
@@ -105,9 +107,9 @@ class LayerNames:
     """How the tensors of a layer differ from Llama's: the names of its norms, and which products
     are stored in one tensor.
 
-    `attention_output_norm`, `mlp_output_norm`: norms behind attention and MLP, before their sums
-    with the residual; None = no norm. `fused_qkv`: q, k and v are `qkv_proj`; `fused_gate_up`: gate
-    and up are `gate_up_proj`.
+    `attention_output_norm`, `mlp_output_norm`: norms of the outputs of attention and MLP, before
+    these are added to the residual; None = no norm. `fused_qkv`: q, k and v are stored in one
+    tensor, `qkv_proj`. `fused_gate_up`: gate and up are stored in one tensor, `gate_up_proj`.
     """
 
     mlp_norm: str = "post_attention_layernorm"
@@ -121,13 +123,14 @@ class LayerNames:
 class DecoderConfig:
     """Everything `Decoder` needs to know. `windows[l]` 0 = full attention in layer l.
 
-    With `latent`, `head_dim` is that of the rotated part. `extra_layers`: layers that a checkpoint
-    may hold behind the last one (they draft tokens), which are not read. `norm_offset`: what norms
-    add to their weights. `scale`: of scores, None = by `head_dim`. `softcap`, `logit_softcap`: of
-    scores and logits. `rotated_dim`: the first dims of a head, which rotate; 0 = all. `pairs`: see
-    PairRotation. `local_rope`: the rule of layers with a window, None = `rope`. `prefix`: what
-    stands before the names of tensors in a checkpoint that holds more than a language model.
-    `sinks`: each layer has a logit per head that takes probability and gives nothing.
+    With `latent`, `head_dim` counts the rotated dims of a head. `extra_layers`: layers that draft
+    tokens; a checkpoint may hold them behind the last layer, and they are not read. `norm_offset`:
+    a number that norms add to their weights. `scale`: the factor of attention scores, None =
+    head_dim ** -0.5. `softcap`: the soft cap of scores; `logit_softcap`: that of logits.
+    `rotated_dim`: how many dims of a head rotate, from the first on; 0 = all. `pairs`: see
+    PairRotation. `local_rope`: the RoPE rule of layers with a window, None = `rope`. `prefix`:
+    stands before tensor names in a checkpoint that holds more than a language model. `sinks`: each
+    layer has one logit per head that takes a share of the softmax but has no value.
     """
 
     vocab_size: int
@@ -169,7 +172,7 @@ class DecoderConfig:
 
     @property
     def ropes(self) -> tuple[RopeRule, ...]:
-        """The rules by which heads rotate; `rope_of` says whose each is."""
+        """All RoPE rules of the model; `rope_of` says which one a layer uses."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     def rope_of(self, layer: int) -> int:
@@ -187,7 +190,7 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """How each layer attends; sinks are the layers' own."""
+        """How each layer attends, without sinks: those are weights, which `Decoder` adds."""
         if self.latent is not None:
             scale = self.latent.query_dim**-0.5 * softmax_factor(self.rope)
             layer = AttentionLayer(self.num_heads, scale, latent=self.latent.rank)
@@ -199,7 +202,7 @@ class DecoderConfig:
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """Of all matrices; norms and biases are left out."""
+        """Count the parameters of all matrices; norms and biases are left out."""
         hidden, experts = self.hidden_size, self.experts
         num_sparse = len(experts.layers) if experts else 0
         if self.latent is None:
@@ -220,10 +223,11 @@ class DecoderConfig:
 
 
 def layer_spec(kv_heads: int, k_dim: int, v_dim: int, window: int) -> LayerSpec:
-    """The spec both routes derive, so that a lean node and a universal one agree on the layout."""
+    """Return the spec of a layer with keys and values. Both routes use it, so a lean node and a
+    universal node agree on the layout of KV."""
     return LayerSpec(kv_heads, k_dim, v_dim, window, "sliding" if window else "full")
 
 
 def latent_spec(dims: int, window: int) -> LayerSpec:
-    """The spec of a layer that stores one latent of `dims` per token (MLA)."""
+    """Return the spec of a layer that stores one latent of `dims` numbers per token (MLA)."""
     return LayerSpec(kv_heads=1, k_dim=dims, v_dim=0, window=window, kind="mla")

@@ -1,12 +1,12 @@
-"""The lean decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, those with
-latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2) or sinks (GPT-OSS), Gemma, Phi-3 and GLM-4; all
-that differs is
-read from the config.
+"""The lean decoder: one class for all families of the lean route; the config says how they differ.
 
-Against transformers' modelling code: Q, K and V in one product, gate and up in one product,
-rotation of query and key heads at once, experts grouped, no cache objects. In float32 it gives the
-universal route's tokens. The batch (where KV lives) arrives as an argument; the decoder owns
-weights only, the base's and those of its LoRA adapters.
+The families: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, mixtures with
+latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2), GPT-OSS (sinks), Gemma, Phi-3 and GLM-4.
+
+It differs from transformers' modelling code in this: one product makes Q, K and V, one makes gate
+and up, query and key heads rotate at once, rows are grouped by expert, and there are no cache
+objects. In float32 it gives the universal route's tokens. The decoder owns weights only: the base
+model's and those of its LoRA adapters. Where KV lives comes with the batch, an argument.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from baton.protocol.kv_spec import LayerSpec
 
 
 class Shards(Protocol):
-    """What a decoder asks for where its weights may be one rank's share of the model: the lookup of
-    embeddings, the sum behind each row-parallel product, the vocabulary's logits. `Whole` is the
-    model in one piece; parallel/sharding.py is a rank of several. T = tokens, N = rows, H = hidden
-    size.
+    """The operations of a decoder that depend on whether its weights are one rank's share of the
+    model: looking up embeddings, the sum after each row-parallel product, gathering logits. `Whole`
+    implements them for a model in one piece, parallel/sharding.py for one rank of several.
+    T = tokens, N = rows, H = hidden size.
 
-    `dispatch`: how rows reach experts of other ranks; None = every rank has all rows, and their
-    answers meet in `reduce`.
+    `dispatch`: sends rows to experts on other ranks. None = every rank has all rows, and `reduce`
+    sums the answers of the ranks' experts.
 
     Source: Megatron-LM (arXiv 1909.08053, section 3).
     """
@@ -50,16 +50,17 @@ class Shards(Protocol):
     def dispatch(self) -> ExpertDispatch | None: ...
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """token_ids [T], weight [vocabulary here, H] -> [T, H]."""
+        """Look up token_ids [T] in weight [vocabulary of this rank, H] -> [T, H]."""
         ...
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """What this rank's share of a product's inputs gave, [T, H] -> the sum over all ranks; may
+        """Sum `partial` [T, H], a product over this rank's share of the inputs, over all ranks; may
         mutate `partial`."""
         ...
 
     def gather(self, logits: Tensor) -> Tensor:
-        """logits [N, vocabulary here] -> [N, vocabulary] on the rank that samples."""
+        """Gather logits [N, vocabulary of this rank] -> [N, vocabulary] on the rank that samples;
+        on the others the result is not used."""
         ...
 
 
@@ -92,10 +93,11 @@ class Decoder:
         fixed_shapes: bool = False,
         shards: Shards | None = None,
     ) -> None:
-        """Read and merge all weights; `linears` decides the format of the products'.
+        """Read and merge all weights; `linears` decides the format of the products' weights.
 
         `fixed_shapes`: no product's shape depends on which experts or adapters rows want. `shards`:
-        of a tensor-parallel rank, whose share `config` describes; None = the model in one piece.
+        the operations of a rank, whose share of the model `config` describes; None = the model in
+        one piece.
         """
         self._config = config
         self._shards = shards or Whole()
@@ -107,14 +109,15 @@ class Decoder:
         builder = LayerBuilder(config, read, linears, fixed_shapes, self._between, dispatch)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
         self._final_norm = self._between.norm_weight(read("model.norm.weight"))
-        # Decode steps in one call; None: layer by layer, as the sums of several ranks need it.
+        # Runs a decode step in one call; None = all steps run layer by layer. With `shards` they
+        # do: the ranks sum or exchange within each layer.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
         self.step = compile_step(config, parts, self._final_norm, self._between)
         self._head = linears.head(self._embedding if config.tied_embeddings else None)
         self._frequencies = [
             Frequencies.of(rule, config.turned, config.pairs, place.device) for rule in config.ropes
         ]
-        # As transformers has it: a number of the model's dtype.
+        # Rounded to the model's dtype, as transformers does it.
         self._scale = torch.tensor(config.embedding_scale).to(place.dtype).item()
 
     @property
@@ -144,8 +147,8 @@ class Decoder:
         return self._config.parameter_counts
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
-        reach."""
+        """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
+        the decoder cannot adapt."""
         if self._config.prefix:
             named = {own_name(module): delta for module, delta in adapter.deltas.items()}
             adapter = replace(adapter, deltas=named)
@@ -161,13 +164,13 @@ class Decoder:
             raise ModelRefused(f"adapter {adapter.name}: {reason}", field="lora_modules")
 
     def remove_adapter(self, id_: str) -> None:
-        """Forget an adapter, also one that was refused halfway."""
+        """Forget an adapter, also one that `add_adapter` refused after some layers had taken it."""
         for layer in self._layers:
             for projection in layer.projections:
                 projection.deltas.pop(id_, None)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """token_ids [T], positions [T] -> hidden [T, H]; writes the batch's KV into the pool."""
+        """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = self._shards.embed(token_ids, self._embedding)
         if self._scale != 1.0:
@@ -189,7 +192,7 @@ class Decoder:
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
 
     def empty_forward(self) -> None:
-        """A forward without rows: this rank's experts answer the rows of other ranks."""
+        """Run a forward without rows: this rank's experts compute the rows of other ranks."""
         experts = self._config.experts
         for layer in self._layers:
             if experts is not None and isinstance(layer.mlp, Experts):
@@ -202,7 +205,7 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _normalized(self, delta: Tensor, weight: Tensor | None) -> Tensor:
-        """By a norm behind attention or an MLP, if there is one."""
+        """Normalize the output of attention or of an MLP; return it as it is without a `weight`."""
         if weight is None:
             return delta
         return self._between.add_norm(delta, None, weight, self._config.rms_norm_eps)[1]

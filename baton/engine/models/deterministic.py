@@ -1,21 +1,22 @@
 """--deterministic: a row's result depends on no batch mate, chunk border, prefix hit or preemption.
 
-Kernels choose their order of sums by the shape of their input; so every input gets one shape. A
-step's rows go through the whole model in tiles of TILE_ROWS, one after the other, the last one
-padded; attention has a fixed order of its own (attention/fixed_order.py). A row meets the same
-kernels with the same shapes in a prompt's first chunk, after a prefix hit, and in a decode step.
+Kernels choose the order of their sums by the shape of the input, so every input gets one shape. A
+step's rows go through the whole model in tiles of TILE_ROWS, one tile after the other; the last
+tile is padded. Attention has its own fixed order (attention/fixed_order.py). So a row meets the
+same kernels with the same shapes in a prompt's first chunk, after a prefix hit and in a decode
+step.
 
     rows of a step   p p p p p p p p p p p p p p p p | p p p p p d d d d - - - - - - -
                      tile 0                            tile 1      (p prefill, d decode, - padding)
 
-Within a tile rows may want different experts and adapters. The lean decoder lets each expert and
-each adapter that is met compute the whole tile, and takes of it the rows that want it. What
-transformers' experts do cannot be seen from outside: such a model gets tiles of one row, whose
-products are its own.
+Rows of a tile may want different experts and adapters. In the lean decoder each expert or adapter
+that any row wants computes the whole tile, and the rows that want it take their results. What
+transformers' experts do cannot be seen from outside, so a model of the universal route with experts
+gets tiles of one row.
 
-What the machine must give besides: a row's place in its tile must not matter. `prove` tries that on
-the loaded model, with each of its adapters; one that fails is refused. Results are equal bit for
-bit on the same kind of CPU, torch build and thread count.
+The machine must guarantee one more thing: a row's place in its tile must not matter. `prove` tests
+that on the loaded model with each of its adapters, and refuses a model that fails. Results are
+equal bit for bit on the same kind of CPU, torch build and thread count.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _PROOF_BLOCK: Final = 16
 
 
 class FixedTiles(ModelAround):
-    """Runs a model in tiles of so many rows. Wants FixedOrderAttention; adapters come before
-    `prove`."""
+    """Runs a model in tiles of `tile_rows` rows. The batch's attention must be FixedOrderAttention;
+    adapters must be added before `prove`."""
 
     def __init__(self, model: CausalModel, tile_rows: int = TILE_ROWS) -> None:
-        """`tile_rows` 1 for a model whose products depend on what a tile's rows choose."""
+        """`tile_rows`: 1 for a model whose products depend on which experts a tile's rows want."""
         super().__init__(model)
         self._tile_rows = tile_rows
 
@@ -74,16 +75,15 @@ class FixedTiles(ModelAround):
         return (slice(at, min(at + size, rows)) for at in range(0, rows, size))
 
     def _padded(self, x: Tensor) -> Tensor:
-        """x [n, ...] -> [tile_rows, ...], a copy at an address of its own, zeros behind."""
+        """Copy x [n, ...] into a new tensor [tile_rows, ...], padded with zeros."""
         padding = self._tile_rows - x.shape[0]
         return functional.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x.clone()
 
 
 @torch.inference_mode()
 def prove(model: FixedTiles, info: ModelInfo, device: torch.device) -> None:
-    """Try whether a row's place in its tile, and its tile mates, matter here; with each adapter.
-
-    Raises ConfigError if they do.
+    """Test with each adapter that a row's result depends neither on its place in its tile nor on
+    the other rows of the tile. Raises ConfigError if it does.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(info.vocab_size, (TILE_ROWS,), generator=generator).tolist()
@@ -116,7 +116,8 @@ def first_logits(
     ids: Sequence[int],
     adapters: Sequence[str],
 ) -> Tensor:
-    """Logits of sequences of one token each, computed in one step, each with its adapter."""
+    """Return the logits of sequences of one token each, computed in one step. `ids` and `adapters`
+    name the token and the adapter of each sequence."""
     arena = KVArena(one_group(info.layers), len(ids), _PROOF_BLOCK, info.kv_dtype, device)
     attention = FixedOrderAttention(arena, model.attention_layers)
     chunks = [
@@ -128,7 +129,7 @@ def first_logits(
 
 
 def _part(batch: Batch, rows: slice, last: bool) -> Batch:
-    """The batch of some of its rows."""
+    """Return the part of `batch` that holds `rows`. `last`: it keeps `on_layer`."""
     spans = list(batch.spans)
     kept: list[int] = []
     parts = []

@@ -1,7 +1,7 @@
-"""What stands between a decoder's products: norms, rotation, gates; in torch, or compiled.
+"""The elementwise operations of a decoder (norms, rotation, gates), in torch or compiled.
 
-The compiled ones round once where torch rounds after each operation. Not here: the products
-(linear.py), attention (attention/).
+The compiled operations round once where torch rounds after each operation. Products are in
+quantization/linear.py, attention is in attention/.
 """
 
 from __future__ import annotations
@@ -20,39 +20,42 @@ from baton.engine.models.config import Activation, DecoderConfig
 
 
 class Elementwise(Protocol):
-    """H = hidden size, D = head_dim, I = intermediate size."""
+    """Norms, rotation and gates. H = hidden size, D = head_dim, I = intermediate size."""
 
     def norm_weight(self, stored: Tensor) -> Tensor:
-        """A norm's weight [H] out of the checkpoint, as `add_norm` and `rotate` take it."""
+        """Return a norm's weight as `add_norm` and `rotate` take it. `stored`: the weight [H] as
+        the checkpoint holds it."""
         ...
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """(residual + delta, its RMSNorm), all [T, H]; may mutate `residual`."""
+        """Return (residual + delta, the RMSNorm of this sum), all [T, H]. A `delta` of None adds
+        nothing. May mutate `residual`."""
         ...
 
     def rotate(
         self, qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, heads + 2 * kv_heads, D], which may be mutated -> query [T, heads, D], key and
-        value [T, kv_heads, D]: query and key normalized, if norms are given, and rotated."""
+        """Split qkv [T, heads + 2 * kv_heads, D] into query [T, heads, D], key and value
+        [T, kv_heads, D]. Query and key are normalized, if `norms` are given, and then rotated. May
+        mutate `qkv`."""
         ...
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 * I] -> activation(gate) * up [T, I]."""
+        """Return activation(gate) * up [T, I] for gate_up [T, 2 * I]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TorchElementwise:
-    """In torch operations: any dtype, any device."""
+    """Implements Elementwise by torch operations, for any dtype and device."""
 
     norm_offset: float = 0.0
     activation: Activation = "silu"
 
     def norm_weight(self, stored: Tensor) -> Tensor:
-        """See Elementwise. A sum is in float32: it would lose digits in a narrower dtype."""
+        """See Elementwise. The offset is added in float32: a narrower dtype would lose digits."""
         return stored.float() + self.norm_offset if self.norm_offset else stored
 
     def add_norm(
@@ -86,7 +89,8 @@ class TorchElementwise:
 
 @dataclass(frozen=True, slots=True)
 class CompiledElementwise:
-    """bfloat16 on a CPU that has the kernels, sizes as `suits` says."""
+    """Implements Elementwise by compiled kernels: bfloat16, on a CPU that supports the kernels, for
+    sizes that `suits` allows."""
 
     kernels: CpuKernels
     norm_offset: float = 0.0
@@ -94,7 +98,7 @@ class CompiledElementwise:
 
     @staticmethod
     def suits(config: DecoderConfig) -> bool:
-        """Whole vectors in every row."""
+        """Whether every row that the kernels see is a whole number of vectors of 16 numbers."""
         sizes = [config.hidden_size, config.intermediate_size]
         if config.latent is None:
             sizes += [config.head_dim // 2, config.turned // 2]
@@ -105,7 +109,7 @@ class CompiledElementwise:
         return not any(size % 16 for size in sizes)
 
     def norm_weight(self, stored: Tensor) -> Tensor:
-        """See Elementwise. The kernels add the offset."""
+        """See Elementwise. The weight stays as stored: the kernels add the offset."""
         return stored
 
     def add_norm(
@@ -133,7 +137,8 @@ class CompiledElementwise:
 def choose_elementwise(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> Elementwise:
-    """The compiled ones or Triton's where they can serve."""
+    """Return the Triton kernels on a GPU that has Triton, the compiled ones on a CPU that supports
+    them, if the model's sizes allow it; else torch operations."""
     in_torch = TorchElementwise(config.norm_offset, config.activation)
     if triton_serves(device):
         from baton.engine.models.elementwise_gpu import TritonElementwise  # imports triton
@@ -146,7 +151,8 @@ def choose_elementwise(
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension; in the dtype of a wider weight, and rounded then."""
+    """Return the RMSNorm of x over the last dimension. If `weight` has another (wider) dtype, the
+    norm is computed in that dtype and then rounded to x's."""
     if weight.dtype != x.dtype:
         return norm(x.to(weight.dtype), weight, epsilon).to(x.dtype)
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)

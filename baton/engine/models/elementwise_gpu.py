@@ -1,4 +1,4 @@
-"""What stands between a decoder's products, with the Triton kernels.
+"""The elementwise operations of a decoder (norms, rotation, gates), by Triton kernels.
 
 Importing this imports triton.
 """
@@ -20,16 +20,18 @@ from baton.engine.models.elementwise import TorchElementwise
 
 @dataclass(frozen=True, slots=True)
 class TritonElementwise:
-    """Any float dtype on a GPU; sizes as `suits` says. See elementwise.Elementwise.
+    """Implements elementwise.Elementwise on a GPU, for any float dtype and sizes that `suits`
+    allows.
 
-    `in_torch` rotates heads where not all dims rotate, or neighbours do.
+    `in_torch` rotates heads of which only some dims rotate, and heads whose neighbouring dims
+    rotate together.
     """
 
     in_torch: TorchElementwise = field(default_factory=TorchElementwise)
 
     @staticmethod
     def suits(config: DecoderConfig) -> bool:
-        """Whether one program holds a row."""
+        """Whether a row of the hidden size fits into one program of the norm kernel."""
         return config.hidden_size <= MAX_WIDTH
 
     def norm_weight(self, stored: Tensor) -> Tensor:

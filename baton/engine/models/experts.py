@@ -1,20 +1,21 @@
-"""A mixture of experts over flattened tokens: rows sorted by expert, one product per expert met.
+"""A mixture of experts over flattened tokens: rows are sorted by expert, and each expert that any
+row has chosen computes its rows in one product.
 
     rows t0 t1 t2, two experts each    chosen [[3, 0], [0, 2], [3, 2]]
     sorted by expert                   0: t0 t1 | 2: t1 t2 | 3: t0 t2     contiguous slices
     back in (token, choice) order, weighted, summed over the choices
 
-The sum's order is a token's own choices, never its batch mates'. With `fixed_shapes`
-(--deterministic) an expert met computes all rows, and those that chose it take theirs: its products
-have one shape, whatever the others chose. Which experts a token meets is a gate's business
-(gates.py).
+A token's answers are summed in the order of its own choices, whatever other tokens chose. With
+`fixed_shapes` (--deterministic) an expert that any row chose computes all rows, and the rows that
+chose it take their results. So its products have one shape, whatever the rows chose. A gate decides
+which experts a token gets (gates.py).
 
 Experts may lie on several ranks (expert parallelism), whole ones on each. There are two ways:
 
-    every rank has all rows       a choice of an expert elsewhere adds nothing here, and is not
-                                  computed; the sum over the ranks is the whole answer
+    every rank has all rows       each rank computes the choices of its own experts, and adds zero
+                                  for the others; the sum over the ranks is the whole answer
     every rank has its own rows   an `ExpertDispatch` sends rows to the ranks that hold their
-                                  experts, and brings back what those say
+                                  experts, and brings the answers back
 
 Sources: Switch Transformer (arXiv 2101.03961), Mixtral (arXiv 2401.04088), GShard
 (arXiv 2006.16668, section 3.2).
@@ -40,20 +41,21 @@ from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
 from baton.engine.quantization.linear import Linear, W8A8Share
 
-VECTOR = 16  # numbers: rows of compiled experts are a multiple of them
+VECTOR = 16  # numbers in a vector; the rows of compiled experts must be whole vectors
 
-# hidden [T, H], weights [T, per_token] in the dtype of hidden, experts chosen [T, per_token], by
-# their numbers in the whole mixture -> [T, H]: the experts' answers, weighted and summed.
+# (hidden [T, H], weights [T, per_token], chosen [T, per_token]) -> [T, H], the weighted sum of the
+# chosen experts' answers. `weights` has the dtype of hidden; `chosen` numbers the experts of the
+# whole mixture.
 Mix: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertDispatch(Protocol):
-    """How rows that lie on this rank alone reach experts that lie on others."""
+    """Sends the rows of this rank to experts on other ranks."""
 
     def __call__(self, hidden: Tensor, weights: Tensor, chosen: Tensor, own: Mix) -> Tensor:
-        """See Mix: what all chosen experts say of this rank's rows, wherever they lie. `own` mixes
-        the experts that lie here alone, for any rank's rows. All ranks call at the same time, each
-        once per sparse layer, also one without rows."""
+        """Return the result of a Mix for this rank's rows over all chosen experts, on whichever
+        rank those are. `own` computes this rank's experts alone, for rows of any rank. All ranks
+        must call this at the same time, once per sparse layer; a rank without rows, too."""
         ...
 
 
@@ -66,14 +68,15 @@ class Expert:
     clamped: ClampedGate | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, H]; of a rank its part of a sum, whatever the format."""
+        """Compute x [n, H] -> [n, H]. On a tensor-parallel rank this is the rank's part of a sum,
+        whatever the weights' format."""
         inner, down = self.inner(x), self.down
         if isinstance(down, W8A8Share):
             return down.partial(*down.rounded(inner))
         return down(inner)
 
     def inner(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, I], what `down` takes."""
+        """Compute x [n, H] -> [n, I], the input of `down`."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         if self.clamped is None:
             return functional.silu(gate) * up
@@ -84,22 +87,23 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The expert that every token visits, behind a sigmoid gate [1, H]."""
+    """The expert that computes every token; its answer is multiplied by a sigmoid gate [1, H]."""
 
     expert: Expert
     gate: Tensor
 
     def partial(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """x [n, H] -> [n, H]; see Mlp.partial. Adapters do not reach it."""
+        """See Mlp.partial. Adapters do not change a gated shared expert, so `groups` is unused."""
         return functional.linear(x, self.gate).sigmoid() * self.expert(x)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A sparse layer: each token meets the experts that `gate` chooses, and what is `shared`.
+    """A sparse layer: the experts that `gate` chooses compute a token, and the `shared` expert.
 
-    `experts`: those that lie here, from number `first` of the whole mixture on; `elsewhere`: there
-    are others. `together`: _answers in one go. `dispatch`: None = every rank has all rows.
+    `experts`: the experts of this rank; the first is number `first` of the whole mixture.
+    `elsewhere`: other ranks hold further experts. `together`: a kernel that computes `_answers` in
+    one call, if there is one. `dispatch`: None = every rank has all rows.
     """
 
     gate: ExpertGate
@@ -113,12 +117,13 @@ class Experts:
 
     @property
     def projections(self) -> list[Projection]:
-        """What an adapter can reach."""
+        """The products that an adapter can change: those of a `shared` Mlp."""
         return self.shared.projections if isinstance(self.shared, Mlp) else []
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """hidden [T, H] -> [T, H], of a rank its part of a sum. Adapters do not reach experts: the
-        loader refuses such ones."""
+        """Compute hidden [T, H] -> [T, H]. On a tensor-parallel rank this is the rank's part of a
+        sum. `groups` serve a `shared` Mlp only: adapters of the routed experts are refused when
+        they are added."""
         weights, chosen = self.gate(hidden)
         weights = weights.to(hidden.dtype)
         if self.dispatch is None:
@@ -128,21 +133,21 @@ class Experts:
         return mixed if self.shared is None else mixed + self.shared.partial(hidden, groups)
 
     def own(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See Mix: of the experts that lie here alone."""
+        """See Mix: the weighted sum over those chosen experts that this rank holds."""
         answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
         if self.elsewhere:
             chosen = self._here(chosen)
         return (answer(hidden, chosen) * weights[..., None]).sum(dim=1)
 
     def answer_others(self, hidden: Tensor, per_token: int) -> None:
-        """Take part in the `dispatch` of others' rows, with none of this rank's; hidden [0, H]."""
+        """Take part in a `dispatch` in which only other ranks have rows. hidden: [0, H]."""
         assert self.dispatch is not None, "without it, every rank has all rows"
         chosen = torch.zeros(0, per_token, dtype=torch.int64, device=hidden.device)
         self.dispatch(hidden, hidden.new_zeros(0, per_token), chosen, self.own)
 
     def _here(self, chosen: Tensor) -> Tensor:
-        """Numbers of experts in the whole mixture -> among `experts`; one behind the last for all
-        that lie elsewhere."""
+        """Turn numbers of experts in the whole mixture into indices of `experts`. Experts of other
+        ranks get the index len(experts)."""
         count = len(self.experts)
         local = chosen - self.first
         return local.masked_fill((local < 0) | (local >= count), count)
@@ -154,8 +159,9 @@ class Experts:
         return reduce(self(hidden, groups))
 
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """What each choice of each token says: chosen [T, per_token], see _here ->
-        [T, per_token, H], zeros for experts elsewhere."""
+        """Return the answer of each chosen expert for each token, [T, per_token, H], not weighted.
+        chosen [T, per_token]: indices as `_here` returns them. Experts of other ranks answer
+        zeros."""
         count = len(self.experts)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=count + 1).tolist()
@@ -164,7 +170,7 @@ class Experts:
         if not met:
             return hidden.new_zeros(*chosen.shape, hidden.shape[1])
         inner = torch.cat([expert.inner(hidden[rows // chosen.shape[1]]) for expert, rows in met])
-        # The ranks exchange what rows are rounded by: once, not for each expert.
+        # Tensor-parallel ranks exchange the scales that rows are rounded by: once for all experts.
         share = next((e.down for e, _ in met if isinstance(e.down, W8A8Share)), None)
         rounded, scales = (inner, inner) if share is None else share.rounded(inner)
         answers = hidden.new_zeros(len(order), hidden.shape[1])
@@ -179,7 +185,7 @@ class Experts:
         return answers.view(*chosen.shape, -1)
 
     def _answers_of_all(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """As _answers, each expert met having computed all of hidden."""
+        """Return the same as `_answers`; each expert that any row chose computes all rows."""
         answers = hidden.new_zeros(*chosen.shape, hidden.shape[1])
         for index in chosen.unique().tolist():
             if index == len(self.experts):
@@ -190,8 +196,8 @@ class Experts:
 
 
 def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
-    """`layer` with its experts in one compiled call (kernels/cpu/experts.h); `layer` itself if a
-    weight's format or a size is not for it, or if its shapes are to be fixed."""
+    """Return `layer` with its experts in one compiled call (kernels/cpu/experts.h). Return `layer`
+    itself if the kernel does not support a weight's format or a size, or with `fixed_shapes`."""
     gate_ups = step_linears([expert.gate_up for expert in layer.experts])
     downs = step_linears([expert.down for expert in layer.experts])
     if gate_ups is None or downs is None or layer.fixed_shapes:
@@ -208,7 +214,7 @@ def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
 
 
 def _alike(linears: Sequence[StepLinear]) -> bool:
-    """Whether they have one format, also within."""
+    """Whether all products have the same format, and so do all parts of a product."""
     formats = {_format(each) for each in linears}
     return len(formats) == 1 and all(len(each) == 1 for each in formats)
 

@@ -1,4 +1,4 @@
-"""A mixture whose experts' plain weights lie in two tensors, for the grouped Triton kernels.
+"""A mixture whose experts' unquantized weights lie in two tensors, for the grouped Triton kernels.
 
 Importing this imports triton.
 """
@@ -19,8 +19,8 @@ from baton.engine.quantization.linear import Linear, PlainLinear
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """gate_up [E, 2 * I, H], down [E, H, I], with their biases if they have any; `some`: see
-    grouped_experts."""
+    """The experts of a layer in two tensors: gate_up [E, 2 * I, H], down [E, H, I], each with
+    biases if the model has any. `some`: see grouped_experts."""
 
     gate_up: ExpertWeights
     down: ExpertWeights
@@ -28,14 +28,16 @@ class Together:
     some: bool = False
 
     def __call__(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """chosen [T, per_token] -> what each choice of each token says, [T, per_token, H]."""
+        """Return the answer of each chosen expert for each token, [T, per_token, H]; hidden [T, H],
+        chosen [T, per_token]."""
         clamped = None if self.clamped is None else (self.clamped.limit, self.clamped.alpha)
         return grouped_experts(hidden, chosen, self.gate_up, self.down, clamped, self.some)
 
 
 def stacked(layer: Experts) -> Experts:
-    """`layer` with its experts' weights stacked, each expert a view of them; `layer` itself if one
-    of them is quantized, if only some are biased, or if its shapes are to be fixed."""
+    """Return `layer` with its experts' weights stacked; each expert becomes a view of the stack.
+    Return `layer` itself if an expert is quantized, if only some experts have biases, or with
+    `fixed_shapes`."""
     gate_up = _stacked([expert.gate_up for expert in layer.experts])
     down = _stacked([expert.down for expert in layer.experts])
     if layer.fixed_shapes or gate_up is None or down is None:
@@ -50,7 +52,8 @@ def stacked(layer: Experts) -> Experts:
 
 
 def _stacked(linears: Sequence[Linear]) -> ExpertWeights | None:
-    """The experts' weights in one tensor, and their biases; None if they have other formats."""
+    """Return the experts' weights in one tensor, with their biases; None if a weight is quantized
+    or only some have biases."""
     plain = [linear for linear in linears if isinstance(linear, PlainLinear)]
     biases = [linear.bias for linear in plain if linear.bias is not None]
     if len(plain) < len(linears) or len(biases) not in (0, len(plain)):

@@ -1,9 +1,9 @@
 """LoRA on transformers' own modules: deltas added by forward hooks on its linear layers.
 
-A module of transformers does not hand the step's keywords to its linear layers, so the rows that
-want an adapter wait in an object that one model and its hooks share, for as long as one forward
-runs. Hooks leave the modules as they are: names, weights and attributes stay what the modelling
-code expects.
+A module of transformers does not pass the step's keywords on to its linear layers. So while a
+forward runs, an object that the model and its hooks share holds the rows that want an adapter.
+Hooks leave the modules as they are: names, weights and attributes stay what the modelling code
+expects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _ActiveRows:
 
 @dataclass(slots=True)
 class _AdaptedModule:
-    """Deltas of one linear layer, by adapter id; called as its forward hook."""
+    """Deltas of one linear layer, by adapter id. An instance is the layer's forward hook."""
 
     inputs: int
     outputs: int
@@ -37,7 +37,8 @@ class _AdaptedModule:
     deltas: dict[str, LowRank] = field(default_factory=dict)
 
     def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """x [..., in], y [..., out] -> y with the deltas of the rows that want them."""
+        """Return the layer's output with the deltas added to the rows that want them. The input is
+        [..., in], the output [..., out]."""
         if not self.active.groups:
             return output
         x, y = inputs[0].reshape(-1, self.inputs), output.reshape(-1, self.outputs)
@@ -48,7 +49,8 @@ class HookedAdapters:
     """The adapters of one transformers model."""
 
     def __init__(self, causal: Any, untouchable: Container[nn.Module]) -> None:
-        """`untouchable`: modules whose linear layers are not called as they stand."""
+        """`untouchable`: modules that use the weights of their `kv_b_proj` without calling it, so
+        that a hook on it would never run."""
         self._modules: dict[str, nn.Module] = dict(causal.named_modules())
         self._decoder = causal.base_model_prefix + "."
         self._untouchable = untouchable
@@ -57,7 +59,7 @@ class HookedAdapters:
 
     @contextmanager
     def rows(self, groups: Sequence[AdapterRows]) -> Iterator[None]:
-        """While it lasts, the hooks serve these rows."""
+        """Within this context, the hooks add deltas to these rows."""
         self._active.groups = groups
         try:
             yield
@@ -65,7 +67,8 @@ class HookedAdapters:
             self._active.groups = ()
 
     def add(self, adapter: Adapter, run: Callable[[], int]) -> None:
-        """Hook the adapter's layers. `run` runs a few rows and returns how many.
+        """Register hooks on the adapter's layers. `run` runs a few rows through the model and
+        returns how many.
 
         Raises ModelRefused for a layer that is absent, of other sizes, or does not see every row.
         """
@@ -82,7 +85,7 @@ class HookedAdapters:
             self._adapted[path].deltas[adapter.id] = adapter.deltas[path]
 
     def remove(self, id_: str) -> None:
-        """Forget its deltas; the hooks stay, and add nothing."""
+        """Forget the deltas of the adapter `id_`. Its hooks stay registered and add nothing."""
         for adapted in self._adapted.values():
             adapted.deltas.pop(id_, None)
 
@@ -102,7 +105,8 @@ class HookedAdapters:
     def _check_rows(
         self, name: str, layers: dict[str, nn.Linear | Conv1D], run: Callable[[], int]
     ) -> None:
-        """A layer that sees some of the rows (an expert), or none, cannot be adapted by row."""
+        """Raise ModelRefused for a layer that does not see each row exactly once (an expert, say):
+        it cannot be adapted by row."""
         met: dict[str, list[int]] = {path: [] for path in layers}
 
         def counting(path: str, inputs: int) -> Callable[..., None]:

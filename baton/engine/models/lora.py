@@ -1,11 +1,11 @@
-"""LoRA adapters in PEFT's format: read, and applied to the rows of a step that ask for them.
+"""LoRA adapters in PEFT's format: how they are read, and applied to the rows that ask for them.
 
     y = W x  +  (alpha / r) B (A x)        for the rows of requests that name the adapter
 
-The base weights are shared by all rows and never merged, so one step serves any mix of adapters:
-its rows are grouped by adapter, each group costs two narrow products per adapted layer.
-What an adapter file asks for beyond that (DoRA, embeddings, a head of its own, trained biases) is
-refused by name. Source: LoRA (arXiv 2106.09685); PEFT's adapter_config.json and
+All rows share the base weights, and adapters are never merged into them. So one step serves any mix
+of adapters: its rows are grouped by adapter, and each group costs two narrow products per adapted
+layer. An adapter that needs more (DoRA, embeddings, a head of its own, trained biases) is refused
+with the name of what is not served. Source: LoRA (arXiv 2106.09685); PEFT's adapter_config.json and
 adapter_model.safetensors.
 """
 
@@ -31,7 +31,8 @@ from baton.protocol.adapters import adapter_id
 from baton.protocol.errors import ModelRefused
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# Keys of adapter_config.json whose every value, or whose value below, leaves the plain rule as is.
+# Keys of adapter_config.json that do not change the rule above: those of _IGNORED whatever their
+# value, those of _PLAIN only with a value listed there. Other keys must have a value of _EMPTY.
 _IGNORED: Final = {
     "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "task_type",
     "peft_version", "auto_mapping", "target_modules", "exclude_modules", "r", "lora_alpha",
@@ -50,19 +51,19 @@ _EMPTY: Final = (None, False, [], {}, "")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One layer's delta: `down` [r, in] (A), `up` [out, r] (B, its scale multiplied in)."""
+    """One layer's delta: `down` [r, in] is A, `up` [out, r] is B times alpha / r."""
 
     down: Tensor
     up: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] -> what is added to the layer's output, [n, out]."""
+        """Return what is added to the layer's output, [n, out], for its input x [n, in]."""
         return functional.linear(functional.linear(x, self.down), self.up)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter in memory: its deltas by module path, as the checkpoint spells it."""
+    """An adapter in memory. `deltas`: by module path, as the checkpoint spells paths."""
 
     name: str
     digest: str  # hex SHA-256 over its config and tensors
@@ -70,12 +71,12 @@ class Adapter:
 
     @property
     def id(self) -> str:
-        """What requests on this node ask for."""
+        """The id by which requests on this node name the adapter."""
         return adapter_id(self.name, self.digest)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the adapter's weights."""
         return sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
 
 
@@ -83,8 +84,8 @@ class Adapter:
 class AdapterRows:
     """Rows [n] int64 of a flattened step that want one adapter, by its id.
 
-    `fixed_shapes`: its products are made of all rows of the step, so that their shape does not show
-    how many want it (--deterministic); else of these alone.
+    `fixed_shapes`: the adapter computes all rows of the step, so that the shape of its products
+    does not depend on how many rows want it (--deterministic). Otherwise it computes `rows` alone.
     """
 
     id: str
@@ -93,7 +94,7 @@ class AdapterRows:
 
 
 def rows_by_adapter(batch: Batch, fixed_shapes: bool = False) -> tuple[AdapterRows, ...]:
-    """The step's rows grouped by adapter; rows that want none are in no group."""
+    """Group the step's rows by adapter. Rows that want no adapter are in no group."""
     rows: dict[str, list[int]] = {}
     for span in batch.spans:
         if span.adapter:
@@ -119,9 +120,10 @@ def apply_deltas(
 
 
 def merge_parts(parts: Iterable[tuple[slice, LowRank]], num_outputs: int) -> LowRank:
-    """One delta for a layer that is several projections of one input, stacked along the outputs.
+    """Merge the deltas of a layer that stacks several projections of one input along its outputs.
 
-    Each part comes with the outputs it adds to. Ranks are stacked too: r = sum of the parts'.
+    Each part comes with the outputs it adds to. The rank of the result is the sum of the parts'
+    ranks.
     """
     held = list(parts)
     down = torch.cat([delta.down for _, delta in held])
@@ -135,7 +137,7 @@ def merge_parts(parts: Iterable[tuple[slice, LowRank]], num_outputs: int) -> Low
 
 
 def read_adapter(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """The adapter in directory `path`. Raises ModelRefused if it cannot be served exactly."""
+    """Read the adapter in directory `path`. Raises ModelRefused if it cannot be served exactly."""
     config_path, weights = adapter_files(name, path)
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
@@ -166,7 +168,8 @@ def _refuse(name: str, config: Any) -> None:
 
 
 def _modules(name: str, tensors: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Tensor names by module and side. Raises ModelRefused for tensors that are no such pair."""
+    """Return the tensors' names by module and side (A or B). Raises ModelRefused for other tensors,
+    and for a module that lacks a side."""
     found: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         match = _TENSOR.fullmatch(tensor)
@@ -205,7 +208,8 @@ def _delta(
 
 
 def _by_pattern(patterns: Mapping[str, float] | None, module: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that the module's path ends with (a regular expression)."""
+    """Return the value of the first pattern (a regular expression) that matches the end of the
+    module's path, as PEFT does; `default` if none matches."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

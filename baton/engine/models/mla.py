@@ -7,9 +7,10 @@ no expansion: with k_h = W_uk_h c and v_h = W_uv_h c,
     q_h . k_h  = (W_uk_h^T q_h) . c          (absorbed into the query, before attention)
     sum p v_h  = W_uv_h (sum p c)            (applied once, after attention)
 
-so the pool stores the latent c and the rotated key part that all heads share: one head of
-rank + rope dims, no V. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); transformers'
-`expand_kv` of DeepseekV3Attention and its kin, which `absorb_latents` disarms on the instances.
+so the pool stores the latent c and the rotated part of the key, which all heads share: one head of
+rank + rope dims, and no V. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); the method
+`expand_kv` of transformers' DeepseekV3Attention and similar classes, which `absorb_latents`
+replaces on the instances.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from baton.protocol.errors import ModelRefused
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """Both halves of one layer's up-projection, as views: `key` [heads, nope, rank], `value`
-    [heads, v_dim, rank]. `rank`: dims of the latent that are a value."""
+    """Both halves of one layer's up-projection, as views: `key` [heads, nope, rank] is W_uk,
+    `value` [heads, v_dim, rank] is W_uv."""
 
     key: Tensor
     value: Tensor
@@ -42,23 +43,24 @@ class Absorbed:
         return self.value.shape[1]
 
     def queries(self, q: Tensor) -> Tensor:
-        """Every head's query without its rotated part [T, heads, nope] -> [T, heads, rank]: to be
-        multiplied with latents."""
+        """Turn queries without their rotated part [T, heads, nope] into [T, heads, rank], which
+        attention multiplies with latents."""
         return torch.bmm(q.transpose(0, 1), self.key).transpose(0, 1)
 
     def values(self, attended: Tensor) -> Tensor:
-        """Averages of latents [T, heads, rank] -> every head's own output [T, heads, v_dim]."""
+        """Turn averages of latents [T, heads, rank] into the heads' outputs [T, heads, v_dim]."""
         return torch.bmm(attended.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1)
 
 
 def absorb(weight: Tensor, nope: int, v_dim: int) -> Absorbed:
-    """The halves of kv_b_proj's `weight` [heads * (nope + v_dim), rank]."""
+    """Split kv_b_proj's `weight` [heads * (nope + v_dim), rank] into its halves."""
     by_head = weight.unflatten(0, (-1, nope + v_dim))
     return Absorbed(by_head[:, :nope], by_head[:, nope:])
 
 
 def absorb_latents(causal: nn.Module) -> dict[nn.Module, Absorbed]:
-    """Make each MLA module of `causal` hand its latents to attention; how to meet them, by module.
+    """Make each MLA module of `causal` pass its latents to attention. Return the weights that
+    queries and outputs need then, by module.
 
     Mutates the instances (`expand_kv`), never their classes. Raises ModelRefused for a latent
     attention that this algebra does not cover.
@@ -82,6 +84,6 @@ def _absorbed(module: Any) -> Absorbed:
 
 
 def _keep_latents(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Instead of expand_kv: [1, 1, T, rank], [1, 1, T, rope] -> the latent with its rotated part,
-    as one key head, and values of no dims."""
+    """Replace expand_kv: return latent [1, 1, T, rank] and rotated [1, 1, T, rope] as one key head,
+    and values of no dims."""
     return torch.cat((latent, rotated), dim=-1), latent[..., :0]

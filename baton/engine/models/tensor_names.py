@@ -8,7 +8,8 @@ from baton.engine.models.config import DecoderConfig, ExpertsConfig, LayerNames
 
 
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
-    """Every tensor that a checkpoint of this config holds; a tied head may be stored once more."""
+    """Yield the name of every tensor that a checkpoint of this config must hold. A tied head is not
+    among them, though a checkpoint may store it."""
     yield "model.embed_tokens.weight"
     yield "model.norm.weight"
     if not config.tied_embeddings:
@@ -31,7 +32,7 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
 
 
 def is_extra_layer(config: DecoderConfig, name: str) -> bool:
-    """Whether a tensor belongs to a layer that drafts tokens, behind the last one."""
+    """Whether a tensor belongs to a layer behind the model's last one, which drafts tokens."""
     first = config.num_layers
     prefixes = (f"model.layers.{first + index}." for index in range(config.extra_layers))
     return name.startswith(tuple(prefixes))
@@ -50,7 +51,7 @@ def _attention_norms(config: DecoderConfig) -> list[str]:
 
 
 def _attention_products(config: DecoderConfig) -> dict[str, bool]:
-    """By name, whether they are biased."""
+    """Return the names of the attention's products, each with whether it has a bias."""
     output = {"self_attn.o_proj": config.output_bias}
     if config.latent is None:
         names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -65,7 +66,7 @@ def _attention_products(config: DecoderConfig) -> dict[str, bool]:
 
 
 def _expert_names(config: ExpertsConfig) -> Iterator[str]:
-    """The tensors of a sparse layer."""
+    """Yield the names of the tensors of a sparse layer's mixture."""
     router, kinds = config.prefix + config.router, ("weight", "bias")
     yield router + ".weight"
     if config.gate.biased:

@@ -1,15 +1,15 @@
 """The universal route: transformers' own modelling code over our paged attention.
 
-Our function is registered in transformers' AttentionInterface under a name of its own; the step's
-batch reaches it as a keyword of the forward call, so there is no global. At load:
+Baton's attention function is registered in transformers' AttentionInterface under its own name. It
+gets the step's batch as a keyword of the forward call, so there is no global. At load:
 
     read_causal (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
-    -> the same tokens through the paged path, in two chunks -> must equal the native logits, else
-    refused
+    -> the same tokens through the paged path, in two chunks -> the model is refused unless these
+    logits equal the native ones
 
-What cannot be served this way (recurrent state, cross attention, own masks, chunked attention, ...)
-is refused by name: nothing is ever served approximately.
+A model that cannot be served this way (recurrent state, cross attention, own masks, chunked
+attention, ...) is refused with the reason: no model is ever served approximately.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _HARMLESS: Final = {
     "cache_position", "output_hidden_states", "return_dict", "deterministic", "training",
     "is_causal", "position_embeddings",
 }  # fmt: skip
-_CHECK_TOKENS: Final = 12  # of the load-time self-check, fed as a chunk of 7 and a chunk of 5
-_MATE_TOKENS: Final = 3  # of another sequence, in front of each chunk
+_CHECK_TOKENS: Final = 12  # tokens of the self-check at load, fed as a chunk of 7 and one of 5
+_MATE_TOKENS: Final = 3  # tokens of another sequence, in front of each chunk
 _CHECK_BLOCK: Final = 4
-# Mean logit error over mean logit: float32 gives 1e-6; half precision about 1e-2 between two orders
-# of sums.
+# Greatest mean logit error over mean logit. Two orders of sums differ by 1e-6 in float32, by about
+# 1e-2 in half precision.
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
@@ -66,7 +66,8 @@ class _Probe:
         absorbed: Absorbed | None,
         options: dict[str, Any],
     ) -> None:
-        """What `module` stores and how it attends. Raises ModelRefused."""
+        """Record what `module` stores and how it attends. Raises ModelRefused if Baton's attention
+        cannot do what it asks for."""
         name = type(module).__name__
         layer = getattr(module, "layer_idx", None)
         if layer is None:
@@ -109,8 +110,8 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What a forward call carries to each attention module: the step (or a probe), and how modules
-    with latent attention meet their latents."""
+    """What a forward call passes to each attention module: the step's batch (or a probe), and the
+    absorbed weights of modules with latent attention."""
 
     step: Batch | _Probe
     absorbed: dict[nn.Module, Absorbed]
@@ -124,7 +125,8 @@ def _paged_attention(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: q [1, query_heads, T, k_dim] -> [1, T, query_heads, v_dim]."""
+    """Attend, as transformers calls it: query [1, query_heads, T, k_dim] -> [1, T, query_heads,
+    v_dim]. Raises ModelRefused for a module that Baton's attention cannot serve."""
     name = type(module).__name__
     if attention_mask is not None:
         raise ModelRefused(f"{name} builds its own attention mask")
@@ -149,11 +151,12 @@ AttentionInterface.register(IMPLEMENTATION, _paged_attention)
 
 
 class _GivenHidden(nn.Module):
-    """Stands in for a decoder and answers with the hidden states given as embeddings."""
+    """Replaces the decoder in the model that computes logits; returns the hidden states that it is
+    given as embeddings."""
 
     def __init__(self, example: Any) -> None:
         super().__init__()
-        self._example = example  # what the real decoder answered to the probe
+        self._example = example  # what the real decoder returned to the probe
 
     @property
     def decoder(self) -> _GivenHidden:
@@ -172,10 +175,11 @@ class UniversalModel:
     """Any decoder-only transformers model whose attention goes through the AttentionInterface."""
 
     def __init__(self, causal: Any, fixed_shapes: bool = False) -> None:
-        """Probe `causal` (on its device, in eval mode, our attention set). Raises ModelRefused.
+        """Probe `causal`, which is on its device, in eval mode, with Baton's attention set. Raises
+        ModelRefused.
 
-        `fixed_shapes`: no adapter's product depends on how many rows want it. What experts do is
-        the modelling code's own business: see `has_experts`.
+        `fixed_shapes`: the shape of no adapter's product depends on how many rows want it. It does
+        not cover experts, which the modelling code computes: see `has_experts`.
         """
         self._fixed_shapes = fixed_shapes
         self._absorbed = absorb_latents(causal)
@@ -198,7 +202,7 @@ class UniversalModel:
             )
         self.layers = tuple(probe.specs[i] for i in range(expected))
         self.attention_layers = tuple(probe.attention[i] for i in range(expected))
-        # The model's own forward after its decoder: head, logit scaling, softcap, whatever it does.
+        # Runs what the model's own forward does after its decoder: head, logit scaling, softcap.
         self._head = copy.copy(causal)
         modules = dict(causal._modules)
         if causal.base_model_prefix not in modules:
@@ -207,7 +211,7 @@ class UniversalModel:
         self._head.__dict__["_modules"] = modules
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
+        """Run token_ids [T], positions [T] int64 -> hidden [T, H]; write the batch's KV."""
         with self._adapters.rows(rows_by_adapter(batch, self._fixed_shapes)):
             return self._run(token_ids, positions, batch).last_hidden_state[0]
 
@@ -216,8 +220,8 @@ class UniversalModel:
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
-        reach."""
+        """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
+        cannot be adapted."""
         ids = torch.arange(_CHECK_TOKENS, device=self._device)
 
         def run() -> int:
@@ -227,7 +231,7 @@ class UniversalModel:
         self._adapters.add(adapter, run)
 
     def remove_adapter(self, id_: str) -> None:
-        """Forget an adapter, also one that was refused halfway."""
+        """Forget an adapter, also one that `add_adapter` refused after it had taken a part."""
         self._adapters.remove(id_)
 
     def _run(self, token_ids: Tensor, positions: Tensor, step: Batch | _Probe) -> Any:
@@ -245,7 +249,7 @@ def load_universal(
     device: torch.device,
     fixed_shapes: bool = False,
 ) -> UniversalModel:
-    """Load a checkpoint. Raises ModelRefused, naming architecture and reason."""
+    """Load a checkpoint. Raises ModelRefused with the architecture and the reason."""
     with named_refusals(checkpoint.config):
         return _load(checkpoint, dtype, device, fixed_shapes)
 
@@ -267,8 +271,8 @@ def _load(
 
 
 def _names_experts(config: dict[str, Any]) -> bool:
-    """Whether a config, or a part of it, has any key about experts that is set. Rather too often:
-    this costs speed only."""
+    """Whether a config, or a part of it, sets any key whose name has to do with experts. A key that
+    means no experts may match: this costs speed only."""
     for key, value in config.items():
         if isinstance(value, dict):
             if _names_experts(value):
@@ -279,8 +283,8 @@ def _names_experts(config: dict[str, Any]) -> bool:
 
 
 def _parameter_counts(causal: Any, config: Any) -> ParameterCounts:
-    """Matrices by what meets them; experts whose config does not say how many a row meets count as
-    met by every row."""
+    """Count the parameters of the matrices, by which rows are multiplied with them. If the config
+    does not say how many experts a row meets, all experts count as met by every row."""
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     outside = {id(module.weight) for module in (embedding, head) if module is not None}
     dense = experts = 0
@@ -302,8 +306,8 @@ def _parameter_counts(causal: Any, config: Any) -> ParameterCounts:
 
 
 def _check_windows(model: UniversalModel, text_config: Any) -> None:
-    """Refuse a model whose own cache forgets what its attention could still see: then `generate`
-    depends on where its prefill ended, and no window says so."""
+    """Raise ModelRefused if the model's own cache forgets tokens that its attention could still
+    see. What transformers generates with such a model depends on where its prefill ended."""
     forgets = DynamicCache(config=text_config).is_sliding
     for index, (sliding, spec) in enumerate(zip(forgets, model.layers, strict=False)):
         if sliding and not spec.window:
@@ -311,8 +315,8 @@ def _check_windows(model: UniversalModel, text_config: Any) -> None:
 
 
 def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch.dtype) -> None:
-    """Feed `ids` in two chunks through the paged path, another sequence beside them; refuse a model
-    whose logits then differ."""
+    """Run `ids` in two chunks through the paged path, each beside another sequence. Raises
+    ModelRefused if the logits differ from the `native` ones."""
     pool = _ScratchPool(model.layers, dtype, ids.device)
     attention = TorchAttention(pool, model.attention_layers)
     tokens, middle = ids.tolist(), _CHECK_TOKENS * 3 // 5
@@ -332,7 +336,7 @@ def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch
 
 
 class _ScratchPool:
-    """Room for the self-check's two sequences; implements KVViews."""
+    """The KV of the self-check's two sequences; implements KVViews."""
 
     def __init__(
         self, layers: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device

@@ -1,9 +1,10 @@
-"""DataRank: one rank of a data-parallel group: a whole engine, whose experts lie on all ranks.
+"""DataRank: one rank of a data-parallel group, an engine whose routed experts lie on all ranks.
 
     attention, embedding, head, norms, shared experts    whole, for this rank's own requests
-    routed experts                                       a rank's share of each sparse layer's
+    routed experts                                       this rank holds its share of each layer's
 
-Its life: made -> a model is loaded over it -> meet(), when all have loaded -> rounds -> close().
+Its life: made -> a model is loaded with it -> meet(), once all ranks have loaded -> rounds
+-> close().
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KIND: Final = "data-parallel"
 
 
 class DataRank:
-    """A rank's end of its group. `directory`: where the ranks meet, a folder of theirs alone."""
+    """A rank's end of its group. `directory`: a folder of this group alone, where ranks meet."""
 
     def __init__(self, place: RankPlace, directory: Path) -> None:
         self.place = place
@@ -40,12 +41,13 @@ class DataRank:
         self.lockstep = Lockstep(self.group, self._wakes)
 
     def meet(self, store: Store) -> None:
-        """Connect to the others, who do the same. Raises InternalError."""
+        """Connect to the other ranks through `store`; they must call this too. Raises
+        InternalError."""
         self.group.connect(store)
 
     def model(self, config: DecoderConfig, weights: WeightSource) -> LockstepModel:
-        """Build the model, with this rank's experts. `config`: the whole model's. Raises
-        ModelRefused."""
+        """Build the model with this rank's share of the experts. `config`: the whole model's.
+        Raises ModelRefused."""
         experts = config.experts
         assert experts is not None, "the route has refused a model without experts"
         held = replace(experts, held=held_experts(experts.count, self.place))
@@ -54,19 +56,19 @@ class DataRank:
         return LockstepModel(Decoder(own, weights.tensor, weights, shards=shards), self.lockstep)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets by which ranks wake each other. Idempotent."""
         self._wakes.close()
 
 
 class DataShards(Whole):
-    """Shards of a model in one piece, but for its experts."""
+    """Shards of a data-parallel rank: the model is in one piece except for its experts."""
 
     def __init__(self, exchange: ExpertExchange) -> None:
         self.dispatch = exchange
 
 
 class LockstepModel(ModelAround):
-    """Implements CausalModel: each forward is one round of all ranks."""
+    """Implements CausalModel: each forward is one round, in which all ranks take part."""
 
     def __init__(self, decoder: Decoder, lockstep: Lockstep) -> None:
         super().__init__(decoder)
@@ -74,19 +76,19 @@ class LockstepModel(ModelAround):
         lockstep.set_empty_forward(decoder.empty_forward)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """See CausalModel. Any error inside loses the group."""
+        """See CausalModel. Any error inside ends the group."""
         self._lockstep.begin(len(token_ids))
         with self._lockstep.fatal():
             return self._model.forward(token_ids, positions, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalModel: this rank's business."""
+        """See CausalModel. Other ranks take no part in it."""
         return self._model.logits(hidden)
 
 
 def refuse(config: EngineConfig, lean: DecoderConfig | None, classifier: bool) -> None:
-    """Raise ConfigError, ModelRefused for what does not go with data-parallel ranks. `lean`: None =
-    only the universal route serves the model."""
+    """Raise ConfigError for options, ModelRefused for models that data-parallel ranks do not
+    support. `lean`: the model's config; None = only the universal route serves the model."""
     without = {
         "tensor_parallel_size": (config.tensor_parallel_size > 1, "tensor_parallel_size above 1"),
         "deterministic": (config.deterministic, "deterministic"),

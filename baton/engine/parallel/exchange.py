@@ -1,14 +1,16 @@
-"""ExpertExchange: rows of a sparse layer travel to the ranks that hold their experts, and back.
+"""ExpertExchange: sends rows of a sparse layer to the ranks that hold their experts, and brings
+the answers back.
 
     rank 0   t0 t1 t2          chosen experts 0..3 lie on rank 0, 4..7 on rank 1
       rows and choices   t0 t2 -> rank 0    t1 t2 -> rank 1      (one all-to-all)
-      what each rank's experts say of them, weighted, in the row's own order of choices
+      each rank computes its experts' answers, weighted and summed in the row's order of choices
       answers            rank 0, rank 1 -> summed in rank order  (one all-to-all)
 
-So a row's result depends on its own choices, never on who else is there. Over loopback a collective
-costs more than a few rows do: while every rank has few rows, or few ranks share many choices, each
-sends all its rows to all ranks, so that nobody has to say how many come. Else one more all-to-all
-says it first. Both ways give the same numbers: who holds none of a row's experts answers zeros.
+So a row's result depends on its own choices alone, not on other rows. Over loopback a collective
+costs more than a few rows do. So if every rank has few rows, or a token chooses at least twice as
+many experts as there are ranks, each rank sends all its rows to all ranks, and all ranks know how
+many rows arrive. Otherwise one more all-to-all tells them first. Both ways give the same numbers: a
+rank that holds none of a row's experts answers zeros.
 
 Source: GShard (arXiv 2006.16668, section 3.2), DeepSpeed-MoE (arXiv 2201.05596).
 """
@@ -27,12 +29,12 @@ from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ModelRefused
 
 FIELD: Final = "data_parallel_size"
-FEW_ROWS: Final = 32  # of a rank: they are sent to all
+FEW_ROWS: Final = 32  # up to so many rows on every rank are sent to all ranks
 
 
 def held_experts(count: int, place: RankPlace) -> range:
-    """Which of `count` experts this rank holds. Raises ModelRefused if they cannot be shared
-    evenly."""
+    """Return which of `count` experts the rank at `place` holds. Raises ModelRefused if the ranks
+    cannot share them evenly."""
     if count % place.size:
         raise ModelRefused(f"{count} experts cannot be split over {place.size} ranks", field=FIELD)
     share = count // place.size
@@ -40,7 +42,7 @@ def held_experts(count: int, place: RankPlace) -> range:
 
 
 class ExpertExchange:
-    """Implements models.experts.ExpertDispatch; `num_experts` lie evenly on the group's ranks."""
+    """Implements models.experts.ExpertDispatch. The group's ranks share `num_experts` evenly."""
 
     def __init__(self, group: RankGroup, lockstep: Lockstep, num_experts: int) -> None:
         self._group = group
@@ -77,15 +79,15 @@ class ExpertExchange:
 
 
 def _width(rows: Tensor) -> int:
-    """Bytes of a row."""
+    """Return the bytes of one row of `rows` [n, width]."""
     return rows.shape[1] * rows.itemsize
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """[n, width] of any dtype -> [n, bytes] uint8."""
+    """View rows [n, width] of any dtype as [n, bytes] uint8."""
     return rows.contiguous().view(torch.uint8).view(len(rows), _width(rows))
 
 
 def _values(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, bytes] uint8 -> [n, width]."""
+    """View rows [n, bytes] uint8 as [n, width] of `dtype`."""
     return rows.contiguous().view(dtype)

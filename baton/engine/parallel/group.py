@@ -1,9 +1,9 @@
 """RankGroup: the collectives of a group of ranks, over gloo (CPU) or NCCL (GPUs).
 
-No default group of torch.distributed: the group is an object, so a process may hold several (tests
-run the ranks as threads). Its life: made (rank and size are known) -> weights are read -> connect()
-once every rank is ready -> collectives, each with a deadline -> dropped with the process.
-After an error the group is of no use: ranks may have stopped at different collectives.
+It is not torch.distributed's default group but an object, so a process may hold several groups
+(tests run the ranks as threads). Its life: made (rank and size are known) -> weights are read ->
+connect() once every rank is ready -> collectives, each with a deadline -> ends with the process.
+After an error the group cannot be used again: ranks may have stopped at different collectives.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from baton.protocol.errors import InternalError
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
 LOOPBACK: Final = "127.0.0.1"
-DEADLINE_S: Final = 60.0  # of one collective: far beyond any layer, well below a client's patience
-MEETING_S: Final = 300.0  # until all ranks are connected
+DEADLINE_S: Final = 60.0  # of one collective: far longer than any layer, well below client timeouts
+MEETING_S: Final = 300.0  # the deadline until all ranks are connected
 
 
 class RankGroup:
@@ -37,7 +37,7 @@ class RankGroup:
         deadline_s: float = DEADLINE_S,
         kind: str = "tensor-parallel",
     ) -> None:
-        """`kind`: of the group, for messages."""
+        """`kind`: what error messages call the group. `deadline_s`: of each collective."""
         self.place = place
         self._kind = kind
         self._backend: Backend = backend
@@ -46,29 +46,31 @@ class RankGroup:
         self._process_group: Any = None
 
     def connect(self, store: Store) -> None:
-        """Meet the others, who do the same, through `store`. Raises InternalError."""
+        """Connect to the other ranks through `store`; they must call this too. Raises
+        InternalError."""
         make = _nccl if self._backend == "nccl" else _gloo
-        self._store = store  # as long as the group
+        self._store = store  # must live as long as the group
         try:
             self._process_group = make(store, self.place, timedelta(seconds=MEETING_S))
         except (RuntimeError, ValueError) as error:
             raise InternalError(f"no {self._backend} group of ranks: {error}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks of `tensor`, in its place, bit for bit the same on all of them.
+        """Sum `tensor` over all ranks, in place. The result is the same on all ranks, bit for bit.
 
         Raises InternalError.
         """
         return self._all_reduce(tensor, dist.AllreduceOptions())
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """As all_reduce, the greatest of each number's instead of their sum."""
+        """Replace each number of `tensor` by its maximum over all ranks; see all_reduce."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         return self._all_reduce(tensor, options)
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
-        """Each rank's `tensor` (of one shape) in rank order, on the leader; None elsewhere.
+        """Return the tensors of all ranks in rank order on the leader, None on the other ranks. All
+        must have the same shape.
 
         Raises InternalError.
         """
@@ -81,7 +83,8 @@ class RankGroup:
         return parts
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The leader's `tensor` into those of the others, of one shape. Raises InternalError."""
+        """Copy the leader's `tensor` into the other ranks' `tensor`, which must have the same
+        shape. Raises InternalError."""
         tensor = tensor.contiguous()
         options = dist.BroadcastOptions()
         options.rootRank = LEADER
@@ -89,8 +92,9 @@ class RankGroup:
         return tensor
 
     def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Rows of `tensor` [sum(sends), ...] to all ranks, in rank order, sends[r] of them to rank
-        r -> [sum(receives), ...], in rank order. Every other rank expects what it is sent.
+        """Send the rows of `tensor` [sum(sends), ...] to all ranks: the first sends[0] to rank 0,
+        and so on. Return the received rows [sum(receives), ...] in rank order, receives[r] of them
+        from rank r. What a rank sends must be what the other rank expects to receive.
 
         Raises InternalError.
         """

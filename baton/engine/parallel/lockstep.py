@@ -1,20 +1,21 @@
 """Lockstep: the ranks of a data-parallel group run their forwards at the same time.
 
 Each rank has requests of its own, and the experts are spread over all ranks. So a forward on one
-rank needs all of them: those without rows take part by an empty forward, in which only the sparse
-layers exchange (exchange.py). The unit is a model's forward, not a scheduler's step.
+rank needs all ranks. A rank without rows takes part by an empty forward, in which only the sparse
+layers exchange rows (exchange.py). The ranks share single forwards, not steps of their schedulers.
 
-    asleep   nobody computes; every engine thread waits for its inbox, nothing is polled
-    wave     a rank has rows: it wakes the others (a datagram with the wave's number), then rounds
+    asleep   no rank computes; every engine thread waits for its inbox, nothing is polled
+    wave     a rank that has rows wakes the others (a datagram with the wave's number); rounds begin
     round    all ranks agree how many rows each has (one sum), then run one forward together
     end      a round without rows ends the wave, on all ranks at once
 
-Waves are numbered. All ranks end a wave in the same round, so whoever begins the next one, also two
-ranks at once, gives it the same number, and a late call of a past wave means nothing.
+Waves are numbered. All ranks end a wave in the same round. So the next wave gets the same number
+from whichever rank begins it, also if two ranks begin it at once. A datagram with the number of a
+past wave is ignored.
 
-A rank leaves with all others: it says so in each round, and its thread goes when all say it
-(EngineThread.stop). After an error the group is of no use: ranks may have stopped at different
-collectives. Nothing is tried again.
+Ranks stop together. A rank that wants to stop says so in each round, and its thread ends after the
+round in which all ranks say it (EngineThread.stop). After an error the group cannot be used again,
+and nothing is retried: ranks may have stopped at different collectives.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Wakes(Protocol):
     """How the ranks wake each other."""
 
     def call(self, wave: int) -> None:
-        """Tell all other ranks that this wave has begun. Does not raise for one that is gone."""
+        """Tell all other ranks that this wave has begun. Does not raise if a rank has ended."""
         ...
 
     def listen(self, heard: Callable[[int], None]) -> None:
@@ -52,55 +53,55 @@ class Wakes(Protocol):
 
 
 class Lockstep:
-    """One rank's part in the waves. `called` and `on_lost`: any thread; the rest: the thread that
-    runs the model's forwards."""
+    """One rank's part in the waves. The callback `called` runs on another thread. `on_lost` may be
+    called on any thread, the other methods on the thread that runs the model's forwards."""
 
     def __init__(self, group: RankGroup, wakes: Wakes) -> None:
         self.place = group.place
-        self.rows: tuple[int, ...] = ()  # of the round under way, by rank
+        self.rows: tuple[int, ...] = ()  # how many rows each rank has in the current round
         self.num_rounds = 0
-        self.all_leave = False  # this rank, too
+        self.all_leave = False  # whether all ranks have said that they want to stop
         self._group = group
         self._wakes = wakes
-        self._wave = 0  # the last one that this rank knows
-        self._on = False
-        self._heard = 0  # the last one that another rank began
+        self._wave = 0  # the last wave in which this rank has taken part
+        self._on = False  # whether that wave has not ended
+        self._heard = 0  # the last wave that another rank has begun
         self._leaving = False
         self._lost = ""
         self._called: Callable[[], None] = _nothing
         self._end: Callable[[str], None] = _ignored
         self._empty_forward: Callable[[], None] = _nothing
 
-    # ---- how it is put together ----
+    # ---- setup ----
 
     def start(self, called: Callable[[], None]) -> None:
-        """Listen to the others. `called`: runs on another thread when they begin a wave."""
+        """Listen to the other ranks. `called` runs on another thread when one begins a wave."""
         self._called = called
         self._wakes.listen(self._hear)
 
     def set_empty_forward(self, forward: Callable[[], None]) -> None:
-        """What a rank without rows runs while others have some."""
+        """Set what this rank runs in a round in which only other ranks have rows."""
         self._empty_forward = forward
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Call it, once, with the reason why the group is lost."""
+        """Call `callback` once, with the reason, when the group is lost."""
         self._end = callback
 
     # ---- rounds ----
 
     @property
     def ended(self) -> bool:
-        """Whether there will be no round any more: all ranks have left, or the group is lost."""
+        """Whether there will be no more rounds: all ranks have left, or the group is lost."""
         return self.all_leave or bool(self._lost)
 
     @property
     def wanted(self) -> bool:
-        """Whether the others wait for this rank, or will: it must make rounds."""
+        """Whether a wave is on, or another rank has begun one: then this rank must make rounds."""
         return not self._lost and (self._on or self._heard > self._wave)
 
     def begin(self, num_rows: int) -> None:
-        """Make a round in which this rank has rows: its forward must follow. Begins a wave if none
-        is on. Raises InternalError if the group is lost."""
+        """Make a round in which this rank has rows; the caller must run its forward next. Begins a
+        wave if none is on. Raises InternalError if the group is lost."""
         if num_rows < 1:
             raise InternalError("a round of no rows is no forward's")
         with self.fatal():
@@ -109,16 +110,16 @@ class Lockstep:
             self._round(num_rows)
 
     def take_part(self) -> None:
-        """Make a round without rows, with the empty forward if others have some. Raises
-        InternalError if the group is lost."""
+        """Make a round without rows of this rank; run the empty forward if other ranks have rows.
+        Raises InternalError if the group is lost."""
         with self.fatal():
             self._round(0)
             if self._on:
                 self._empty_forward()
 
     def leave(self) -> None:
-        """Say from now on that this rank wants to end; begin a wave in which the others hear it.
-        The group ends in the round in which all say so."""
+        """Say in every round from now on that this rank wants to stop. Begins a wave if none is on,
+        so that the other ranks learn it. The group ends in the round in which all ranks say so."""
         self._leaving = True
         if not (self.wanted or self._lost):
             self._wakes.call(self._wave + 1)
@@ -146,7 +147,8 @@ class Lockstep:
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """Whatever goes wrong inside loses the group. Raises InternalError if it is lost before."""
+        """Mark the group as lost if anything inside raises; call `on_lost`'s callback and reraise.
+        Raises InternalError if the group is lost already."""
         if self._lost:
             raise InternalError(f"the data-parallel group has ended: {self._lost}")
         try:
@@ -159,8 +161,8 @@ class Lockstep:
 
 
 class WakeSockets:
-    """Implements Wakes: datagrams between Unix sockets in a folder, one socket per rank. They are
-    neither lost nor changed in order. Life: made -> listen() -> close()."""
+    """Implements Wakes by datagrams between Unix sockets, one socket per rank, all in one folder.
+    Such datagrams are neither lost nor reordered. Life: made -> listen() -> close()."""
 
     def __init__(self, directory: Path, place: RankPlace) -> None:
         self._path = directory / _name(place.rank)
@@ -174,7 +176,7 @@ class WakeSockets:
     def call(self, wave: int) -> None:
         """See Wakes."""
         for other in self._others:
-            with suppress(OSError):  # it has ended: the collective says so
+            with suppress(OSError):  # that rank has ended: the collective will fail
                 self._socket.sendto(_NUMBER.pack(wave), other)
 
     def listen(self, heard: Callable[[int], None]) -> None:
@@ -188,7 +190,7 @@ class WakeSockets:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the listening thread and remove this rank's socket. Idempotent."""
         if self._socket.fileno() < 0:
             return
         if self._thread is not None:

@@ -1,11 +1,11 @@
-"""What the leader sends the other ranks, over a socket pair with each: one message per forward.
+"""Messages between the leader and each other rank, over a socket pair.
 
     leader -> rank   SETUP (JSON) ... POOL (JSON) ... then for each step FORWARD, LOGITS
     rank -> leader   LOADED or FAILED (JSON), READY
 
 A message is a 5-byte header {kind u8, length u32, little-endian} and a body; a step's body is int64
-numbers. A rank that waits has no deadline: an idle engine is no fault, and a leader that dies
-closes the socket. What is under way in the meantime has collectives' deadlines (group.py).
+numbers. A rank waits for messages without a deadline, because an engine may be idle; if the leader
+dies, its socket closes. Collectives of a running step have deadlines of their own (group.py).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from baton.engine.state.batch import Batch, GroupTables, Span, Step
 from baton.protocol.errors import InternalError
 
 _HEADER: Final = struct.Struct("<BI")
-_FIXED: Final = 3  # numbers at the head of a step: tokens, spans, layer groups
+_FIXED: Final = 3  # counts at the head of a step: tokens, spans, layer groups
 _PER_SPAN: Final = 4
-ALL_ROWS: Final = b""  # LOGITS of every row of the last forward, which each rank has
+ALL_ROWS: Final = b""  # body of LOGITS for all rows of the last forward, which each rank has
 
 
 class MessageKind(enum.IntEnum):
-    """Of messages."""
+    """The kind of a message. MEET, DRAIN, STOP and DRAINED are used by data-parallel nodes only."""
 
     SETUP = 1  # engine configuration, rank, size
-    POOL = 2  # blocks and their size: make the arena, meet the others
-    FORWARD = 3  # a step
-    LOGITS = 4  # of rows that the leader broadcasts (how many: u64), or ALL_ROWS
-    MEET = 5  # all have loaded; this and the next two: between data-parallel nodes alone
-    DRAIN = 6
-    STOP = 7
-    LOADED = 10  # weights are in memory
-    FAILED = 11  # why not
-    READY = 12  # arena and group are there; of a node, its READY line
-    DRAINED = 13
+    POOL = 2  # number and size of blocks: make the arena, connect to the other ranks
+    FORWARD = 3  # run the forward of this step
+    LOGITS = 4  # compute logits: of so many rows (u64), which the leader broadcasts, or ALL_ROWS
+    MEET = 5  # all ranks have loaded: connect to the other ranks
+    DRAIN = 6  # take no new requests, finish those that are running
+    STOP = 7  # end, all ranks together
+    LOADED = 10  # the rank's weights are in memory
+    FAILED = 11  # why the rank cannot start
+    READY = 12  # the rank has its arena and is connected; from a node: its READY line
+    DRAINED = 13  # the node has no more requests
 
 
 class Gone(Exception):
@@ -53,17 +53,18 @@ class Gone(Exception):
 
 
 class Link:
-    """One end of the socket pair between the leader and a rank. Each direction has one user."""
+    """One end of the socket pair between the leader and a rank. One thread sends, one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def limit(self, seconds: float) -> None:
-        """From now on the other end is Gone if it does not read, or answer, for so long."""
+        """Set a timeout: a later call raises Gone if the other end does not read, or does not
+        answer, for so many seconds."""
         self._socket.settimeout(seconds)
 
     def send(self, kind: MessageKind, body: bytes = b"") -> None:
-        """Raises Gone."""
+        """Send a message. Raises Gone."""
         try:
             self._socket.sendall(_HEADER.pack(kind, len(body)) + body)
         except OSError as error:
@@ -74,14 +75,15 @@ class Link:
         self.send(kind, json.dumps(values).encode())
 
     def receive(self) -> tuple[MessageKind, bytes]:
-        """The next message, however long it takes. Raises Gone."""
+        """Return the next message. Waits for it without a deadline, unless `limit` has set one.
+        Raises Gone."""
         kind, length = _HEADER.unpack(self._exactly(_HEADER.size))
         return MessageKind(kind), self._exactly(length)
 
     def expect(self, *kinds: MessageKind) -> tuple[MessageKind, dict[str, Any]]:
-        """The next message, which must be one of `kinds`, and its JSON ({} for an empty body).
+        """Return the kind of the next message, and its JSON ({} for an empty body).
 
-        Raises Gone, InternalError.
+        Raises Gone, and InternalError if the message is none of `kinds`.
         """
         kind, body = self.receive()
         if kind not in kinds:
@@ -89,8 +91,8 @@ class Link:
         return kind, json.loads(body) if body else {}
 
     def close(self) -> None:
-        """Idempotent; `receive` raises Gone on either end."""
-        with suppress(OSError):  # the other end went first
+        """Close this end; `receive` then raises Gone on both ends. Idempotent."""
+        with suppress(OSError):  # the other end has closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -111,8 +113,8 @@ class Link:
 def encode_step(
     token_ids: Tensor, positions: Tensor, batch: Batch, adapters: Sequence[str] = ()
 ) -> bytes:
-    """A forward's inputs and layout. `adapters`: the names of all, in an order that all ranks
-    share; a span names its own by its place there."""
+    """Return a forward's inputs and layout as the body of FORWARD. `adapters`: the names of all
+    adapters, in the same order on all ranks; a span refers to its adapter by the position there."""
     names = ("", *adapters)
     spans = [
         n
@@ -138,7 +140,7 @@ def encode_step(
 def decode_step(
     body: bytes, attention: Attention, device: torch.device, adapters: Sequence[str] = ()
 ) -> Step:
-    """What `encode_step` was given, for this rank's attention and device."""
+    """Return the step that `encode_step` was given, for this rank's attention and device."""
     numbers = _Numbers(torch.frombuffer(bytearray(body), dtype=torch.int64))
     num_tokens, num_spans, num_groups = numbers.take(_FIXED).tolist()
     token_ids = numbers.take(num_tokens).to(device)
@@ -157,7 +159,7 @@ def decode_step(
 
 
 class _Numbers:
-    """Takes numbers off the front."""
+    """Reads a tensor of numbers from front to back."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._left = numbers

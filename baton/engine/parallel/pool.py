@@ -1,13 +1,15 @@
 """The KV pools of a tensor-parallel group: one per rank, each with its heads of every block.
 
-They lie side by side in one piece of anonymous shared memory (memfd), which every rank's process
-maps. So the leader reaches all of them: what it does to a block between two steps (copy, clear,
-swap, transfers) it does to every rank's part itself. That is safe because a step's last collective
-orders the ranks: when the leader has finished a step, nobody touches KV until the next message.
+The pools lie side by side in one piece of anonymous shared memory (memfd), which every rank's
+process maps. So the leader can write all of them. What it does to a block between two steps (copy,
+clear, swap, transfers) it does to every rank's part itself. This is safe because a step's last
+collective orders the ranks: once the leader has finished a step, no rank touches KV until the next
+message.
 
-    | rank 0: all blocks | rank 1: all blocks | ...      each from a page boundary on
+    | rank 0: all blocks | rank 1: all blocks | ...      each pool begins at a page boundary
 
-CPU only. It has no name in any file system, and goes with the last process that maps it.
+CPU only. The memory has no name in any file system. It is freed when the last process that maps it
+ends.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from baton.protocol.kv_spec import LayerSpec
 
 
 class GroupArena(KVArena):
-    """The leader's own pool, whose block operations reach those of all ranks.
+    """The leader's own pool. Its block operations change the pools of all ranks.
 
-    It stands where an engine wants its KVArena: attention and sizes see rank 0's heads alone.
+    An engine uses it as its KVArena. Attention and sizes see rank 0's heads alone.
     """
 
     def __init__(self, memory: SharedMemory, layers: tuple[LayerSpec, ...], dtype: str) -> None:
@@ -42,7 +44,7 @@ class GroupArena(KVArena):
         )  # fmt: skip
 
     def copy_block(self, source: int, target: int) -> None:
-        """See KVArena. No rank's `source` is another pool's: these adopt none."""
+        """See KVArena. Every rank's `source` lies in its own pool: these pools adopt no blocks."""
         for arena in self.ranks:
             KVArena.copy_block(arena, source, target)
 
@@ -52,7 +54,7 @@ class GroupArena(KVArena):
             KVArena.clear_block(arena, block)
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """See KVArena: a row holds the block's parts in rank order."""
+        """See KVArena. A row holds the parts of a block in rank order."""
         parts = [KVArena.read_blocks(arena, blocks).words for arena in self.ranks]
         return HostBlocks(torch.cat(parts, dim=1))
 
@@ -64,8 +66,8 @@ class GroupArena(KVArena):
 
 
 class SharedMemory:
-    """The group's memory as one process maps it. `descriptor`: of the memfd, from make_memory;
-    the caller's to close, once all ranks have mapped it."""
+    """The group's memory as one process maps it. `descriptor`: that of the memfd, from make_memory.
+    The caller closes it once all ranks have mapped the memory."""
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class SharedMemory:
         layers: tuple[LayerSpec, ...],
         dtype: str,
     ) -> None:
-        """`blocks`: (how many, tokens in each). `layers`: the whole model's. The first to map
-        it gives it its size."""
+        """Map the memory. The leader sets its size, so the leader must map it first. `blocks`: the
+        number of blocks, and the tokens in each. `layers`: the whole model's."""
         self.place = place
         self.num_blocks, self.block_size = blocks
         self._layers = rank_layers(layers, place.size)
@@ -90,11 +92,11 @@ class SharedMemory:
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def part(self, rank: int) -> torch.Tensor:
-        """The bytes of one rank's pool: uint8, zeros at first."""
+        """Return the bytes of one rank's pool, uint8; all are zero at first."""
         return self._bytes[rank * self._stride :][: self._num_bytes]
 
     def arena(self, rank: int) -> KVArena:
-        """One rank's pool."""
+        """Return the pool of one rank."""
         return KVArena(
             self._layers, self.num_blocks, self.block_size, self._dtype,
             memory=lambda num_bytes, page_bytes: self.part(rank),
@@ -102,5 +104,6 @@ class SharedMemory:
 
 
 def make_memory() -> int:
-    """A descriptor of shared memory that has no size yet; not inherited unless passed on."""
+    """Return a descriptor of shared memory that has no size yet. Child processes do not inherit it
+    unless it is passed on."""
     return os.memfd_create("baton-kv")

@@ -1,4 +1,4 @@
-"""RankModel: one rank's share of a lean model, and what cannot be shared out yet."""
+"""RankModel: one tensor-parallel rank's share of a lean model; refuse: options without ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.protocol.kv_spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """Implements CausalModel; every rank calls it alike, at the same time."""
+    """Implements CausalModel. Every rank makes the same calls at the same time."""
 
     decoder: Decoder
     cuts: Cuts
@@ -30,7 +30,7 @@ class RankModel:
 
     @staticmethod
     def of(cuts: Cuts, share: WeightSource, group: RankGroup) -> RankModel:
-        """Build this rank's part of the model. `share`: what a RankShare makes of its weights.
+        """Build this rank's part of the model. `share`: the weights that a RankShare has cut.
         Raises ModelRefused."""
         shards = RankShards(cuts.config, group)
         decoder = Decoder(cuts.own, share.tensor, share, shards=shards)
@@ -48,17 +48,17 @@ class RankModel:
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """This rank's."""
+        """The parameters of this rank's share; see CausalModel."""
         counts = self.decoder.parameter_counts  # with the whole vocabulary
         return replace(counts, head=-(-counts.head // self.cuts.place.size))
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """This rank's heads."""
+        """How each layer attends with this rank's heads."""
         return self.decoder.attention_layers
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """See CausalModel: this rank's share of it."""
+        """See CausalModel. The rank keeps its share of the adapter."""
         self.decoder.add_adapter(self.cuts.adapter(adapter))
 
     def remove_adapter(self, id_: str) -> None:
@@ -66,16 +66,17 @@ class RankModel:
         self.decoder.remove_adapter(id_)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """See CausalModel: hidden [T, H], the same on every rank."""
+        """See CausalModel. The result, hidden [T, H], is the same on every rank."""
         return self.decoder.forward(token_ids, positions, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalModel; ranks other than the leader get their own share of the vocabulary."""
+        """See CausalModel. Ranks other than the leader return logits of their share of the
+        vocabulary only."""
         return self.decoder.logits(hidden)
 
 
 def refuse(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go with tensor parallelism yet."""
+    """Raise ConfigError for options that tensor parallelism does not support yet."""
     without = {
         "model_impl": (config.model_impl == "transformers", "model_impl transformers"),
         "deterministic": (config.deterministic, "deterministic"),

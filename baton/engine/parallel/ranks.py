@@ -1,10 +1,10 @@
-"""Ranks: the other ranks' processes, as the leader's process has started them.
+"""Ranks: the processes of the other tensor-parallel ranks, which the leader's process starts.
 
-Life: start() -> each reads its share of the weights, as the leader does -> await_loaded() ->
-make_pool(): shared memory, and all ranks meet -> send() for every step -> close().
-A rank that dies, or a collective that fails, loses the group: it is logged, every rank is killed,
-`on_lost` is called, and what is sent from then on raises. Nothing is tried again: ranks may have
-stopped at different places. A leader that dies closes the sockets, which ends the others.
+Life: start() -> each rank reads its share of the weights, the leader too -> await_loaded() ->
+make_pool(): make the shared memory and connect all ranks -> send() for every step -> close().
+If a rank dies or a collective fails, the group is lost: the reason is logged, every rank is killed,
+`on_lost` is called, and every later send raises. Nothing is retried, as ranks may have stopped at
+different places. If the leader dies, its sockets close, and that ends the other ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from baton.runtime.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
 
-LOAD_DEADLINE_S: Final = 1800.0  # until all have read their weights
-STOP_S: Final = 10.0  # a rank that was asked to end
-DEATH_S: Final = 1.0  # how long a failed collective waits for the death that explains it
+LOAD_DEADLINE_S: Final = 1800.0  # until all ranks have read their weights
+STOP_S: Final = 10.0  # until a rank that was asked to end is killed
+DEATH_S: Final = 1.0  # how long a failed collective waits for the death of a rank that explains it
 MODULE: Final = "baton.engine.running.worker"
-MEETING_PREFIX: Final = "baton-ranks-"  # of folders, in the temporary directory
+MEETING_PREFIX: Final = "baton-ranks-"  # names of the ranks' folders in the temporary directory
 
 
 class Process(Protocol):
-    """What is needed of subprocess.Popen."""
+    """The part of subprocess.Popen that Ranks uses."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
@@ -60,7 +60,8 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """What a rank is started with. `directory`: where the ranks meet; `memory`: of their pools."""
+    """What a rank is started with. `directory`: the folder where the ranks meet. `memory`: the
+    descriptor of the memory of their pools."""
 
     config: EngineConfig
     place: RankPlace
@@ -68,7 +69,7 @@ class RankStart:
     memory: int
 
     def setup(self) -> dict[str, object]:
-        """What SETUP says."""
+        """Return the content of the SETUP message."""
         return {
             "config": asdict(self.config),
             "rank": self.place.rank,
@@ -84,7 +85,8 @@ StartRank: TypeAlias = Callable[[RankStart], RankProcess]
 
 
 class Ranks:
-    """The leader's view of its group. `send` and `make_pool`: one thread; the rest: any."""
+    """The leader's view of its group. One thread calls `send` and `make_pool`; any thread may call
+    the other methods."""
 
     def __init__(
         self,
@@ -97,7 +99,8 @@ class Ranks:
         self.processes = tuple(processes)
         self._meeting = meeting
         self._memory: int | None = memory
-        # Of one thread: a garbage collection amid anything may close() us, see load_leader.
+        # Reentrant: a garbage collection may call close() on a thread that holds the lock; see
+        # load_leader.
         self._lock = threading.RLock()
         self._died = threading.Event()
         self._lost = ""
@@ -114,7 +117,7 @@ class Ranks:
 
     @staticmethod
     def start(config: EngineConfig, group: RankGroup, start_rank: StartRank) -> Ranks:
-        """Start all but the leader, whose end is `group`.
+        """Start the processes of all ranks except the leader. `group`: the leader's end.
 
         Raises ConfigError if a process cannot be started.
         """
@@ -133,7 +136,8 @@ class Ranks:
         return Ranks(group, processes, meeting, memory)
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call it once, on any thread, when the group is lost; at once if it is by now."""
+        """Call `callback` once, on any thread, when the group is lost; call it now if the group is
+        lost already."""
         with self._lock:
             self._on_lost = callback
             lost = bool(self._lost)
@@ -141,14 +145,14 @@ class Ranks:
             callback()
 
     def await_loaded(self) -> None:
-        """Until every rank has its weights. Raises ConfigError with a rank's reason, InternalError
-        for one that has died."""
+        """Wait until every rank has its weights. Raises ConfigError with the reason of a rank that
+        cannot load, InternalError if a rank has died."""
         gone: InternalError | None = None
         for each in self.processes:
             try:
                 kind, values = self._expect(each, MessageKind.LOADED, MessageKind.FAILED)
             except InternalError as error:
-                gone = gone or error  # perhaps killed because a later one has failed: see why
+                gone = gone or error  # a later rank may have failed and know the reason
                 continue
             if kind is MessageKind.FAILED:
                 raise ConfigError(f"rank {each.rank}: {values['message']}", field=values["field"])
@@ -157,11 +161,11 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Ranks, the leader included."""
+        """The number of ranks, the leader included."""
         return self._group.place.size
 
     def make_pool(self, info: ModelInfo, num_blocks: int, block_size: int) -> GroupArena:
-        """All ranks' pools, and the ranks meet. Raises InternalError."""
+        """Make the KV pools of all ranks and connect the ranks. Raises InternalError."""
         if self._memory is None:
             raise InternalError("the ranks have their pools already")
         blocks, group = (num_blocks, block_size), self._group
@@ -180,7 +184,8 @@ class Ranks:
         return GroupArena(memory, info.layers, info.kv_dtype)
 
     def send(self, kind: MessageKind, body: bytes = b"") -> None:
-        """To every rank. Raises InternalError if the group is lost."""
+        """Send a message to every other rank. Raises InternalError if the group is lost, Gone if a
+        rank does not read."""
         if self._lost or self._closing:
             raise InternalError(f"the tensor-parallel group has ended: {self._lost or 'closed'}")
         for each in self.processes:
@@ -188,7 +193,8 @@ class Ranks:
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """Whatever goes wrong inside loses the group; Gone becomes InternalError."""
+        """Mark the group as lost if anything inside raises, and reraise; Gone becomes
+        InternalError."""
         try:
             yield
         except Gone as error:
@@ -201,7 +207,8 @@ class Ranks:
             raise
 
     def lose(self, reason: str) -> None:
-        """The group is of no use any more. Idempotent."""
+        """Mark the group as lost for `reason`: kill all ranks and call `on_lost`'s callback.
+        Idempotent."""
         with self._lock:
             if self._lost or self._closing:
                 return
@@ -252,19 +259,21 @@ class Ranks:
 
 
 def store(directory: str, size: int) -> FileStore:
-    """Where the ranks meet: a file in a folder that is ours alone; no port."""
+    """Return the store through which the ranks connect: a file in a folder of this group alone. It
+    needs no port."""
     return FileStore(str(Path(directory) / "store"), size)
 
 
 def threads_of(config: EngineConfig) -> int:
-    """Threads of each rank: its share of what the whole engine may use."""
+    """Return how many threads each rank uses: its share of what the whole engine may use."""
     total = config.threads or len(os.sched_getaffinity(0))
     return max(1, total // config.tensor_parallel_size)
 
 
 def cores_of(place: RankPlace) -> list[int]:
-    """A rank's own cores; none where the process was not given cores of its own: then other
-    processes use them too, and the kernel balances better."""
+    """Return the cores that a rank uses alone. The list is empty if there are fewer cores than
+    ranks. It is also empty if this process may use all cores of the host: other processes use them
+    too then, and the kernel balances better."""
     allowed = sorted(os.sched_getaffinity(0))
     share = len(allowed) // place.size
     if share == 0 or len(allowed) == os.cpu_count():
@@ -273,7 +282,7 @@ def cores_of(place: RankPlace) -> list[int]:
 
 
 def start_process(start: RankStart) -> RankProcess:
-    """A rank as a process of its own. Raises OSError, Gone."""
+    """Start a rank as a process and send it SETUP. Raises OSError, Gone."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

@@ -1,18 +1,20 @@
-"""A rank's share of a lean model: which part of each tensor it reads, how the shares meet.
+"""A rank's share of a lean model: which part of each tensor it reads, and how shares are combined.
 
     column parallel   q, k, v, gate, up (also of each expert): a slice of the outputs, whole heads
     row parallel      o, down: the matching slice of the inputs; products are summed over the ranks
     vocabulary        embedding and head: a slice of the tokens; lookups summed, logits gathered
-    heads             sinks: those of the query heads that are here
-    replicated        norms, routers with their biases, the gate of a shared expert; of latent
-                      attention what makes latents, of which every rank's pool has all, and the
-                      first half of queries
-    experts           as gate, up and down are; with `whole_experts` each rank has some whole ones
+    heads             sinks: those of this rank's query heads
+    replicated        norms, routers with their biases, the gate of a shared expert. Of latent
+                      attention: the product that makes latents, since every rank's pool holds
+                      them whole, and the first of two products that make queries
+    experts           cut like other gates, ups and downs; with `whole_experts` each rank holds
+                      some experts, and those whole
 
-Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
-kv_transfer/protocol/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
-Integer weights are cut as plain ones are, their integers those of the whole weight
-(quantization/parts.py). A row-parallel product of w8a8 sums over the ranks by itself.
+Query heads are split evenly. With fewer KV heads than ranks, each KV head lies on several ranks;
+kv_transfer/protocol/shares.py cuts pools in the same way. The leader alone adds the bias of a
+row-parallel product. Integer weights are cut like floating-point weights: the integers of a part
+are those of the whole weight (quantization/parts.py). A row-parallel product of w8a8 sums over the
+ranks by itself.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
 
@@ -38,18 +40,19 @@ from baton.protocol.errors import ModelRefused
 FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _COLUMN: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"})
-_FUSED: Final = frozenset({"qkv_proj", "gate_up_proj"})  # column parallel, several in one tensor
+_FUSED: Final = frozenset({"qkv_proj", "gate_up_proj"})  # several column-parallel ones in a tensor
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
 _WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "router"})
-_ROUTED: Final = ".experts."  # in the name of a product of one of them
+_ROUTED: Final = ".experts."  # occurs in the names of products of routed experts
 
 
 def rank_config(
     config: DecoderConfig, place: RankPlace, whole_experts: bool = False
 ) -> DecoderConfig:
-    """What a rank computes of each layer; its vocabulary stays the whole one's.
+    """Return the config of a rank's share of each layer. The vocabulary in it stays the whole
+    model's.
 
-    Raises ModelRefused for a model that cannot be split so.
+    Raises ModelRefused for a model that cannot be split over so many ranks.
     """
     heads, kv_heads, experts, size = (
         config.num_heads, config.num_kv_heads, config.experts, place.size
@@ -83,7 +86,8 @@ def rank_config(
 
 
 def _rank_experts(experts: ExpertsConfig, place: RankPlace, whole: bool) -> ExpertsConfig:
-    """A rank's slice of every expert, or some `whole` ones; of the shared one always a slice."""
+    """Return a rank's share of a mixture: a slice of every expert, or with `whole` some experts as
+    a whole; of the shared expert always a slice."""
     shared = experts.shared_size // place.size
     if whole:
         return replace(experts, shared_size=shared, held=held_experts(experts.count, place))
@@ -91,13 +95,14 @@ def _rank_experts(experts: ExpertsConfig, place: RankPlace, whole: bool) -> Expe
 
 
 def held_experts(count: int, place: RankPlace) -> range:
-    """Which of `count` whole experts lie on a rank: `count` is a multiple of the ranks."""
+    """Return which of `count` experts a rank holds whole. `count` must be a multiple of the number
+    of ranks."""
     share = count // place.size
     return range(place.rank * share, (place.rank + 1) * share)
 
 
 def _vocabulary_width(vocab_size: int, size: int) -> int:
-    """Tokens of a rank's share; the last one's may be shorter."""
+    """Return how many tokens of the vocabulary a rank holds; the last rank may hold fewer."""
     return -(-vocab_size // size)
 
 
@@ -113,7 +118,8 @@ class RankShards:
         self._first = group.place.rank * self._width
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """See Shards. A token is looked up where it lies, and is zero elsewhere: sums are exact."""
+        """See Shards. The rank that holds a token looks it up, the others add zeros, so the sum is
+        exact."""
         local = token_ids - self._first
         elsewhere = (local < 0) | (local >= weight.shape[0])
         found = functional.embedding(local.clamp(0, weight.shape[0] - 1), weight)
@@ -132,8 +138,8 @@ class RankShards:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Which outputs, or which inputs, of a product are this rank's. `config`: the whole model's.
-    `whole_experts`: a rank has some experts, and those whole."""
+    """Which outputs or inputs of a product belong to this rank. `config`: the whole model's.
+    `whole_experts`: a rank holds some experts, and those whole."""
 
     config: DecoderConfig
     place: RankPlace
@@ -141,19 +147,19 @@ class Cuts:
 
     @property
     def own(self) -> DecoderConfig:
-        """See rank_config."""
+        """The config of this rank's share; see rank_config."""
         return rank_config(self.config, self.place, self.whole_experts)
 
     def is_whole(self, module: str) -> bool:
-        """Whether a rank that has a product has all of it."""
+        """Whether a rank holds the product `module` whole, if it holds it at all."""
         routed = self.whole_experts and _ROUTED in module
         return routed or module.rpartition(".")[2] in _WHOLE
 
     def outputs(self, module: str, count: int) -> slice | Tensor | None:
-        """Of `count` outputs of a column-parallel product, of a fused one their ids; None for a
-        row-parallel one.
+        """Return which of `count` outputs of a column-parallel product are this rank's: a slice,
+        for a fused product their indices. None for a row-parallel product, which is cut by inputs.
 
-        Raises ModelRefused for a product that nobody knows, and for one of other sizes.
+        Raises ModelRefused for an unknown product, and for a product of another size.
         """
         if self.is_whole(module):
             return slice(0, count)
@@ -169,14 +175,15 @@ class Cuts:
         return self._even(count)
 
     def inputs(self, module: str, count: int) -> slice:
-        """Of `count` inputs: all of a column-parallel product."""
+        """Return which of `count` inputs of a product are this rank's: all, unless the product is
+        row-parallel."""
         is_cut = module.rpartition(".")[2] in _ROW and not self.is_whole(module)
         return self._even(count) if is_cut else slice(0, count)
 
     def adapter(self, adapter: Adapter) -> Adapter:
-        """This rank's share of a LoRA adapter: of each delta the same outputs or inputs.
+        """Return this rank's share of a LoRA adapter: each delta is cut like the product it adapts.
 
-        Raises ModelRefused as `outputs` does.
+        Raises ModelRefused for the products for which `outputs` does.
         """
         deltas = {module: self._delta(module, delta) for module, delta in adapter.deltas.items()}
         return replace(adapter, deltas=deltas)
@@ -187,11 +194,12 @@ class Cuts:
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
 
     def heads(self, count: int) -> slice:
-        """Of `count` query heads."""
+        """Return which of `count` query heads are this rank's."""
         return self._even(count)
 
     def _fused_outputs(self, module: str, part: str, count: int) -> Tensor:
-        """Of each product in the tensor this rank's outputs, in the tensor's order."""
+        """Return the indices of this rank's outputs of each product in a fused tensor, in the
+        tensor's order."""
         config = self.config
         if part == "qkv_proj":
             keys = config.num_kv_heads * config.head_dim
@@ -212,12 +220,14 @@ class Cuts:
         return torch.cat(ids)
 
     def _even(self, count: int) -> slice:
-        """Query heads are split whole, as rank_config has checked."""
+        """Return this rank's part of `count` items, which the ranks share evenly. No query head is
+        cut: rank_config has checked that the ranks divide their number."""
         share = count // self.place.size
         return slice(self.place.rank * share, (self.place.rank + 1) * share)
 
     def _kv_outputs(self, module: str, count: int) -> slice:
-        """This rank's KV heads, or the one that it shares with other ranks."""
+        """Return the outputs of this rank's KV heads, or of the KV head that it shares with other
+        ranks."""
         heads, dim, place = self.config.num_kv_heads, self.config.head_dim, self.place
         if count != heads * dim:
             raise ModelRefused(f"{module} has {count} outputs, not {heads} heads of {dim}")
@@ -226,14 +236,15 @@ class Cuts:
 
 
 class RankShare:
-    """What one rank reads of a checkpoint. Implements weights.Share."""
+    """Cuts a checkpoint's tensors and weights to one rank's share. Implements weights.Share."""
 
     def __init__(self, cuts: Cuts, group: RankGroup) -> None:
         self._cuts = cuts
         self._group = group
 
     def tensor(self, name: str, whole: Tensor) -> Tensor:
-        """See Share. The weight of `kv_b_proj` is one of these: it is absorbed into attention."""
+        """See Share. It also cuts the weight of `kv_b_proj`, which is not read as a product: it is
+        absorbed into attention."""
         if name in _BY_TOKEN:
             return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
         module, _, kind = name.rpartition(".")
@@ -264,15 +275,16 @@ class RankShare:
         return with_exchange(part, self._group) if part.int8_activations else part
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:
-        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum,
-        which the experts of w8a8 have none of."""
+        """See Share. Of a row-parallel product, whose results are summed over the ranks, only the
+        leader adds the bias. Every rank adds it if the product sums by itself (w8a8), except in
+        routed experts, whose results are summed later."""
         is_whole = isinstance(part, IntWeight) and part.exchange is not None
         is_whole = is_whole and _ROUTED not in module
         is_cut = module.rpartition(".")[2] in _ROW and not self._cuts.is_whole(module)
         return self._group.place.leads or is_whole or not is_cut
 
     def _outputs(self, module: str, count: int) -> slice | Tensor | None:
-        """See Cuts.outputs; those of the head are tokens."""
+        """See Cuts.outputs. The outputs of the head are tokens of the vocabulary."""
         if f"{module}.weight" in _BY_TOKEN:
             return self._tokens(count)
         return self._cuts.outputs(module, count)

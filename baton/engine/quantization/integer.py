@@ -1,14 +1,14 @@
-"""Integer weights: how plain weights become them, and the linear layers that multiply by them.
+"""Integer weights: rounding floating-point weights to them, and linear layers that use them.
 
     scheme   weights                             activations      product
     int8     int8, a scale per output channel    as they are      widened slabs; few rows: ATen's
     w8a8     int8, a scale per output channel    int8 per token   int8 x int8 -> int32, exact
     int4     4 bits, scale and zero per group    as they are      few rows: ATen's; else widened
 
-bfloat16 on a CPU, where they were compiled: our own kernels, which widen integers in registers
-(kernels/cpu/quantized.py). Every kernel is tried on a small product when a model is loaded
-(`QuantizedFormat`), and has a plain twin here: `IntWeight.dequantized` and `functional.linear`.
-What a checkpoint stores is read by quantized_checkpoint.py.
+For bfloat16 on a CPU, Baton's own kernels are used if they were compiled; they widen integers in
+registers (kernels/cpu/quantized.py). `QuantizedFormat` tests every kernel on a small product when a
+model is loaded, against `IntWeight.dequantized` and `functional.linear`.
+quantized_checkpoint.py reads integers that a checkpoint stores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Scheme = Literal["int8", "w8a8", "int4"]
 SCHEMES: Final = get_args(Scheme)
 GROUP_SIZES: Final = (64, 32)  # of int4 on load: the first that divides the inputs
 SLAB_BYTES: Final = 2 << 20  # widened weights that one product reads: they stay in the caches
-SLAB_OUTPUTS: Final = 8192  # rounded at once: float32 copies of a whole head would be gigabytes
+SLAB_OUTPUTS: Final = 8192  # rounded at once: a float32 copy of a whole head would take gigabytes
 FEW_ROWS: Final = 8  # up to here ATen's int8 kernel beat widening (measured on AVX-512)
 FEW_ROWS_INT4: Final = 16  # the same for the int4 kernel
 INT4_KERNEL_GROUPS: Final = (32, 64, 128, 256)
@@ -50,11 +50,11 @@ CUDA_INT_ROWS: Final = 32  # cuBLAS wants more than 16 rows
 class IntWeight:
     """w[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g] for the i-th input of group g.
 
-    values [out, in] int8 (4 bits: -8..7), scales [out, groups] float32, zeros likewise or None for
-    0. Groups are runs of in / groups inputs, taken after `order` [in] (if set): column j of values
-    belongs to input order[j]. `int8_activations`: made for inputs rounded to int8 per token;
-    `exchange`: ranks have the other inputs, and the last PEAK_INPUTS columns are 0 (W8A8Share).
-    `floats`: the 4 bits are of floats (E2M1); values are twice their numbers, which are integers.
+    values [out, in] int8 (4 bits: -8..7), scales [out, groups] float32, zeros [out, groups] float32
+    or None = all 0. A group is a run of in / groups columns of values. `order` [in]: column j
+    belongs to input order[j]; None = to input j. `int8_activations`: inputs are rounded to int8 per
+    token. `exchange`: other ranks hold the other inputs, and the last PEAK_INPUTS columns are 0
+    (W8A8Share). `floats`: the weights are 4-bit floats (E2M1); values hold twice their numbers.
     """
 
     bits: Literal[4, 8]
@@ -77,7 +77,7 @@ class IntWeight:
 
     @property
     def num_bytes(self) -> int:
-        """As layers keep it: packed numbers, and what is stored per group."""
+        """Bytes of the weight as layers keep it: packed integers, scales, zeros and order."""
         parts = (self.zeros, self.order)
         return (
             self.values.numel() * self.bits // 8
@@ -90,22 +90,22 @@ class IntWeight:
         return self.values.shape[1] // self.num_groups
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The plain weight [out, in] in `dtype`, computed in float32."""
+        """Return the weight [out, in] in `dtype`, computed in float32."""
         weight = self.values.float().unflatten(1, (self.num_groups, -1))
         if self.zeros is not None:
             weight -= self.zeros[:, :, None]
         weight = (weight * self.scales[:, :, None]).flatten(1).to(dtype)
         if self.order is None:
             return weight
-        inputs = int(self.order.max()) + 1  # fewer than columns where some are of zeros (parts.py)
+        inputs = int(self.order.max()) + 1  # some columns may be padding of zeros (parts.py)
         return weight.new_zeros(len(weight), inputs).index_add_(1, self.order, weight)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
-    """Round weight [out, in] to nearest:
-    symmetric per output for int8, min to max per group for int4.
+    """Round weight [out, in] to nearest, a slab of outputs at a time.
 
-    A slab of outputs at a time. Raises ValueError if no group size divides the inputs (int4).
+    int8 and w8a8: symmetric, a scale per output. int4: from minimum to maximum of each group.
+    Raises ValueError if no group size divides the inputs (int4).
     """
     slabs = [_quantize(slab.float(), scheme) for slab in weight.split(SLAB_OUTPUTS)]
     whole = stack_weights(slabs)
@@ -114,7 +114,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
 
 
 def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
-    """As `quantize`, weight in float32."""
+    """Round one slab, a float32 weight; see quantize."""
     if scheme != "int4":
         scales = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
         values = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
@@ -131,7 +131,7 @@ def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
 
 
 def stack_weights(parts: list[IntWeight]) -> IntWeight | None:
-    """The parts stacked along their outputs; None if their formats differ."""
+    """Return the parts stacked along their outputs; None if their formats differ."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -164,7 +164,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class QuantizedFormat:
-    """Makes linear layers of integer weights, for one dtype and device; tries the kernels once."""
+    """Makes linear layers of integer weights for one dtype and device; tests the kernels once."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -177,7 +177,7 @@ class QuantizedFormat:
         self._int4_kernel = half_cpu and works("_weight_int4pack_mm_for_cpu", try_int4_kernel)
 
     def __call__(self, weight: IntWeight, bias: Tensor | None) -> Linear:
-        """The fastest layer that this machine has for `weight`; bias [out] or None."""
+        """Return the fastest layer that this machine has for `weight`; bias [out] or None."""
         if weight.exchange is not None:
             integers = replace(weight, scales=torch.ones_like(weight.scales))
             layer = self._unordered(integers, None)
@@ -213,7 +213,7 @@ class QuantizedFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reordered:
-    """A layer whose columns were sorted by group: its inputs take the same order."""
+    """A layer whose columns are sorted by group; the inputs are put into the same `order`."""
 
     layer: Linear
     order: Tensor
@@ -234,7 +234,7 @@ class IntegerPanels:
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
-        """Whether the kernel knows such weights."""
+        """Whether the kernel supports `weight`."""
         return not weight.int8_activations and weight.group_size % QUAD == 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class IntegerPanels:
 
 
 class W8A8Panels:
-    """W8A8Linear with the compiled kernel (kernels/cpu/w8a8.h): the same numbers, bit by bit."""
+    """W8A8Linear with the compiled kernel (kernels/cpu/w8a8.h); results are equal bit for bit."""
 
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels
@@ -256,7 +256,7 @@ class W8A8Panels:
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
-        """Whether the kernel knows such weights."""
+        """Whether the kernel supports `weight`."""
         simple = weight.num_groups == 1 and weight.zeros is None
         return weight.int8_activations and simple and weight.shape[1] <= MAX_INPUTS
 
@@ -270,9 +270,10 @@ class W8A8Panels:
 
 
 class WidenedLinear:
-    """int8 weights, widened to the input's dtype slab by slab; the scale meets the product.
+    """int8 weights, widened to the input's dtype slab by slab; the product is multiplied by the
+    scale.
 
-    An int8 is exact in bfloat16, so the only roundings are the product's and the scale's.
+    bfloat16 holds an int8 exactly, so only the product and the multiplication by the scale round.
     """
 
     def __init__(self, weight: IntWeight, bias: Tensor | None, *, few_rows_kernel: bool) -> None:
@@ -297,9 +298,8 @@ class WidenedLinear:
 
 
 class W8A8Linear:
-    """int8 weights and inputs rounded to int8 per token; the sums are exact integers.
-
-    So a row's result depends on no other row, whatever the kernel.
+    """int8 weights, and inputs rounded to int8 per token. The sums are exact integers, so a row's
+    result depends on no other row, whatever the kernel.
     """
 
     def __init__(self, weight: IntWeight, bias: Tensor | None, *, int_product: bool) -> None:
@@ -325,18 +325,17 @@ class W8A8Linear:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> int8 [T, in] and scales [T, 1] float32:
-    symmetric, per row (dynamic per token)."""
+    """Round x [T, in] to int8 [T, in] and scales [T, 1] float32, symmetric, one scale per row."""
     wide = x.float()
     scales = row_scales(wide.abs().amax(1, keepdim=True))
     return (wide / scales).round_().to(torch.int8), scales
 
 
 class Int4Linear:
-    """4-bit weights in the layout of ATen's CPU kernel, bfloat16. Many rows: widened slabs.
+    """4-bit weights in the layout of ATen's CPU kernel, bfloat16. Many rows use widened slabs.
 
     The layout, tile after tile of 64 outputs: [in, 32] bytes, output r in the low half of byte r,
-    output r + 32 in the high half (`try_int4_kernel` proves it on this build).
+    output r + 32 in the high half (`try_int4_kernel` tests that on this build).
     """
 
     def __init__(self, weight: IntWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -358,7 +357,7 @@ class Int4Linear:
         return out if self._bias is None else out + self._bias
 
     def _widened(self, rows: slice) -> Tensor:
-        """The weights of some outputs (whole tiles), [rows, in]."""
+        """Return the widened weights of some outputs (whole tiles), [rows, in]."""
         tiles = self._packed[rows].view(-1, self._packed.shape[1] * 2, INT4_KERNEL_ROWS // 2)
         values = torch.cat((tiles & 15, tiles >> 4), -1).to(torch.int8) - 8  # [tiles, in, 64]
         values = values.transpose(1, 2).flatten(0, 1).to(self._scales.dtype)
@@ -394,7 +393,8 @@ class NibbleLinear:
 def slab_rows(
     shape: torch.Size | tuple[int, int], dtype: torch.dtype, tile: int = 1
 ) -> list[slice]:
-    """Ranges of outputs whose widened weights take about SLAB_BYTES, in multiples of `tile`."""
+    """Return ranges of outputs whose widened weights take about SLAB_BYTES each. Each range is a
+    multiple of `tile`, except for the last."""
     rows = max(1, SLAB_BYTES // (shape[1] * dtype.itemsize * tile)) * tile
     return [slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows)]
 
@@ -409,7 +409,7 @@ def _add_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def int_product(x: Tensor, weight: Tensor) -> Tensor:
-    """int8 x [T, in], weight [out, in] -> int32 [T, out], exact."""
+    """Multiply int8 x [T, in] by weight [out, in]; return exact sums int32 [T, out]."""
     rows = x.shape[0]
     if x.device.type == "cuda" and rows < CUDA_INT_ROWS:
         x = functional.pad(x, (0, 0, 0, CUDA_INT_ROWS - rows))
@@ -417,7 +417,7 @@ def int_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def works(name: str, trial: Callable[[], bool]) -> bool:
-    """Whether a kernel exists here and agrees with its definition."""
+    """Whether the kernel `name` exists on this machine and `trial` finds its results right."""
     try:
         works = trial()
     except (AttributeError, RuntimeError, NotImplementedError) as error:
@@ -429,7 +429,7 @@ def works(name: str, trial: Callable[[], bool]) -> bool:
 
 
 def _tried(compiled: IntegerKernels | None) -> IntegerKernels | None:
-    """The compiled kernels if they agree with their definitions here."""
+    """Return the compiled kernels if their results are right on this machine, else None."""
     if compiled is None or not works("compiled panels", lambda: try_panels(compiled)):
         return None
     logger.info("integer weights: panels, compiled kernels")
@@ -437,7 +437,7 @@ def _tried(compiled: IntegerKernels | None) -> IntegerKernels | None:
 
 
 def try_panels(compiled: IntegerKernels) -> bool:
-    """Each scheme at few rows and more."""
+    """Whether the compiled kernels are right for each scheme, with few and with more rows."""
     for scheme in SCHEMES:
         weight, x = _example(scheme)
         if scheme == "w8a8":
@@ -455,7 +455,8 @@ def try_panels(compiled: IntegerKernels) -> bool:
 
 
 def try_int_product(device: torch.device) -> bool:
-    """Extreme values included: 8-bit products without VNNI saturate at 16 bits in some kernels."""
+    """Whether int_product is exact, also for extreme values: without VNNI, some kernels saturate at
+    16 bits."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-127, 128, (37, 512), generator=generator).to(torch.int8)
     weight = torch.randint(-128, 128, (64, 512), generator=generator).to(torch.int8)
@@ -474,7 +475,7 @@ def try_int8_kernel() -> bool:
 
 
 def try_int4_kernel() -> bool:
-    """The product at few rows, and the layout that many rows are widened from."""
+    """Whether the int4 kernel is right for few rows, and its layout is widened right for many."""
     weight, x = _example("int4")
     layer = Int4Linear(weight, None, torch.bfloat16)
     expected = functional.linear(x.float(), weight.dequantized(torch.float32))

@@ -1,10 +1,10 @@
-"""The one seam for weight formats: how x W^T + b is done, chosen once at start.
+"""The interface of linear layers, whatever the format of their weights: x W^T + b.
 
-`choose_linear` is about plain weights. float32 and everything on a GPU: `functional.linear`.
-bfloat16 on a CPU: weights in panels for our own kernel (AVX-512, AVX2), where it was compiled, but
-with AMX or without a compiler reordered for oneDNN, 1.4-1.8x `functional.linear` at 4-32 rows.
-Integer weights: quantization.py.
-`Linears` is what a model asks for its layers; which format each gets is not the model's business.
+`choose_linear` chooses the format of floating-point weights once at start. float32, and all dtypes
+on a GPU: `functional.linear`. bfloat16 on a CPU: weights in panels for Baton's own kernel (AVX-512,
+AVX2) if it was compiled; with AMX or without a compiler, weights reordered for oneDNN, which is
+1.4-1.8x as fast as `functional.linear` at 4-32 rows. Integer weights are in integer.py.
+A model gets its layers from `Linears`, and does not know their formats.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Linear(Protocol):
     """A linear layer whose weights are held in some format."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], both in the model's dtype."""
+        """Compute x [T, in] -> [T, out], both in the model's dtype."""
         ...
 
 
 @runtime_checkable
 class WideLinear(Linear, Protocol):
-    """One whose format can leave its sums unrounded."""
+    """A linear layer that can return its sums without rounding them to the model's dtype."""
 
     def wide(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out] float32."""
+        """Compute x [T, in] -> [T, out] float32."""
         ...
 
 
 def in_float32(linear: Linear, x: Tensor) -> Tensor:
-    """x [T, in] -> [T, out] float32, unrounded where the format has them so: a second pass over a
-    vocabulary's width takes as long as choosing from it."""
+    """Compute x [T, in] -> [T, out] float32; not rounded in between if the layer is a WideLinear.
+    That also saves a pass that casts the whole vocabulary's width."""
     return linear.wide(x) if _is_wide(linear) else linear(x).float()
 
 
@@ -57,20 +57,21 @@ def _is_wide_kind(kind: type[Linear]) -> bool:
 
 
 INT8_PEAK: Final = 127
-PEAK_INPUTS: Final = 8  # behind a share of w8a8's inputs: kernels take multiples of 8
+PEAK_INPUTS: Final = 8  # added behind a w8a8 share's inputs; 8, as kernels want multiples of 8
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear
 
 
 class Linears(Protocol):
-    """Where a model gets its linear layers from: a checkpoint's modules, in some weight format."""
+    """Makes a model's linear layers from a checkpoint's modules, in some weight format."""
 
     def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
-        """Modules of one input as one layer, their outputs stacked in this order."""
+        """Return one layer for modules of the same input, their outputs stacked in this order."""
         ...
 
     def head(self, tied: Tensor | None) -> Linear:
-        """The product over the vocabulary, rounded if so configured: of the embedding [vocab, H] in
-        hand if it is tied to it, else of the checkpoint's own."""
+        """Return the head, the product over the vocabulary; its weight is rounded if so configured.
+        `tied`: the embedding [vocab, H] that the head shares; None = the head's own weight is
+        read."""
         ...
 
 
@@ -118,7 +119,7 @@ class PanelLinear:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Layers of one input whose formats differ: run one by one, their outputs stacked."""
+    """Layers of the same input in different formats. They run one by one; outputs are stacked."""
 
     layers: tuple[Linear, ...]
 
@@ -128,31 +129,33 @@ class SideBySide:
 
 
 class RankSums(Protocol):
-    """The ranks that share the inputs of a product (parallel/group.py): all of them call alike."""
+    """Sums over the ranks that share a product's inputs (parallel/group.py). All ranks must make
+    the same calls."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks; may mutate `tensor`."""
+        """Return the sum of `tensor` over the ranks; may mutate `tensor`."""
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """The greatest of each number; may mutate `tensor`."""
+        """Return the maximum of each number over the ranks; may mutate `tensor`."""
         ...
 
 
 def row_scales(peaks: Tensor) -> Tensor:
-    """Greatest magnitudes of rows [T, 1] float32 -> their scales as int8, symmetric."""
+    """Return the scales by which rows are rounded to int8, [T, 1]. `peaks` [T, 1] float32: the
+    greatest magnitude of each row."""
     return peaks.clamp(min=1e-12) / INT8_PEAK
 
 
 @dataclass(frozen=True, slots=True)
 class W8A8Share:
-    """A w8a8 product whose inputs lie on several ranks, this one's share of it.
+    """One rank's share of a w8a8 product whose inputs lie on several ranks.
 
-    Rows are rounded by the greatest magnitude over all ranks, and the ranks' sums are integers: so
-    the result, on every rank, is that of the product in one piece, bit for bit (as long as sums
-    stay below 2^24, which float32 holds exactly). `layer` multiplies by the integers alone: its
-    scales are 1, and so are rows' scales, because each row ends with PEAK_INPUTS times INT8_PEAK,
-    which its weights multiply by zero.
+    Rows are rounded by their greatest magnitude over all ranks, and the ranks' sums are integers.
+    So the result on every rank equals that of the whole product bit for bit, as long as sums stay
+    below 2^24, which float32 holds exactly. `layer` multiplies integers without scaling: its scales
+    are 1. The scale that it computes for a row is 1 as well, because PEAK_INPUTS numbers INT8_PEAK
+    are added to the row; the weights of these are zero.
     """
 
     layer: Linear
@@ -161,20 +164,21 @@ class W8A8Share:
     exchange: RankSums
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in of this rank] -> [T, out], the sum over the ranks."""
+        """Compute x [T, inputs of this rank] -> [T, out], summed over the ranks."""
         rows, scales = self.rounded(x)
         sums = self.exchange.all_reduce(in_float32(self.layer, rows))
         return self._scaled(sums, scales).to(x.dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, in] -> what `layer` takes, and the rows' scales [T, 1]."""
+        """Round x [T, in]; return the input of `layer` and the rows' scales [T, 1]."""
         wide = x.float()
         scales = row_scales(self.exchange.all_reduce_max(wide.abs().amax(1, keepdim=True)))
         rows = (wide / scales).round_()
         return functional.pad(rows, (0, PEAK_INPUTS), value=INT8_PEAK).to(x.dtype), scales
 
     def partial(self, rows: Tensor, scales: Tensor) -> Tensor:
-        """As `rounded` gives them -> [T, out], what is to be summed over the ranks."""
+        """Compute this rank's part [T, out] of the sum over the ranks, of the two results of
+        `rounded`."""
         return self._scaled(in_float32(self.layer, rows), scales).to(rows.dtype)
 
     def _scaled(self, sums: Tensor, scales: Tensor) -> Tensor:
@@ -183,7 +187,8 @@ class W8A8Share:
 
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
-    """The fastest format that works here for this dtype; tried on a small product, logged."""
+    """Return the fastest format of floating-point weights that works on this machine for `dtype`.
+    oneDNN's is tested on a small product. The choice is logged."""
     compiled = product_kernels_for(dtype, device)
     if compiled is not None:
         logger.info("linear layers: bfloat16 weights in panels, compiled kernel")
@@ -196,14 +201,15 @@ def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
 
 
 def _in_panels(compiled: CpuKernels, weight: Tensor, bias: Tensor | None) -> Linear:
-    """Panels hold pairs of inputs: an odd number of them is torch's."""
+    """Make a layer of panels, which hold pairs of inputs; for an odd number of inputs a layer that
+    uses torch."""
     if weight.shape[1] % 2:
         return PlainLinear(weight, bias)
     return PanelLinear(compiled, weight, bias)
 
 
 def _packing_works() -> bool:
-    """Whether oneDNN's packed product exists here and agrees with torch's."""
+    """Whether oneDNN's packed product exists on this machine and agrees with torch's."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 64, generator=generator).bfloat16()
     weight = torch.randn(48, 64, generator=generator).bfloat16()

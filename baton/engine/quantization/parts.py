@@ -1,15 +1,15 @@
 """Parts of integer weights: the integers, scales and zeros of some outputs, or of some inputs.
 
-A tensor-parallel rank keeps such a part (parallel/sharding.py). A part holds the integers of the
-whole weight, never integers that were rounded anew, so every number of ranks serves one model:
+A tensor-parallel rank keeps such a part (parallel/sharding.py). A part holds integers of the whole
+weight and is never rounded anew, so the model is the same for any number of ranks:
 
-    some outputs    their rows of values, scales and zeros
-    some inputs     their columns; a group that several ranks share is cut into smaller groups, all
-                    with its scale and zero
-    inputs after    columns of other ranks become zero weights, so that groups stay equally long
-    `order`
-    w8a8            of some inputs: rows are rounded, and sums are scaled, as those of the whole,
-                    for which the ranks exchange them (linear.W8A8Share)
+    some outputs    the rows of values, scales and zeros that belong to them
+    some inputs     the columns that belong to them; a group that several ranks share is cut into
+                    smaller groups with the same scale and zero
+    some inputs,    columns of other ranks are replaced by weights of zero where groups would
+    with `order`    otherwise differ in length
+    w8a8, some      the ranks exchange the greatest magnitudes of rows and the integer sums, so that
+    inputs          rounding and scaling equal those of the whole weight (linear.W8A8Share)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from baton.engine.kernels.cpu.quantized import QUAD
 from baton.engine.quantization.integer import IntWeight
 from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 
-SMALLEST_GROUP: Final = 8  # inputs: scales and zeros of smaller ones take more than plain weights
+SMALLEST_GROUP: Final = 8  # inputs; with smaller groups, scales and zeros take too much memory
 
 
 def of_outputs(weight: IntWeight, outputs: slice | Tensor) -> IntWeight:
-    """Some outputs of `weight`, a slice or their ids, as copies."""
+    """Return a copy of some outputs of `weight`, given as a slice or by their indices."""
     zeros = None if weight.zeros is None else weight.zeros[outputs].clone()
     values, scales = weight.values[outputs].clone(), weight.scales[outputs].clone()
     return replace(weight, values=values, scales=scales, zeros=zeros)
 
 
 def of_inputs(weight: IntWeight, inputs: slice) -> IntWeight:
-    """Some inputs of `weight`, as copies. `inputs`: one of several even parts of all inputs.
+    """Return a copy of some inputs of `weight`. `inputs`: one of several even parts of all inputs.
 
-    Raises ValueError if its groups would become too small.
+    Raises ValueError if groups would become too small.
     """
     if weight.order is not None:
         return _of_ordered_inputs(weight, weight.order, inputs)
@@ -54,8 +54,9 @@ def of_inputs(weight: IntWeight, inputs: slice) -> IntWeight:
 
 
 def _of_ordered_inputs(weight: IntWeight, order: Tensor, inputs: slice) -> IntWeight:
-    """A group keeps its columns of these inputs; where it has fewer of them than another group,
-    others of its columns fill it up, with weights of zero, which read the first input."""
+    """Return some inputs of a weight with an order. Each group keeps its columns of these inputs.
+    A group with fewer such columns than another is filled up with columns of weight zero, which
+    read the first input."""
     size = weight.group_size
     mine = ((order >= inputs.start) & (order < inputs.stop)).view(-1, size)
     longest = int(mine.sum(1).max())
@@ -71,12 +72,13 @@ def _of_ordered_inputs(weight: IntWeight, order: Tensor, inputs: slice) -> IntWe
 
 
 def _with_groups(weight: IntWeight, values: Tensor, groups: Tensor) -> IntWeight:
-    """`values` with the scales and zeros of some of the weight's groups."""
+    """Return `values` with the scales and zeros of some of the weight's groups."""
     zeros = None if weight.zeros is None else weight.zeros[:, groups]
     return replace(weight, values=values, scales=weight.scales[:, groups], zeros=zeros)
 
 
 def with_exchange(weight: IntWeight, exchange: RankSums) -> IntWeight:
-    """A part of w8a8's inputs, for ranks that have one each."""
+    """Return a rank's part of a w8a8 weight's inputs in the form of W8A8Share: padded by
+    PEAK_INPUTS columns of zero, with the ranks' `exchange`."""
     values = functional.pad(weight.values, (0, PEAK_INPUTS))
     return replace(weight, values=values, exchange=exchange)

@@ -1,4 +1,5 @@
-"""The blocks of a GGUF file: small integers with a scale, and a minimum, for each group of them.
+"""The blocks of a GGUF file: groups of small integers, each with a scale, and in some types with a
+minimum.
 
     type               a weight is                  group   kept as
     Q4_0               d * (q - 8)                  32      4 bits
@@ -7,8 +8,9 @@
     Q4_K, Q5_K         (d * s) * q - dmin * m       32      4, 8 bits with a zero
     Q6_K               (d * s) * (q - 32)           16      8 bits
 
-`widen_blocks` computes the numbers in float32, as the `gguf` package does. `integers_of` keeps the
-integers: a minimum becomes a zero, which is a fraction. Source: ggml-quants.c (dequantize_row_*).
+`widen_blocks` computes the weights in float32, as the `gguf` package does. `integers_of` keeps the
+integers and turns a minimum into a zero point, which may be a fraction. Source: ggml-quants.c
+(dequantize_row_*).
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from torch import Tensor
 
 from baton.engine.quantization.integer import IntWeight
 
-MOST_STEPS: Final = 65_000  # a zero as float16; further away a group is its minimum alone
+MOST_STEPS: Final = 65_000  # zero points up to this fit into float16; see integers_of
 _K_SCALES: Final = 12  # bytes that hold 8 scales and 8 minima of 6 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """n blocks: a weight is scales * numbers - minima.
+    """n blocks, whose weights are scales * numbers - minima.
 
-    numbers int8 [n, groups, inputs of a group], of `bits`, not negative if there are minima; scales
-    and minima (None: all 0) [n, groups, 1] float32.
+    numbers: int8 [n, groups, inputs of a group], of `bits` bits, not negative if there are minima.
+    scales and minima: float32 [n, groups, 1]; minima None = all are 0.
     """
 
     bits: int
@@ -40,28 +42,30 @@ class Blocks:
     minima: Tensor | None = None
 
     def is_finite(self) -> bool:
-        """Whether all of its weights are numbers."""
+        """Whether all weights are finite."""
         parts = (self.scales, self.minima)
         return all(bool(part.isfinite().all()) for part in parts if part is not None)
 
 
 def read_blocks(blocks: Tensor, kind: str) -> Blocks:
-    """blocks uint8 [n, bytes of a block] of type `kind`, taken apart."""
+    """Take apart blocks uint8 [n, bytes of a block] of type `kind`."""
     return _READERS[kind](blocks.contiguous())
 
 
 def widen_blocks(blocks: Tensor, kind: str) -> Tensor:
-    """blocks uint8 [n, bytes of a block] of type `kind` -> float32 [n, numbers of a block]."""
+    """Widen blocks uint8 [n, bytes of a block] of type `kind` to float32 [n, weights of a
+    block]."""
     parts = read_blocks(blocks, kind)
     numbers = parts.scales * parts.numbers.float()
     return (numbers if parts.minima is None else numbers - parts.minima).flatten(1)
 
 
 def integers_of(blocks: Blocks, outputs: int) -> IntWeight:
-    """The blocks of so many rows as one weight.
+    """Return the blocks of a matrix with so many `outputs` as one integer weight.
 
-    Equal to the widened numbers up to float32's rounding. A group whose minimum is more than
-    MOST_STEPS of its scale is that minimum alone: it loses less than 2^-11 of itself.
+    Its weights equal those of widen_blocks up to float32's rounding. A group whose minimum is more
+    than MOST_STEPS times its scale is kept as that minimum alone, with a relative error below
+    2^-11.
     """
     bits, values = (4 if blocks.bits == 4 else 8), blocks.numbers
     if blocks.minima is None:
@@ -78,23 +82,24 @@ def integers_of(blocks: Blocks, outputs: int) -> IntWeight:
 
 
 def _halfs(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block: float32 [n, 1, 1]."""
+    """Return the float16 at byte `at` of each block as float32 [n, 1, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float().unsqueeze(2)
 
 
 def _nibbles(bytes_: Tensor, run: int) -> Tensor:
-    """The low halves of each run of bytes, then their high halves: [n, 2 * bytes]."""
+    """Return, for each run of `run` bytes, first the low halves and then the high halves: [n,
+    2 * bytes]."""
     runs = bytes_.unflatten(1, (-1, 1, run))
     return torch.cat((runs & 15, runs >> 4), 2).flatten(1)
 
 
 def _fifth_bits(bytes_: Tensor) -> Tensor:
-    """32 bits of four bytes, the lowest first: [n, 32]."""
+    """Return the 32 bits of four bytes, the lowest bit first: [n, 32]."""
     return (bytes_.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
 def _groups(numbers: Tensor, size: int, middle: int = 0) -> Tensor:
-    """numbers uint8 [n, ..], less `middle`, as int8 [n, groups, size]."""
+    """Return numbers uint8 [n, ...] minus `middle` as int8 [n, groups, size]."""
     return (numbers.view(torch.int8) - middle).view(len(numbers), -1, size)
 
 
@@ -122,7 +127,7 @@ def _q8_0(blocks: Tensor) -> Blocks:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the 8 runs of a block: float32 [n, 8, 1] each."""
+    """Return the scales and the minima of a block's 8 groups, float32 [n, 8, 1] each."""
     packed = blocks[:, 4 : 4 + _K_SCALES]
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, high & 15 | low >> 2 & 48), 1).float().unsqueeze(2)

@@ -1,7 +1,7 @@
-"""config.json of a GGUF file, from its metadata, and the names that its tensors have there.
+"""Makes the config.json of a GGUF file from its metadata, and translates the names of its tensors.
 
-No torch. What llama.cpp does not write down, it fixes in its code: those values are here. A key
-that would change the result and is not understood is refused by name.
+No torch. Values that llama.cpp does not write into the file are constants of its code; they are
+repeated here. A file with a feature that would change the result and is not supported is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GEMMAS: Final = {
     "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-_LLAMA3_FACTORS: Final = (8.0, 32.0)  # of Llama 3.1 and 3.3, and of 3.2
+_LLAMA3_FACTORS: Final = (8.0, 32.0)  # the first of Llama 3.1 and 3.3, the second of Llama 3.2
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
 _LLAMA3_RULE: Final[Mapping[str, Any]] = {
     "rope_type": "llama3", "low_freq_factor": _LLAMA3_LOW, "high_freq_factor": _LLAMA3_HIGH,
@@ -43,11 +43,13 @@ _LLAMA3_RULE: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN = 10000.0, 6
 _GEMMA2_PATTERN: Final = 2
-_WIDE_GEMMAS: Final = {"gemma2": 46, "gemma3": 62}  # layers of the 27B: scaled by another size
+# Layers of the 27B models, which scale attention scores by another size.
+_WIDE_GEMMAS: Final = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """config.json. Raises ModelRefused for an architecture, or a feature, that is not read."""
+    """Return the config.json of a file. Raises ModelRefused for an architecture or a feature that
+    is not supported."""
     architecture = file.architecture
     if architecture not in _CLASSES:
         raise ModelRefused(
@@ -86,9 +88,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def plain_name(file: GgufFile, name: str) -> str | None:
-    """What the checkpoint calls tensor `name`; None for one that the config stands for.
+    """Return the name of tensor `name` in a Hugging Face checkpoint; None for rope_freqs.weight,
+    which the config replaces.
 
-    Raises ModelRefused for one that its architecture does not have.
+    Raises ModelRefused for a tensor that the architecture does not have.
     """
     if name in _OUTSIDE:
         return _OUTSIDE[name]
@@ -103,7 +106,8 @@ def plain_name(file: GgufFile, name: str) -> str | None:
 
 
 def query_heads(file: GgufFile, name: str) -> int:
-    """Heads of a projection whose rows llama.cpp has turned; 0 for any other tensor."""
+    """Return the number of heads of a projection whose rows llama.cpp has reordered; 0 for any
+    other tensor."""
     if file.architecture != "llama":
         return 0
     if ".q_proj." in name:
@@ -117,7 +121,7 @@ def query_heads(file: GgufFile, name: str) -> int:
 
 
 def _llama(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Mistral, too: llama.cpp knows both by this name, and no window of them."""
+    """Return the keys of Llama and Mistral. llama.cpp has one name for both, and no windows."""
     biased = "blk.0.attn_q.bias" in file.tensors
     return {"hidden_act": "silu", "attention_bias": biased, "mlp_bias": False}
 
@@ -172,7 +176,8 @@ _FAMILIES: Final[Mapping[str, Callable[[GgufFile, dict[str, Any]], dict[str, Any
 
 
 def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    """The rule of Hugging Face's for what the file says. Raises ModelRefused for another."""
+    """Return Hugging Face's rope_scaling for the file's; None without scaling. Raises ModelRefused
+    for a rule that is not supported."""
     if "rope_freqs.weight" in file.tensors:
         return _llama3(file, head_dim)
     kind, factor = file.of("rope.scaling.type"), file.of("rope.scaling.factor")
@@ -192,7 +197,8 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """The file has a factor of each frequency: those of one rule of Llama 3's, or none is known."""
+    """Return the rule of Llama 3 whose factors of the frequencies the file holds. Raises
+    ModelRefused if they belong to no known rule."""
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
         raise _refused(file, f"rope_freqs.weight is of type {tensor.kind}, shape {tensor.shape}")
@@ -208,7 +214,7 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_factor(inverse: float, factor: float) -> float:
-    """By which a frequency (`inverse` is 1 over it) is divided.
+    """Return the number by which the frequency 1 / `inverse` is divided.
 
     Source: llama.cpp conversion/llama.py, generate_extra_tensors.
     """
@@ -229,14 +235,14 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What holds every number as it is stored; bfloat16 for rounded ones."""
+    """Return float32 or float16 if all matrices are stored so; else bfloat16."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
     exact = {"F32": "float32", "F16": "float16"}
     return exact[kinds.pop()] if len(kinds) == 1 and kinds <= exact.keys() else "bfloat16"
 
 
 def _types(file: GgufFile) -> dict[str, int]:
-    """Numbers stored in each type."""
+    """Return how many numbers are stored in each type."""
     counts: dict[str, int] = {}
     for tensor in file.tensors.values():
         counts[tensor.kind] = counts.get(tensor.kind, 0) + math.prod(tensor.shape)
@@ -244,25 +250,27 @@ def _types(file: GgufFile) -> dict[str, int]:
 
 
 def _table(file: GgufFile) -> dict[str, str]:
-    """Types of the embedding and of the head."""
+    """Return the types of the embedding and of the head."""
     table = file.tensors["token_embd.weight"]
     return {"embedding": table.kind, "head": file.tensors.get("output.weight", table).kind}
 
 
 def _integer(file: GgufFile, key: str, default: int | None = None) -> int:
-    """Raises ModelRefused for a key that is missing, or no positive integer."""
+    """Return the value of `key`, else `default`. Raises ModelRefused if both are missing, or if the
+    value is no positive integer."""
     value = file.of(key)
     if value is None and default is not None:
         return default
     if isinstance(value, list) and value and len(set(value)) == 1:
-        value = value[0]  # of each layer, and all alike
+        value = value[0]  # a list with one value per layer, all equal
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _refused(file, f"{file.architecture}.{key} is {str(value)[:40]}")
     return value
 
 
 def _number(file: GgufFile, key: str, default: float | None = None) -> float:
-    """Raises ModelRefused for a key that is missing, or no positive number."""
+    """Return the value of `key`, else `default`. Raises ModelRefused if both are missing, or if the
+    value is no positive number."""
     value = file.of(key)
     if value is None and default is not None:
         return default

@@ -1,10 +1,10 @@
-"""A GGUF file as a checkpoint's folder: what the file says, as the JSON files of Hugging Face's.
+"""Makes a checkpoint folder for a GGUF file, with the JSON files of a Hugging Face checkpoint.
 
     file.gguf -> config.json, generation_config.json, tokenizer.json, tokenizer_config.json, and
                  model.gguf, a link to the file
 
-The folder lies in Baton's cache and is made once per file; weights are not copied. So router, nodes
-and whoever else wants a model's folder get one. No torch.
+The folder lies in Baton's cache and is made once per file; weights are not copied. So the router,
+the nodes and all other code that needs a model's folder can use a GGUF file. No torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from baton.runtime.cache_folder import cache_folder
 
 SUFFIX: Final = ".gguf"
 WEIGHTS: Final = "model.gguf"
-_VERSION: Final = 2  # of what is written: another one makes another folder
+_VERSION: Final = 2  # of the folder's contents; a new version gets a new folder
 
 
 def is_gguf(model: str | Path) -> bool:
-    """Whether `model` is a file in this format, by its name."""
+    """Whether `model` is the path of an existing file whose name ends in .gguf."""
     path = Path(model).expanduser()
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 
 def gguf_folder(file: Path, cache: Path | None = None) -> Path:
-    """The checkpoint's folder of `file`, made now if it is not there yet.
+    """Return the checkpoint folder of `file`; make it if there is none yet.
 
-    Raises ModelRefused for a file that is not read, and where the folder cannot be written.
+    Raises ModelRefused for a file that is not supported, and if the folder cannot be written.
     """
     file = file.expanduser().resolve()
     try:
@@ -65,14 +65,16 @@ def write_folder(file: Path, folder: Path) -> None:
 
 
 def _name(file: Path) -> str:
-    """Of the folder: another one for each file, and for each content as far as its times tell."""
+    """Return the name of the file's folder. It changes with the file's path, size and time of last
+    change."""
     found = file.stat()
     said = f"{_VERSION} {file} {found.st_size} {found.st_mtime_ns}"
     return f"{file.stem}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
 
 def _make(file: Path, folder: Path) -> None:
-    """All of the folder or nothing, whoever else makes it at the same time."""
+    """Make the folder, completely or not at all, even if other processes make it at the same
+    time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=".baton-", dir=folder.parent))
     try:

@@ -1,10 +1,10 @@
 """The header of a GGUF file: its metadata, and where its tensors lie. No torch.
 
-    magic "GGUF", version, number of tensors, number of keys; keys with typed values; tensors by
-    name, sizes (the fastest first), type, offset; padding; the tensors' bytes
+    magic "GGUF", version, number of tensors, number of keys; keys with typed values; for each
+    tensor its name, sizes (the fastest first), type and offset; padding; the tensors' bytes
 
-Whatever a file says is checked against its length before it is believed: a damaged or hostile one
-is refused, it neither takes memory nor time. Source: ggml's docs/gguf.md; ggml-common.h.
+All sizes in a file are checked against the file's length before they are used. So a damaged or
+hostile file is refused before it costs memory or time. Source: ggml's docs/gguf.md; ggml-common.h.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_KEYS: Final = 1 << 16
 _MAX_TENSORS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 4
 _ALIGNMENT: Final = 32
-# Numbers of a block and its bytes, by ggml's name of the type.
+# (numbers in a block, bytes of a block) of each type, by ggml's name of the type.
 BLOCKS: Final = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20),
     "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
@@ -47,7 +47,8 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape`: as torch has it, the slowest first. `start`: of its bytes in the file."""
+    """One tensor of a file. `kind`: its type. `shape`: in torch's order, the slowest dimension
+    first. `start`: where its bytes begin in the file."""
 
     name: str
     kind: str
@@ -56,14 +57,14 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of a run along the last dimension."""
+        """Bytes of one row, which is a run along the last dimension."""
         numbers, size = BLOCKS[self.kind]
         return self.shape[-1] // numbers * size
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a file says of itself; `num_bytes`: up to the tensors."""
+    """The header of a file. `num_bytes`: its length, up to the padding before the tensors."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -71,7 +72,7 @@ class GgufFile:
     num_bytes: int
 
     def of(self, key: str) -> Any:
-        """The value of a key of its architecture, None without. `key`: behind the dot."""
+        """Return the value of ARCHITECTURE.`key`; None if the file does not have it."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     @property
@@ -80,7 +81,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The header of `path`. Raises ModelRefused, saying what is wrong with it."""
+    """Read the header of `path`. Raises ModelRefused with what is wrong with it."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(path, data).read()
@@ -89,7 +90,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """A place in a file that is being read."""
+    """Reads the header of a mapped file from front to back."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
@@ -134,7 +135,8 @@ class _Header:
         return GgufTensor(name, kind, tuple(reversed(sizes)), self._number("<Q"))
 
     def _check(self, tensor: GgufTensor, start: int, known: bool) -> None:
-        """Raises ModelRefused for a tensor of a type that is not read, or that is not there."""
+        """Raise ModelRefused for a tensor of a type that is not supported, with an impossible
+        shape, that occurs twice, or whose bytes reach beyond the file's end."""
         if tensor.kind not in BLOCKS:
             raise ModelRefused(
                 f"{self._path}: {tensor.name} is of type {tensor.kind}, which is not read (only "

@@ -1,10 +1,10 @@
-"""tokenizer.json and tokenizer_config.json of a GGUF file, from its metadata. No torch.
+"""Makes tokenizer.json and tokenizer_config.json of a GGUF file from its metadata. No torch.
 
     tokenizer.ggml.model  gpt2: bytes, merged in the file's order; `pre` names how text is split
                           llama: sentencepiece's merges, by the scores of the pieces
-    token_type            3 control (special), 4 user defined (kept whole), 6 a byte
+    token_type            3 control (special), 4 user defined (never split), 6 a byte
 
-A way of splitting that is not known here is refused by name: other tokens would be served.
+A file with an unknown way of splitting text is refused, because its tokens would be wrong.
 Source: llama.cpp src/llama-vocab.cpp; transformers integrations/gguf/gguf_tokenizer_mapping.py.
 """
 
@@ -36,8 +36,8 @@ _TEKKEN_SPLIT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How a vocabulary of bytes splits a text. `whole`: a piece that is a token is not merged.
-    `begins`: a text begins with BOS, if the file does not say."""
+    """How a byte-level tokenizer splits a text. `whole`: a piece that is a token is taken as it is,
+    without merges. `begins`: whether a text begins with BOS if the file does not state it."""
 
     patterns: tuple[str, ...]
     normalizer: str | None = None
@@ -61,7 +61,7 @@ _ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens by id, their types, scores and merges as the file has them."""
+    """Tokens and their types by id; `of` reads the other values, such as scores and merges."""
 
     file: GgufFile
     tokens: Sequence[str]
@@ -71,7 +71,8 @@ class _Vocabulary:
         return self.file.metadata.get(f"tokenizer.ggml.{key}")
 
     def named(self, key: str) -> int | None:
-        """An id that a key names; None without, and for one out of range."""
+        """Return the token id that `key` holds; None without the key, or if the id is out of
+        range."""
         value = self.of(key)
         return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
 
@@ -80,7 +81,8 @@ class _Vocabulary:
 
 
 def gguf_tokenizer(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tokenizer.json, tokenizer_config.json). Raises ModelRefused for one that is not known."""
+    """Return (tokenizer.json, tokenizer_config.json). Raises ModelRefused for a tokenizer that is
+    not supported."""
     vocabulary = _vocabulary(file)
     kind = vocabulary.of("model")
     if kind == "gpt2":
@@ -119,7 +121,7 @@ def gguf_tokenizer(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def gguf_generation(file: GgufFile) -> dict[str, Any]:
-    """generation_config.json: the ids that begin and that end a text."""
+    """Return generation_config.json: the token ids that begin and end a text."""
     vocabulary = _vocabulary(file)
     ends = [vocabulary.named(key) for key in _ENDS]
     found: dict[str, Any] = {"eos_token_id": sorted({id_ for id_ in ends if id_ is not None})}
@@ -128,7 +130,8 @@ def gguf_generation(file: GgufFile) -> dict[str, Any]:
 
 
 def _vocabulary(file: GgufFile) -> _Vocabulary:
-    """Raises ModelRefused for lists that are missing or do not fit each other."""
+    """Read tokens and token types. Raises ModelRefused for lists that are missing or do not fit
+    each other."""
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
         raise ModelRefused(f"{file.path}: it has no tokenizer.ggml.tokens", field="model")
@@ -151,7 +154,8 @@ def _with_bos(vocabulary: _Vocabulary, bos: int) -> dict[str, Any]:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
-    """(its parts of tokenizer.json, whether a text begins with BOS if the file does not say)."""
+    """Return a byte-level tokenizer's parts of tokenizer.json, and whether a text begins with BOS
+    if the file does not state it."""
     pre = vocabulary.of("pre")
     split = _SPLITS.get(pre) if isinstance(pre, str) else None
     if split is None:
@@ -188,7 +192,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Its parts of tokenizer.json, as of the sentencepiece model that the file was made from."""
+    """Return the parts of tokenizer.json that the sentencepiece model would give from which the
+    file was made."""
     scores = vocabulary.of("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise vocabulary.refused("its scores are not as many as its tokens")

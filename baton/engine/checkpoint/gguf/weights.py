@@ -1,10 +1,10 @@
-"""The tensors of a GGUF file under the names of its checkpoint.
+"""The tensors of a GGUF file under the names of a Hugging Face checkpoint.
 
     name     token_embd, blk.N.attn_q, ... -> model.embed_tokens, model.layers.N.self_attn.q_proj
-    numbers  by block (blocks.py): widened in float32, or products' own integers
-    order    llama.cpp turns the rows of a Llama's queries and keys so that the two numbers which
-             rotate together lie side by side; here they are half a head apart
-    norms    a Gemma's are stored plus one
+    numbers  read by block (blocks.py): widened in float32, or kept as integers for products
+    order    llama.cpp reorders the rows of a Llama's query and key projections: two numbers that
+             rotate together are neighbours. It is undone here: they are half a head apart
+    norms    the weights of a Gemma's norms are stored plus one
 
 Source: llama.cpp conversion/llama.py (permute), gemma.py.
 """
@@ -35,7 +35,8 @@ _STORED: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 
 
 def gguf_tensors(path: Path, *, integers: bool = False) -> dict[str, Readable]:
-    """Every tensor of the file; with `integers`, matrices of blocks can be read as these.
+    """Return all tensors of the file by name. `integers`: quantized matrices can also be read as
+    integers.
 
     Raises ModelRefused for a broken file, and for a tensor that its architecture does not have.
     """
@@ -79,7 +80,7 @@ def _readable(file: GgufFile, tensor: GgufTensor, name: str, integers: bool) -> 
 
 
 def _halves(rows: int, heads: int) -> Tensor:
-    """Where each row of a query or key projection lies among llama.cpp's."""
+    """Return, for each row of a query or key projection, its index in llama.cpp's order."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
@@ -92,8 +93,8 @@ def _slab(rows: Tensor, tensor: GgufTensor, shift: float, start: int, stop: int)
 
 
 def _integers(rows: Tensor, tensor: GgufTensor, name: str) -> IntWeight:
-    """rows [out, bytes of a row], some outputs at a time. Raises ModelRefused for scales that are
-    no numbers."""
+    """Read rows [out, bytes of a row] as integers, some outputs at a time. Raises ModelRefused for
+    scales that are not finite."""
     parts: list[IntWeight] = []
     for some in rows.split(max(1, SLAB_NUMBERS // tensor.shape[1])):
         blocks = read_blocks(some.reshape(-1, BLOCKS[tensor.kind][1]), tensor.kind)

@@ -1,13 +1,14 @@
-"""Families that store several products in one tensor and rotate a part of each head, out of a
-config.json.
+"""Reads the configs of families that store several products in one tensor and rotate a part of each
+head.
 
     phi3 (Phi-3, Phi-4)  q, k and v in one tensor, gate and up in one; longrope
-    glm, glm4            gate and up in one; neighbours rotate together; glm4 has norms behind
-                         attention and MLP, too
+    glm, glm4            gate and up in one; neighbouring dims rotate together; glm4 also has norms
+                         behind attention and MLP
 
-longrope has two sets of frequencies, and transformers takes the long one for all rows of a call
-once its longest sequence passes `original_max_position_embeddings`. No sequence does that here:
-`position_limit` (kernels/rope.py) ends the longest context there, so the short set is exact.
+longrope has two sets of frequencies. transformers uses the long set for all rows of a call as soon
+as the longest sequence passes `original_max_position_embeddings`. In Baton no sequence passes it,
+because `position_limit` (kernels/rope.py) ends the longest context there. So the short set is
+exact.
 Source: transformers' Phi3Model, GlmModel, Glm4Model, modeling_rope_utils.
 """
 
@@ -21,7 +22,7 @@ from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.models.config import DecoderConfig, LayerNames
 from baton.engine.models.families.keys import NotLean, check_rope
 
-_PLAIN: Final[dict[str, Any]] = {  # written by Phi-4-mini; what they would change is not there
+_PLAIN: Final[dict[str, Any]] = {  # Phi-4-mini writes these keys; other values are not served
     "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1,
     "interpolate_factor": 1, "hidden_act": "silu",
 }  # fmt: skip
@@ -36,11 +37,11 @@ _GLM_NAMES: Final = {
         fused_gate_up=True,
     ),
 }
-_GLM_ROTATED: Final = 0.5  # of a head, where the config does not say
+_GLM_ROTATED: Final = 0.5  # the share of a head's dims that rotate, if the config states none
 
 
 def phi_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
-    """`base`: what all families have in common. Raises NotLean."""
+    """Return the config of a Phi-3. `base`: what is read alike for all families. Raises NotLean."""
     for key, plain in _PLAIN.items():
         if config.get(key, plain) != plain:
             raise NotLean(f"{key} {config[key]!r} in phi3")
@@ -66,7 +67,8 @@ def phi_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
 
 
 def _long(rule: RopeRule, config: dict[str, Any], rotated: int) -> RopeRule:
-    """The rule up to the original length, with its factor of attention worked out."""
+    """Return the longrope rule for positions up to the original length: the short set of
+    frequencies, and the attention factor as a number. Raises NotLean."""
     given = dict(rule.parameters)
     original = config.get("original_max_position_embeddings")
     if set(given) - _LONG_KEYS or not isinstance(original, int):
@@ -86,7 +88,7 @@ def _long(rule: RopeRule, config: dict[str, Any], rotated: int) -> RopeRule:
 
 
 def glm_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
-    """`base`: what all families have in common. Raises NotLean."""
+    """Return the config of a GLM. `base`: what is read alike for all families. Raises NotLean."""
     if config.get("hidden_act", "silu") != "silu":
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
     rule, rotated = _partly(config, base, _GLM_ROTATED)
@@ -103,9 +105,10 @@ def glm_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
 
 
 def _partly(config: dict[str, Any], base: DecoderConfig, default: float) -> tuple[RopeRule, int]:
-    """The RoPE rule, and of how many dims of a head; `default`: the share where none is stated.
+    """Return the RoPE rule, and how many dims of a head it rotates. `default`: the share of the
+    dims that rotate, if the config states none.
 
-    Raises NotLean for a share that makes no pairs.
+    Raises NotLean for a share that gives no even number of dims.
     """
     parameters = dict(base.rope.parameters)
     stated = config.get("partial_rotary_factor", default)

@@ -1,6 +1,9 @@
-"""Gemma 1 to 3, out of a config.json: norms of 1 + weight, scaled embeddings, GELU's gate; Gemma 2
-and 3 have norms behind attention and MLP and layers with a window, Gemma 2 soft caps, Gemma 3 norms
-of heads and a RoPE rule of its own for layers with a window.
+"""Reads the configs of Gemma 1 to 3.
+
+    all          norms multiply by 1 + weight, embeddings are scaled, the gate is a GELU
+    Gemma 2, 3   norms behind attention and MLP, layers with a window
+    Gemma 2      soft caps
+    Gemma 3      norms of query and key heads; layers with a window have a RoPE rule of their own
 
 Source: transformers' GemmaModel, Gemma2Model, Gemma3TextModel.
 """
@@ -21,10 +24,10 @@ _SANDWICH: Final = LayerNames(
     mlp_output_norm="post_feedforward_layernorm",
 )
 _KINDS: Final = ("full_attention", "sliding_attention")
-_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}  # each so manieth layer is full
+_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}  # every 2nd or 6th layer has full attention
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
-# Of a Gemma 3 with images: its keys that do not change what it does with text, and what the config
-# of its language model leaves out.
+# Keys of a Gemma 3 with images that do not change how it processes text. _TEXT_DEFAULTS are the
+# values of keys that the config of its language model may leave out.
 _IMAGES: Final = {
     "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index",
     "mm_tokens_per_image", "tie_word_embeddings", "model_type", "architectures", "dtype",
@@ -37,12 +40,13 @@ _TEXT_DEFAULTS: Final[dict[str, Any]] = {
     "sliding_window": 4096,
 }  # fmt: skip
 PREFIX: Final = "language_model."
-_ADAPTED: Final = ("model.language_model.", "language_model.model.")  # what adapters call model.
+# The prefixes by which adapters of the whole model name modules of the language model's "model.".
+_ADAPTED: Final = ("model.language_model.", "language_model.model.")
 
 
 def text_of_images(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a Gemma 3's language model, where the checkpoint has a model of images beside
-    it; any other config itself. Raises NotLean."""
+    """Return the config of the language model, if `config` is of a Gemma 3 with images; any other
+    config as it is. Raises NotLean."""
     if config.get("model_type") != "gemma3":
         return config
     text: dict[str, Any] = config.get("text_config") or {}
@@ -57,7 +61,8 @@ def text_of_images(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_name(module: str) -> str:
-    """What the language model calls a module that an adapter of the whole model names."""
+    """Return the language model's path of a module, given its path in an adapter of the model with
+    images; any other path as it is."""
     for prefix in _ADAPTED:
         if module.startswith(prefix):
             return "model." + module.removeprefix(prefix)
@@ -65,7 +70,7 @@ def own_name(module: str) -> str:
 
 
 def gemma_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
-    """`base`: what all families have in common. Raises NotLean."""
+    """Return the config of a Gemma. `base`: what is read alike for all families. Raises NotLean."""
     family: str = config["model_type"]
     _check(family, config)
     first = family == "gemma"
@@ -96,7 +101,8 @@ def gemma_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
 
 def _check(family: str, config: dict[str, Any]) -> None:
     """Raise NotLean for values that are not implemented."""
-    legacy = ("gelu",) if family == "gemma" else ()  # meant as what it is trained with
+    # Gemma 1's configs say "gelu", but mean the function that the model was trained with.
+    legacy = ("gelu",) if family == "gemma" else ()
     for key in ("hidden_act", "hidden_activation"):
         if config.get(key) not in (None, _ACTIVATION, *legacy):
             raise NotLean(f"{key} {config[key]!r} in {family}")
@@ -110,7 +116,7 @@ def _check(family: str, config: dict[str, Any]) -> None:
 
 
 def _windows(family: str, config: dict[str, Any]) -> tuple[int, ...]:
-    """Window of each layer: 0 = full attention."""
+    """Return the window of each layer; 0 = full attention. Raises NotLean."""
     window, count = config["sliding_window"], config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -126,7 +132,8 @@ def _windows(family: str, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _rules(config: dict[str, Any]) -> tuple[RopeRule, RopeRule]:
-    """Gemma 3's: of full layers, and of those with a window. Either spelling."""
+    """Return Gemma 3's RoPE rules: that of layers with full attention, and that of layers with a
+    window. Configs nest both in rope_parameters, or spell them as separate keys."""
     nested = config.get("rope_parameters") or {}
     if set(nested) - set(_KINDS):
         raise NotLean(f"rope_parameters with {sorted(set(nested) - set(_KINDS))}")

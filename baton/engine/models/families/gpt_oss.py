@@ -1,4 +1,5 @@
-"""GPT-OSS: windows in every second layer, and a mixture of experts that is stored stacked.
+"""Reads the config of GPT-OSS: every second layer has a window, and one tensor stores all experts
+of a layer.
 
 Source: transformers' GptOssConfig, GptOssExperts and GptOssTopKRouter.
 """
@@ -10,12 +11,13 @@ from typing import Any, Final
 from baton.engine.models.config import ClampedGate, ExpertsConfig, GateConfig
 from baton.engine.models.families.keys import NotLean
 
-_ALPHA: Final = 1.702  # of configs that do not state it
+_ALPHA: Final = 1.702  # for configs that do not state it
 _KINDS: Final = ("sliding_attention", "full_attention")
 
 
 def gpt_oss_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Window of each layer; 0 = full attention. Raises NotLean for layers of another kind."""
+    """Return the window of each layer; 0 = full attention. Raises NotLean for layers of another
+    kind, and for a config without a RoPE rule."""
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise NotLean("a gpt_oss without a RoPE rule has its family's own")
     kinds = config.get("layer_types") or [_KINDS[layer % 2] for layer in range(num_layers)]
@@ -26,7 +28,8 @@ def gpt_oss_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def gpt_oss_experts(config: dict[str, Any], count: int, num_layers: int) -> ExpertsConfig:
-    """The mixture of every layer. Raises NotLean for keys that contradict each other."""
+    """Return the mixture, which every layer has. Raises NotLean for keys that contradict each
+    other, and for a limit or alpha of zero."""
     per_token, limit = config["num_experts_per_tok"], config["swiglu_limit"]
     alpha = config.get("swiglu_alpha", _ALPHA)
     if config.get("experts_per_token", per_token) != per_token:

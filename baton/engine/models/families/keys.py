@@ -1,7 +1,7 @@
 """The keys of a config.json that the lean decoder understands, by family (`model_type`).
 
-A checkpoint is lean only if every key is understood: one unknown key and the universal route serves
-it instead, so that a model is never run with a feature silently missing.
+The lean route serves a checkpoint only if every key is understood. If one is not, the universal
+route serves the checkpoint, so that no model ever runs with a feature silently missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ARCHITECTURES: Final = {
     "gpt_oss": "GptOssForCausalLM",
 }
 LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")  # families with MLA
-_BIASED: Final = ("llama", "qwen3", "qwen3_moe", "gpt_oss", *LATENT)  # or not: attention_bias
+# Families in which attention_bias says whether there are biases; others must not set it.
+_BIASED: Final = ("llama", "qwen3", "qwen3_moe", "gpt_oss", *LATENT)
 _QWEN_MOE: Final = {
     "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
 }  # fmt: skip
@@ -46,7 +47,7 @@ _LATENT_OPTIONAL: Final = {
     "scoring_func", "topk_method", "n_group", "topk_group", "norm_topk_prob",
     "num_nextn_predict_layers", "num_mtp_layers",
 }  # fmt: skip
-COUNTS: Final = ("num_experts", "num_local_experts")  # transformers 5 writes the latter for both
+COUNTS: Final = ("num_experts", "num_local_experts")  # transformers 5 always writes the latter
 _HEADS: Final = {"num_key_value_heads", "head_dim", "rms_norm_eps"}
 _ROPE: Final = {"rope_theta", "rope_scaling", "rope_parameters"}
 _GEMMA: Final = _ROPE | {
@@ -55,8 +56,8 @@ _GEMMA: Final = _ROPE | {
 }  # fmt: skip
 _GEMMA2: Final = _GEMMA | {"layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
 _GLM: Final = _ROPE | {"hidden_act", "partial_rotary_factor", "tie_word_embeddings"}
-# Families that a file of their own reads (gemma.py, fused.py): all that they understand
-# beside what they require. That file checks the values.
+# Families that have a file of their own (gemma.py, fused.py): the keys that are understood in
+# addition to the required ones. The family's file checks their values.
 OWN: Final = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
@@ -71,8 +72,8 @@ OWN: Final = {
     "glm": _GLM,
     "glm4": _GLM,
 }  # fmt: skip
-# Keys whose absence means a family-dependent default in transformers: absent, the universal route
-# decides.
+# Keys for which transformers has a default that depends on the family. If one is absent, the
+# universal route serves the checkpoint.
 _REQUIRED: Final = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
@@ -120,7 +121,7 @@ UNDERSTOOD_BY_FAMILY: Final = {
     "kimi_k2": _LATENT_OPTIONAL,
     "gpt_oss": {*COUNTS, "swiglu_alpha", "experts_per_token", "initial_context_length"},
 }  # fmt: skip
-# Keys that change nothing in a forward pass of inference.
+# Keys that do not change the forward pass at inference.
 _IRRELEVANT: Final = {
     "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout",
@@ -132,7 +133,7 @@ _IRRELEVANT: Final = {
 
 
 class NotLean(Exception):
-    """The reason why a checkpoint needs the universal route; never leaves the loader."""
+    """The reason why a checkpoint needs the universal route. The loader catches it."""
 
 
 def check_understood(family: str, config: dict[str, Any]) -> None:

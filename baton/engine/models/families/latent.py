@@ -1,4 +1,4 @@
-"""Families with latent attention (MLA) and their mixtures of experts, out of a config.json."""
+"""Reads the configs of families with latent attention (MLA), and of their mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.engine.models.families.keys import COUNTS, LATENT, NotLean
 
 
 def latent_config(family: str, config: dict[str, Any]) -> LatentConfig | None:
-    """Latent attention, None for a family without."""
+    """Return the sizes of latent attention; None for a family without it. Raises NotLean."""
     if family not in LATENT:
         return None
     heads = config["num_attention_heads"]
@@ -33,7 +33,7 @@ def latent_config(family: str, config: dict[str, Any]) -> LatentConfig | None:
 
 
 def latent_experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsConfig:
-    """The mixture of a family with latent attention."""
+    """Return the mixture of experts of a family with latent attention. Raises NotLean."""
     count, shared = config["n_routed_experts"], config["n_shared_experts"]
     if any(config.get(key, count) != count for key in COUNTS):
         raise NotLean(f"n_routed_experts and {' or '.join(COUNTS)} differ")
@@ -68,7 +68,8 @@ def _sparse_layers(family: str, config: dict[str, Any], num_layers: int) -> froz
 
 
 def _gate(family: str, config: dict[str, Any], count: int) -> GateConfig:
-    """Raises NotLean for a way to choose experts that transformers does not compute so."""
+    """Return how experts are chosen. Raises NotLean if transformers' class of this family does not
+    choose them as the config says, or if the groups do not fit the experts."""
     sigmoid = family != "deepseek_v2"
     scoring, method = ("sigmoid", "noaux_tc") if sigmoid else ("softmax", config["topk_method"])
     if config.get("scoring_func", scoring) != scoring:

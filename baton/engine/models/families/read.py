@@ -1,6 +1,7 @@
 """A lean decoder's config, read from a config.json without transformers.
 
-To add a family: its keys in keys.py, what is special to it here or in a file of its own.
+To add a family, add its keys to keys.py. What is special to the family goes here, or into a file of
+its own.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def decoder_config(config: dict[str, Any]) -> DecoderConfig:
 
 
 def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Window of each layer, as transformers derives it: 0 = full attention; a family of OWN sets
-    its own later."""
+    """Return the window of each layer, as transformers derives it; 0 = full attention. Families in
+    OWN get 0 here; their own file sets their windows later."""
     if family == "gpt_oss":
         return gpt_oss_windows(config, num_layers)
     window = config.get("sliding_window") or 0
@@ -99,12 +100,13 @@ def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int,
 
 
 def _qkv_bias(family: str, config: dict[str, Any]) -> bool:
-    """Biases that Qwen2-MoE has unless its config says otherwise."""
+    """Whether q, k and v have biases in a Qwen2-MoE: yes, unless its config says no. False for
+    other families."""
     return family == "qwen2_moe" and bool(config.get("qkv_bias", True))
 
 
 def _experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
-    """The mixture of experts, None for a dense family."""
+    """Return the mixture of experts; None for a dense family. Raises NotLean."""
     if family not in UNDERSTOOD_BY_FAMILY:
         return None
     if family in LATENT:

@@ -1,14 +1,15 @@
-"""The attention half of a decoder layer: over heads' own keys and values, or over latents (MLA).
+"""The attention half of a decoder layer: over keys and values of heads, or over latents (MLA).
 
-Latents are absorbed:
+Attention over latents works so (mla.py has the algebra):
 
-    hidden -> [queries | latent | rotated part] in one product; queries may come out of a low rank
-    key of the pool     latent, normalized, beside the rotated part: one head for all query heads
-    query of a head     W_uk_h^T q_h beside its rotated part       (mla.py has the algebra)
-    output of a head    W_uv_h of the average of latents that it attended to
+    hidden -> [queries | latent | rotated part] in one product; a second product makes the queries
+                        if they have a low rank
+    key in the pool     the normalized latent and the rotated part: one head for all query heads
+    query of a head     W_uk_h^T q_h and the rotated part of q_h
+    output of a head    W_uv_h times the average of latents that the head attended to
 
-KV is the universal route's, number for number. Source of the latents: transformers'
-DeepseekV2Attention and DeepseekV3Attention.
+The KV in the pool has the same layout and numbers as on the universal route. Source of latent
+attention: transformers' DeepseekV2Attention and DeepseekV3Attention.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from baton.engine.models.lora import AdapterRows
 from baton.engine.models.mla import Absorbed
 from baton.engine.state.batch import Batch
 
-EPSILON: Final = 1e-6  # of both norms of latents, whatever the config says of the others
+EPSILON: Final = 1e-6  # of the norms of latents and of queries; the config's is for other norms
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Keys and values of heads (MHA, GQA, MQA). H = hidden, D = head_dim."""
+    """Attention over keys and values of heads (MHA, GQA, MQA). H = hidden, D = head_dim."""
 
     layer: int
     num_heads: int
@@ -45,7 +46,7 @@ class HeadAttention:
 
     @property
     def projections(self) -> list[Projection]:
-        """What an adapter can reach."""
+        """The products that an adapter can change."""
         return [self.qkv, self.output]
 
     def __call__(
@@ -56,7 +57,8 @@ class HeadAttention:
         groups: Sequence[AdapterRows],
         reduce: Reduce,
     ) -> Tensor:
-        """hidden [T, H] -> [T, H], summed over the ranks by `reduce`; writes keys and values."""
+        """Attend: hidden [T, H] -> [T, H], which `reduce` sums over the ranks. Writes the rows'
+        keys and values."""
         qkv = self.qkv(hidden, groups).unflatten(1, (-1, self.head_dim))
         queries, keys, values = self.between.rotate(qkv, rotation, self.num_heads, self.head_norms)
         attended = batch.attend(self.layer, queries, keys, values)
@@ -65,7 +67,7 @@ class HeadAttention:
 
 @dataclass(frozen=True, slots=True)
 class LowRankQueries:
-    """The second half of the product that makes queries. R = its rank."""
+    """Norm and second product of queries of a low rank R."""
 
     norm: Tensor  # [R]
     up: Projection  # [R] -> [heads * (nope + rope)]
@@ -73,22 +75,22 @@ class LowRankQueries:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """One latent per token for all heads. H = hidden, Q = heads * (nope + rope), or the rank of the
-    queries."""
+    """Attention over latents: one per token, for all heads. H = hidden. Q = the rank of the
+    queries, or heads * (nope + rope) if they have no low rank."""
 
     layer: int
     rope_dim: int
     inputs: Projection  # [H] -> [Q + rank + rope]
     queries: LowRankQueries | None
     latent_norm: Tensor  # [rank]
-    absorbed: Absorbed  # of the heads that are here
+    absorbed: Absorbed  # weights of this rank's heads
     output: Projection  # [heads * v_dim] -> [H]
     pairs: PairRotation
     between: Elementwise
 
     @property
     def projections(self) -> list[Projection]:
-        """What an adapter can reach."""
+        """The products that an adapter can change."""
         up = [] if self.queries is None else [self.queries.up]
         return [self.inputs, *up, self.output]
 
@@ -100,7 +102,8 @@ class LatentAttention:
         groups: Sequence[AdapterRows],
         reduce: Reduce,
     ) -> Tensor:
-        """hidden [T, H] -> [T, H], summed over the ranks by `reduce`; writes the rows' latents."""
+        """Attend: hidden [T, H] -> [T, H], which `reduce` sums over the ranks. Writes the rows'
+        latents."""
         heads, nope, rank = self.absorbed.key.shape
         x = self.inputs(hidden, groups)
         q, latent, key = x.split((x.shape[1] - rank - self.rope_dim, rank, self.rope_dim), dim=1)

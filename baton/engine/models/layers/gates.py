@@ -1,11 +1,11 @@
-"""Gates of a mixture: which experts a token meets, and with which weights.
+"""Gates of a mixture of experts: they choose a token's experts, and the weights of their answers.
 
     softmax   weights are the softmax over all experts (Mixtral, Qwen, DeepSeek-V2)
     chosen    weights are the softmax over the chosen experts' logits (GPT-OSS)
-    sigmoid   weights are each expert's own sigmoid; a bias, learned to balance the load, takes part
-              in the choice alone (DeepSeek-V3, GLM-4 MoE Lite, Kimi K2: `noaux_tc`)
+    sigmoid   weights are the sigmoids of the experts' logits; a bias, learned to balance the load,
+              changes only the choice (DeepSeek-V3, GLM-4 MoE Lite, Kimi K2: `noaux_tc`)
 
-With groups a token chooses its experts out of its best groups only. Sources: transformers'
+With groups, a token chooses its experts only from its best groups. Sources: transformers'
 MixtralTopKRouter, Qwen2MoeTopKRouter, DeepseekV2TopkRouter, DeepseekV3TopkRouter,
 GptOssTopKRouter; DeepSeek-V2 (arXiv 2405.04434, section 2.2.2), DeepSeek-V3 (arXiv 2412.19437,
 section 2.1.2).
@@ -22,28 +22,29 @@ from torch.nn import functional
 
 
 class ExpertGate(Protocol):
-    """E = experts, H = hidden size."""
+    """Chooses experts for tokens. E = experts, H = hidden size."""
 
     @property
     def router(self) -> Tensor:
-        """[E, H], in the dtype that it is multiplied in."""
+        """The router's weight [E, H], in the dtype in which it is multiplied."""
         ...
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [T, H] -> weights [T, per_token] float32, experts [T, per_token] int64."""
+        """Choose experts for hidden [T, H]. Return their weights [T, per_token] float32 and their
+        numbers [T, per_token] int64."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """`count` groups of as many experts each, of which a token chooses out of the best `kept`."""
+    """`count` groups of equally many experts. A token chooses its experts from its best `kept`."""
 
     count: int
     kept: int
 
     def others(self, scores: Tensor, best: int) -> Tensor:
-        """scores [T, E] -> [T, E], true for experts outside the kept groups. A group is as good as
-        the sum of its `best` greatest scores."""
+        """Return a mask [T, E] for scores [T, E], true for experts outside the kept groups. Groups
+        are ranked by the sum of their `best` greatest scores."""
         grouped = scores.unflatten(1, (self.count, -1))
         chosen = grouped.topk(best, dim=-1).values.sum(dim=-1).topk(self.kept, dim=-1).indices
         outside = torch.ones(len(scores), self.count, dtype=torch.bool, device=scores.device)
@@ -53,7 +54,8 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxGate:
-    """`normalized`: the chosen experts' weights sum to 1; `scaling`: of them, after that."""
+    """The gate `softmax`, see above. `normalized`: the chosen experts' weights are divided by their
+    sum. `scaling`: the weights are then multiplied by it."""
 
     router: Tensor
     per_token: int
@@ -75,7 +77,7 @@ class SoftmaxGate:
 
 @dataclass(frozen=True, slots=True)
 class ChosenGate:
-    """`bias` [E] is the router's."""
+    """The gate `chosen`, see above. `bias` [E]: the router's."""
 
     router: Tensor
     bias: Tensor
@@ -90,7 +92,8 @@ class ChosenGate:
 
 @dataclass(frozen=True, slots=True)
 class SigmoidGate:
-    """`bias` [E] float32 is added for the choice; the rest as in SoftmaxGate."""
+    """The gate `sigmoid`, see above. `bias` [E] float32 is added to the scores for the choice only.
+    The other fields mean what they mean in SoftmaxGate."""
 
     router: Tensor
     bias: Tensor

@@ -1,4 +1,4 @@
-"""Layers of the lean decoder: what each is made of, and how it is read out of a checkpoint."""
+"""Layers of the lean decoder: what a layer consists of, and how it is read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.mla import absorb
 from baton.engine.quantization.linear import Linears
 
-# A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
+# Reads a checkpoint's tensor by its name, in the model's dtype and on its device. With several
+# names, their tensors are stacked.
 ReadTensor = Callable[..., Tensor]
 
 
@@ -44,20 +45,20 @@ class DecoderLayer:
     attention: HeadAttention | LatentAttention
     mlp_norm: Tensor  # [H]
     mlp: Mlp | Experts
-    # Between attention or MLP and its sum with the residual [H]; None: no norm.
+    # [H]: norms of the outputs of attention and MLP, before the residual is added; None = no norm.
     attention_output_norm: Tensor | None = None
     mlp_output_norm: Tensor | None = None
-    rotation: int = 0  # which of the config's ropes its heads take
+    rotation: int = 0  # index of the RoPE rule of its heads in the config's `ropes`
     sinks: Tensor | None = None  # [heads], see AttentionLayer
 
     @property
     def projections(self) -> list[Projection]:
-        """What an adapter can reach."""
+        """The products that an adapter can change."""
         return [*self.attention.projections, *self.mlp.projections]
 
     def step_layer(self) -> StepLayer | None:
-        """The layer as a whole compiled step takes it; None for latents, experts and other
-        formats."""
+        """Return the layer in the form of the compiled step. None if the layer has latent attention
+        or experts, or if the step does not support the format of a weight."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(mlp, Mlp) or not isinstance(attention, HeadAttention):
             return None
@@ -73,7 +74,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerBuilder:
-    """Reads layers out of a checkpoint. `fixed_shapes`, `dispatch`: see Experts."""
+    """Reads layers from a checkpoint. `fixed_shapes`, `dispatch`: see Experts."""
 
     config: DecoderConfig
     read: ReadTensor
@@ -83,7 +84,7 @@ class LayerBuilder:
     dispatch: ExpertDispatch | None = None
 
     def layer(self, index: int) -> DecoderLayer:
-        """All weights of one layer."""
+        """Read all weights of layer `index`."""
         config, prefix = self.config, f"model.layers.{index}."
         experts, latent, attention = config.experts, config.latent, prefix + "self_attn."
         sparse = experts is not None and index in experts.layers
@@ -104,7 +105,7 @@ class LayerBuilder:
         )
 
     def _norm(self, name: str) -> Tensor:
-        """Its weight [H]."""
+        """Read the weight of the norm `name`, as `between` takes it."""
         return self.between.norm_weight(self.read(f"{name}.weight"))
 
     def _optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
@@ -142,7 +143,7 @@ class LayerBuilder:
             first: latent.query_rank or queries,
             "kv_a_proj_with_mqa": latent.rank + latent.rope_dim,
         }
-        weight = self.read(prefix + "kv_b_proj.weight")  # widened, where it is stored as integers
+        weight = self.read(prefix + "kv_b_proj.weight")  # widened, if stored as integers
         return LatentAttention(
             layer=index,
             rope_dim=latent.rope_dim,
@@ -156,14 +157,15 @@ class LayerBuilder:
         )
 
     def _output(self, prefix: str, inputs: int) -> Projection:
-        """The product behind attention."""
+        """Read the product that follows attention (o_proj)."""
         config = self.config
         return self._projection(prefix, {"o_proj": config.hidden_size}, inputs, config.output_bias)
 
     def _projection(
         self, prefix: str, outputs: Mapping[str, int], inputs: int, has_bias: bool
     ) -> Projection:
-        """Projections of one input, stacked along their outputs: how many each has, by name."""
+        """Read projections of one input, stacked along their outputs. `outputs`: how many outputs
+        each has, by name."""
         parts: dict[str, slice] = {}
         end = 0
         for name, count in outputs.items():

@@ -1,4 +1,4 @@
-"""The products of a decoder that LoRA adapters reach, and the dense MLP made of two of them."""
+"""Products of a decoder that LoRA adapters can change, and the dense MLP, made of two of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from baton.engine.models.lora import Adapter, AdapterRows, LowRank, apply_deltas
 from baton.engine.quantization.linear import Linear, W8A8Share
 from baton.protocol.errors import ModelRefused
 
-Reduce = Callable[[Tensor], Tensor]  # what a rank has of a sum -> the sum over all ranks
+Reduce = Callable[[Tensor], Tensor]  # a rank's part of a sum -> the sum over all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One product: one or several projections of the checkpoint, stacked along their outputs.
 
-    `parts`: which outputs belong to which module path. `deltas`: LoRA, by adapter id.
+    `parts`: the outputs of each projection, by its module path. `deltas`: those of LoRA adapters,
+    by adapter id.
     """
 
     linear: Linear
@@ -29,11 +30,12 @@ class Projection:
     deltas: dict[str, LowRank] = field(default_factory=dict)
 
     def __call__(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """x [T, in] -> [T, out]."""
+        """Compute x [T, in] -> [T, out], with the deltas of the adapters of `groups`."""
         return apply_deltas(x, self.linear(x), self.deltas, groups)
 
     def summed(self, x: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
-        """x [T, in of this rank] -> [T, out], summed over the ranks; `reduce`: see Shards."""
+        """Compute x [T, inputs of this rank] -> [T, out], summed over the ranks; `reduce`: see
+        Shards. A W8A8Share sums by itself, so `reduce` then sums the deltas alone."""
         if not isinstance(self.linear, W8A8Share):
             return reduce(self(x, groups))
         y = self.linear(x)
@@ -42,15 +44,16 @@ class Projection:
         return y
 
     def partial(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """x [T, in of this rank] -> [T, out], what is to be summed over the ranks, in all formats:
-        see W8A8Share.partial. Without a bias."""
+        """Compute x [T, inputs of this rank] -> [T, out], this rank's part of the sum over the
+        ranks, whatever the format (see W8A8Share.partial). The product must have no bias."""
         linear = self.linear
         if not isinstance(linear, W8A8Share):
             return self(x, groups)
         return apply_deltas(x, linear.partial(*linear.rounded(x)), self.deltas, groups)
 
     def adapt(self, adapter: Adapter) -> set[str]:
-        """Take the adapter's deltas for these parts; their module paths. Raises ModelRefused."""
+        """Take over the adapter's deltas for `parts`. Return the module paths of those deltas.
+        Raises ModelRefused for deltas of other sizes."""
         held = {module: adapter.deltas[module] for module in self.parts if module in adapter.deltas}
         for module, delta in held.items():
             outputs = self.parts[module].stop - self.parts[module].start
@@ -68,22 +71,23 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A dense layer. H = hidden, I = intermediate size."""
+    """A dense MLP. H = hidden, I = intermediate size."""
 
     gate_up: Projection  # [H] -> [2 * I]
     down: Projection  # [I] -> [H]
     between: Elementwise
 
     def summed(self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
-        """hidden [T, H] -> [T, H], summed over the ranks; `reduce`: see Shards."""
+        """Compute hidden [T, H] -> [T, H], summed over the ranks; `reduce`: see Shards."""
         inner = self.between.gated(self.gate_up(hidden, groups))
         return self.down.summed(inner, groups, reduce)
 
     def partial(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """hidden [T, H] -> [T, H], what is to be summed over the ranks with more than this."""
+        """Compute hidden [T, H] -> [T, H], this rank's part of a sum over the ranks. The caller
+        adds other answers to it and sums once."""
         return self.down.partial(self.between.gated(self.gate_up(hidden, groups)), groups)
 
     @property
     def projections(self) -> list[Projection]:
-        """What an adapter can reach."""
+        """The products that an adapter can change."""
         return [self.gate_up, self.down]

@@ -45,6 +45,11 @@ class Client:
         async with asyncio.timeout(PATIENCE_S):
             return await self.seen.get()
 
+    async def hears(self, count: int) -> None:
+        """Until it was shown so many tokens: a slow reader gets several in one event."""
+        while sum(len(event.token_ids) for event in self.events) < count:
+            await self.next()
+
     async def done(self) -> list[int]:
         """All tokens, checked: positions 0..n-1 once each, one end."""
         async with asyncio.timeout(PATIENCE_S):

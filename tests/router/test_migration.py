@@ -67,8 +67,7 @@ async def running(*decoders: str) -> AsyncIterator[Running]:
         d.subscribe(decode.request)
         d.tokens(decode.request, 0, 41)
         d.tokens(decode.request, 1, 42)
-        await client.next()
-        await client.next()
+        await client.hears(2)
         others = [node for node in nodes if node is not d]
         yield Running(router, client, p, d, others, decode.request)
 

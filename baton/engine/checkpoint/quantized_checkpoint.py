@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -317,27 +316,18 @@ def checked(module: str, weight: IntWeight) -> IntWeight:
     return weight
 
 
-@dataclass(frozen=True, slots=True)
-class LazyIntegers:
-    """The weight of a quantized module, not yet read. transformers' loader uses it like a
-    tensors.LazyTensor."""
-
-    layout: Layout
-    module: str
-    stored: StoredTensors
-
-    def __getitem__(self, index: EllipsisType) -> LazyIntegers:
-        """Return the whole tensor, which is not read yet."""
-        return self
-
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return the weight [out, in] widened to `dtype`, float32 by default. Raises ModelRefused
-        as Layout.weight does."""
-        weight, dtype = self.layout.weight(self.module, self.stored), dtype or torch.float32
-        plain = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantized(dtype)
-        return plain.to(device)
+def widened(
+    layout: Layout,
+    module: str,
+    stored: StoredTensors,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Return the weight [out, in] of `module` on `device`, widened to `dtype`, by default float32.
+    Raises ModelRefused as Layout.weight does."""
+    weight, dtype = layout.weight(module, stored), dtype or torch.float32
+    plain = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantized(dtype)
+    return plain.to(device)
 
 
 def module_names(names: Sequence[str] | frozenset[str], layout: Layout) -> frozenset[str]:

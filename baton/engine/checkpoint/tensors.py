@@ -9,6 +9,7 @@ Source: the format's specification, github.com/huggingface/safetensors.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -47,8 +48,7 @@ class LazyTensor:
     the tensor directly into the memory that it returns.
     """
 
-    stored: Readable
-    progress: LoadProgress
+    read: Callable[[torch.device | str | None, torch.dtype | None], Tensor]  # see `to`
 
     def __getitem__(self, index: EllipsisType) -> LazyTensor:
         """Return the whole tensor, which is not read yet."""
@@ -59,10 +59,7 @@ class LazyTensor:
     ) -> Tensor:
         """Read the tensor into new memory on `device`, cast to `dtype`. Raises ModelRefused if its
         file ends too soon."""
-        whole = torch.empty(self.stored.shape, dtype=dtype or self.stored.dtype, device=device)
-        self.stored.fill(whole.view(-1))
-        self.progress.add(self.stored.num_bytes)
-        return whole
+        return self.read(device, dtype)
 
 
 class LoadProgress:
@@ -144,8 +141,20 @@ class TensorReader:
         return self._stored[name]
 
     def lazy(self) -> dict[str, LazyTensor]:
-        """Return all tensors by name, none of them read."""
-        return {name: LazyTensor(stored, self._progress) for name, stored in self._stored.items()}
+        """Return all tensors by name; none of them is read yet."""
+        return {
+            name: LazyTensor(functools.partial(self._read_placed, stored))
+            for name, stored in self._stored.items()
+        }
+
+    def _read_placed(
+        self, stored: Readable, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        """See LazyTensor.to."""
+        whole = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
+        stored.fill(whole.view(-1))
+        self._progress.add(stored.num_bytes)
+        return whole
 
     def read(self, *names: str) -> Tensor:
         """Read one tensor, or several stacked along their first dimension, into new memory.

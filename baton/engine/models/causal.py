@@ -7,6 +7,7 @@ checkpoint  -> read_causal                            (the universal route runs 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
-from baton.engine.checkpoint.quantized_checkpoint import LazyIntegers, module_names
+from baton.engine.checkpoint.quantized_checkpoint import module_names, widened
 from baton.engine.checkpoint.tensors import LazyTensor
 from baton.engine.checkpoint.widening import integer_layout, open_tensors
 from baton.protocol.errors import ModelRefused
@@ -146,9 +147,7 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return causal
 
 
-def _lazy_tensors(
-    checkpoint: Checkpoint, dtype: torch.dtype
-) -> Mapping[str, LazyTensor | LazyIntegers]:
+def _lazy_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[str, LazyTensor]:
     """Return all tensors by the names that a checkpoint without quantization gives them. None is
     read yet. Integer weights are widened one tensor at a time, when transformers asks for them."""
     reader = open_tensors(checkpoint, dtype, torch.device("cpu"))
@@ -158,7 +157,10 @@ def _lazy_tensors(
     modules = module_names(reader.names, layout)
     own = {f"{module}.{tensor}" for module in modules for tensor in layout.tensors}
     plain = {name: tensor for name, tensor in reader.lazy().items() if name not in own}
-    return plain | {f"{module}.weight": LazyIntegers(layout, module, reader) for module in modules}
+    return plain | {
+        f"{module}.weight": LazyTensor(functools.partial(widened, layout, module, reader))
+        for module in modules
+    }
 
 
 def _refuse_transposed(checkpoint: Checkpoint, causal: nn.Module) -> None:

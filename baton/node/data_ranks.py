@@ -43,6 +43,7 @@ from baton.engine.parallel.ranks import (
     STOP_S,
     RankProcess,
     cores_of,
+    start_module,
     store,
 )
 from baton.engine.state.place import RankPlace
@@ -412,17 +413,8 @@ class OtherRank:
 
 def start_rank(options: RankOptions, role: Role) -> RankProcess:
     """Start a rank as a process and send it SETUP. Raises OSError, Gone."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{role.value}_node", RANK, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # rank 0's own stdout carries the READY line
-            pass_fds=(theirs.fileno(),),
-        )
-    link = Link(ours)
-    link.send_json(MessageKind.SETUP, options.to_json())
-    return RankProcess(options.place.rank, process, link)
+    command = (f"{role.value}_node", RANK)
+    return start_module(options.place.rank, command, options.to_json())
 
 
 def end(cleanup: Callable[[], None] = _nothing) -> NoReturn:

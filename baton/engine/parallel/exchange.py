@@ -37,8 +37,7 @@ def held_experts(count: int, place: RankPlace) -> range:
     cannot share them evenly."""
     if count % place.size:
         raise ModelRefused(f"{count} experts cannot be split over {place.size} ranks", field=FIELD)
-    share = count // place.size
-    return range(place.rank * share, (place.rank + 1) * share)
+    return place.share(count)
 
 
 class ExpertExchange:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from torch._C._distributed_c10d import FileStore
 
@@ -275,23 +275,32 @@ def cores_of(place: RankPlace) -> list[int]:
     ranks. It is also empty if this process may use all cores of the host: other processes use them
     too then, and the kernel balances better."""
     allowed = sorted(os.sched_getaffinity(0))
-    share = len(allowed) // place.size
-    if share == 0 or len(allowed) == os.cpu_count():
+    if len(allowed) == os.cpu_count():
         return []
-    return allowed[place.rank * share : (place.rank + 1) * share]
+    return [allowed[index] for index in place.share(len(allowed))]
 
 
 def start_process(start: RankStart) -> RankProcess:
     """Start a rank as a process and send it SETUP. Raises OSError, Gone."""
+    started = start_module(start.place.rank, (MODULE,), start.setup(), (start.memory,))
+    started.link.limit(LOAD_DEADLINE_S)
+    return started
+
+
+def start_module(
+    rank: int, command: Sequence[str], setup: dict[str, Any], descriptors: Sequence[int] = ()
+) -> RankProcess:
+    """Start `python -m` with `command`, the descriptor of a socket to this process, and further
+    `descriptors` that the rank gets; send it SETUP with `setup`. Raises OSError, Gone."""
     ours, theirs = socket.socketpair()
     with theirs:
+        passed = (theirs.fileno(), *descriptors)
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(theirs.fileno()), str(start.memory)],
+            [sys.executable, "-m", *command, *map(str, passed)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # the leader's own stdout carries its READY line
-            pass_fds=(theirs.fileno(), start.memory),
+            stdout=2,  # the first rank's own stdout carries its READY line
+            pass_fds=passed,
         )
     link = Link(ours)
-    link.limit(LOAD_DEADLINE_S)
-    link.send_json(MessageKind.SETUP, start.setup())
-    return RankProcess(start.place.rank, process, link)
+    link.send_json(MessageKind.SETUP, setup)
+    return RankProcess(rank, process, link)

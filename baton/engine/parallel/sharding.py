@@ -90,15 +90,8 @@ def _rank_experts(experts: ExpertsConfig, place: RankPlace, whole: bool) -> Expe
     a whole; of the shared expert always a slice."""
     shared = experts.shared_size // place.size
     if whole:
-        return replace(experts, shared_size=shared, held=held_experts(experts.count, place))
+        return replace(experts, shared_size=shared, held=place.share(experts.count))
     return replace(experts, shared_size=shared, size=experts.size // place.size)
-
-
-def held_experts(count: int, place: RankPlace) -> range:
-    """Return which of `count` experts a rank holds whole. `count` must be a multiple of the number
-    of ranks."""
-    share = count // place.size
-    return range(place.rank * share, (place.rank + 1) * share)
 
 
 def _vocabulary_width(vocab_size: int, size: int) -> int:
@@ -222,8 +215,8 @@ class Cuts:
     def _even(self, count: int) -> slice:
         """Return this rank's part of `count` items, which the ranks share evenly. No query head is
         cut: rank_config has checked that the ranks divide their number."""
-        share = count // self.place.size
-        return slice(self.place.rank * share, (self.place.rank + 1) * share)
+        share = self.place.share(count)
+        return slice(share.start, share.stop)
 
     def _kv_outputs(self, module: str, count: int) -> slice:
         """Return the outputs of this rank's KV heads, or of the KV head that it shares with other

@@ -29,6 +29,12 @@ class RankPlace:
         """Whether this rank schedules and samples."""
         return self.rank == LEADER
 
+    def share(self, count: int) -> range:
+        """Return this rank's part of `count` items, of which all ranks get equally many. Up to
+        size - 1 last items are no rank's if the ranks do not divide `count`."""
+        share = count // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
 
 def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
     """Return what the pool of one of `size` ranks stores of each layer of the whole model."""

@@ -7,6 +7,7 @@ pieces of a stream.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -158,3 +159,9 @@ def summarize(
         max_lateness_ms=max((s.sent_s - s.planned_s for s in samples), default=0.0) * 1000,
         handover_ms=None if handover_s is None else handover_s * 1000,
     )
+
+
+def median_and_range(values: Sequence[float], digits: int) -> str:
+    """Return "median (least-most)" with so many decimal digits."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

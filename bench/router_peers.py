@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import socket
-import statistics
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
@@ -36,6 +35,7 @@ from rich.table import Table
 
 from baton.protocol.errors import BatonError, ConfigError
 from bench.children import stop
+from bench.measure import median_and_range
 from bench.router import QUICK, Bench
 from bench.router_processes import (
     START_S,
@@ -136,13 +136,8 @@ def show(found: Figures, console: Console) -> None:
         peer = found[load][PEER]
         for name, values in found[load].items():
             ratios = [value / other for value, other in zip(values, peer, strict=True)]
-            table.add_row(name, _spread(values, 1), _spread(ratios, 2))
+            table.add_row(name, median_and_range(values, 1), median_and_range(ratios, 2))
         console.print(table)
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 async def run(given: argparse.Namespace, folder: Path) -> Figures:

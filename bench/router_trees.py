@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.protocol.errors import BatonError, ConfigError
+from bench.measure import median_and_range
 from bench.router import QUICK, Bench
 from bench.router_load import LoadPlan, RouterFigures, Stream, connect
 from bench.router_processes import ProcessPlan, Program, cluster, redis
@@ -141,14 +142,9 @@ def show(found: dict[str, TreeFigures], console: Console) -> None:
     for name, figures in found.items():
         load = LOADS[name]
         unit = "ms" if load.mode == "first" else f"us per {load.per[:-1]}"
-        values = [spread(figures.values[tree], 1) for tree in (OTHER, THIS)]
-        table.add_row(f"{name}, {unit}", *values, spread(figures.ratios, 2))
+        values = [median_and_range(figures.values[tree], 1) for tree in (OTHER, THIS)]
+        table.add_row(f"{name}, {unit}", *values, median_and_range(figures.ratios, 2))
     console.print(table)
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 async def run(given: argparse.Namespace, folder: Path) -> dict[str, TreeFigures]:

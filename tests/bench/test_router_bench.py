@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.text.tokenizer import Tokenizer
 from bench import router, router_trees
+from bench.measure import median_and_range
 from bench.router_load import LoadPlan, RouterFigures, Stream
 from bench.router_nodes import NUM_WORDS, some_words
 from bench.router_processes import redis_binary
@@ -81,7 +82,7 @@ def test_a_request_is_a_whole_one() -> None:
 def test_trees_take_turns_and_are_compared_round_by_round() -> None:
     figures = TreeFigures({router_trees.OTHER: [10.0, 20.0], router_trees.THIS: [5.0, 20.0]})
     assert figures.ratios == [0.5, 1.0]
-    assert router_trees.spread(figures.ratios, 2) == "0.75 (0.50-1.00)"
+    assert median_and_range(figures.ratios, 2) == "0.75 (0.50-1.00)"
     with pytest.raises(SystemExit):
         router_trees.main(["--other", ".", "--loads", "whole,idle"])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
@@ -58,6 +59,13 @@ def logits_of(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
     """Logits [len(ids), vocab] of a prompt in one chunk."""
     driver = Driver(loaded)
     return driver.logits(ids, range(-(-len(ids) // driver.arena.block_size)), [len(ids)])
+
+
+@torch.inference_mode()
+def native_logits(path: Path, ids: Sequence[int]) -> Tensor:
+    """Logits [len(ids), vocab] of transformers' own forward."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -32,7 +31,7 @@ from baton.engine.models.families.read import decoder_config
 from baton.engine.parallel.group import RankGroup
 from baton.engine.quantization.integer import Scheme
 from tests.engine.quantized_models import quantized_pair
-from tests.engine.running import Driver, load, logits_of, relative_error
+from tests.engine.running import Driver, load, logits_of, native_logits, relative_error
 from tests.engine.tensor_parallel_ranks import by_threads, config_of
 from tests.engine.tensor_parallel_ranks import logits_of as logits_over_ranks
 from tests.engine.test_models_lora import linear_layers, make_adapter, merged_tokens
@@ -41,9 +40,9 @@ from tests.golden.dense_families import (
     DENSE_MODELS,
     random_shape,
     save_dense,
-    with_random_norms,
 )
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
+from tests.golden.random_models import with_random_norms
 from tests.tiny_models import VOCAB_SIZE, write_tiny_tokenizer
 
 PROMPTS = random_prompts(VOCAB_SIZE)
@@ -69,13 +68,6 @@ def save_wide(path: Path, name: str, **overrides: Any) -> Path:
     if name.startswith("gemma"):
         del sizes["partial_rotary_factor"]
     return save_dense(path, name, **sizes)
-
-
-@torch.inference_mode()
-def native_logits(path: Path, ids: Sequence[int]) -> Tensor:
-    """Logits [len(ids), vocab] of transformers' own forward."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def check(path: Path) -> None:

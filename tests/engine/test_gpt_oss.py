@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from baton.engine.config import AUTO_HEADS
 from baton.engine.kernels.cpu import library
@@ -31,11 +29,11 @@ from baton.llm import LLM
 from baton.protocol.errors import ModelRefused
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
-from tests.engine.running import Driver, load, logits_of, relative_error
+from tests.engine.running import Driver, load, logits_of, native_logits, relative_error
 from tests.engine.tensor_parallel_ranks import by_threads, config_of, engine_of_ranks
 from tests.engine.tensor_parallel_ranks import logits_of as rank_logits
 from tests.engine.test_models_lora import linear_layers, make_adapter, merged_tokens
-from tests.engine.widened_models import edit_config, low_first, mxfp4
+from tests.engine.widened_models import packed_experts
 from tests.golden.gpt_oss_models import GPT_OSS_MODELS, WIDE, random_sizes, save_gpt_oss
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.tiny_models import VOCAB_SIZE
@@ -43,13 +41,6 @@ from tests.tiny_models import VOCAB_SIZE
 CONFIGS = Path(__file__).parent / "configs"
 PROMPTS = random_prompts(VOCAB_SIZE)
 PROMPT = random_prompts(VOCAB_SIZE, (41,))[0]
-
-
-@torch.inference_mode()
-def native_logits(path: Path, ids: Sequence[int]) -> Tensor:
-    """Logits [len(ids), vocab] of transformers' own forward."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("name", GPT_OSS_MODELS)
@@ -267,19 +258,7 @@ def test_engines_of_ranks_give_transformers_tokens(tmp_path: Path) -> None:
 def packed_pair(path: Path) -> tuple[Path, Path]:
     """Experts in MXFP4 as published, and the plain model in bfloat16 of the same numbers."""
     twin = save_gpt_oss(path / "twin", **WIDE, num_attention_heads=8, num_key_value_heads=4)
-    packed = path / "packed"
-    shutil.copytree(twin, packed)
-    plain = load_file(twin / "model.safetensors")
-    tensors = dict(plain)
-    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
-        indices, exponents, numbers = mxfp4(plain[name].float().transpose(1, 2).contiguous())
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = low_first(indices), exponents
-        plain[name] = numbers.transpose(1, 2).contiguous()
-        del tensors[name]
-    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
-    save_file(plain, twin / "model.safetensors", {"format": "pt"})
-    edit_config(packed, quantization_config={"quant_method": "mxfp4"})
-    return packed, twin
+    return packed_experts(path, twin)
 
 
 def test_mxfp4_stays_in_four_bits(cpu_kernels: CpuKernels, tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.models.experts import Experts
@@ -24,7 +22,7 @@ from baton.engine.state.interface import SequenceChunk
 from baton.protocol.errors import ModelRefused
 from tests.block_lists import held
 from tests.engine.quantized_models import RECIPES, quantized_pair
-from tests.engine.running import Driver, load, logits_of, relative_error
+from tests.engine.running import Driver, load, logits_of, native_logits, relative_error
 from tests.engine.test_quantization import rounded_twin
 from tests.engine.widened_models import widened_pair
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
@@ -38,13 +36,6 @@ UNLIKE = {"v3", "v2, groups", "kimi k2"}
 EVERY = [
     pytest.param(name, marks=[pytest.mark.long] * (name not in UNLIKE)) for name in LATENT_MODELS
 ]
-
-
-@torch.inference_mode()
-def native_logits(path: Path, ids: Sequence[int]) -> Tensor:
-    """Logits [len(ids), vocab] of transformers' own forward."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -3,7 +3,6 @@ they stand for, on every route; damaged ones refused with the tensor's name."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from tests.engine.widened_models import (
     FORMATS,
     edit_config,
     edit_tensors,
-    low_first,
     make_widened,
-    mxfp4,
+    packed_experts,
 )
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE
@@ -134,19 +132,7 @@ def make_gpt_oss(path: Path) -> tuple[Path, Path]:
         "hidden_size": 64, "intermediate_size": 96, "sliding_window": 9,
     }  # fmt: skip
     twin = save_random(path / "twin", "gpt_oss", **small)
-    packed = path / "packed"
-    shutil.copytree(twin, packed)
-    plain = load_file(twin / "model.safetensors")
-    tensors = dict(plain)
-    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
-        indices, exponents, numbers = mxfp4(plain[name].float().transpose(1, 2).contiguous())
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = low_first(indices), exponents
-        plain[name] = numbers.transpose(1, 2).contiguous()
-        del tensors[name]
-    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
-    save_file(plain, twin / "model.safetensors", {"format": "pt"})
-    edit_config(packed, quantization_config={"quant_method": "mxfp4"})
-    return packed, twin
+    return packed_experts(path, twin)
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ a reader that widens wrongly gives other logits than the twin.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,6 +287,24 @@ def widened_pair(
     save_file(plain, twin / "model.safetensors", {"format": "pt"})
     edit_config(packed_path, quantization_config=format_.config)
     return packed_path, twin
+
+
+def packed_experts(path: Path, twin: Path) -> tuple[Path, Path]:
+    """Return a copy of the gpt-oss `twin` in path/packed, its experts in MXFP4 as published, and
+    `twin`, whose experts become the same numbers in its own dtype."""
+    packed = path / "packed"
+    shutil.copytree(twin, packed)
+    plain = load_file(twin / "model.safetensors")
+    tensors = dict(plain)
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        indices, exponents, numbers = mxfp4(plain[name].float().transpose(1, 2).contiguous())
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = low_first(indices), exponents
+        plain[name] = numbers.transpose(1, 2).contiguous()
+        del tensors[name]
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    save_file(plain, twin / "model.safetensors", {"format": "pt"})
+    edit_config(packed, quantization_config={"quant_method": "mxfp4"})
+    return packed, twin
 
 
 def edit_config(path: Path, **changes: Any) -> None:

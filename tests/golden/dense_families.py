@@ -6,10 +6,7 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from tests.golden.random_models import save_random
+from tests.golden.random_models import save_random, with_random_norms
 
 _SHORT: Final = [1.0 + index / 8 for index in range(6)]
 LONGROPE: Final = {
@@ -65,17 +62,6 @@ def save_dense(path: Path, name: str, **overrides: Any) -> Path:
     """DENSE_MODELS[name], its norms and biases random too."""
     family, sizes = DENSE_MODELS[name]
     return with_random_norms(save_random(path, family, **{**sizes, **overrides}))
-
-
-def with_random_norms(path: Path) -> Path:
-    """Norms and biases that were all alike become random ones."""
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(2)
-    for each, tensor in tensors.items():
-        if tensor.dim() == 1:
-            tensors[each] = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
 
 
 def random_shape(seed: int) -> tuple[str, dict[str, Any]]:

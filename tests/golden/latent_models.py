@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from tests.golden.random_models import save_random
+from tests.golden.random_models import save_random, with_random_norms
 
 _LATENT: Final[dict[str, Any]] = {
     "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -46,14 +43,8 @@ def save_latent(path: Path, name: str, **overrides: Any) -> Path:
     A Kimi K2 is stored as DeepSeek-V3, as which transformers can run it; `as_published` renames it.
     """
     family, sizes = LATENT_MODELS[name]
-    save_random(path, family.replace("kimi_k2", "deepseek_v3"), **{**sizes, **overrides})
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(2)
-    for each, tensor in tensors.items():
-        if tensor.dim() == 1:
-            tensors[each] = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+    family = family.replace("kimi_k2", "deepseek_v3")
+    return with_random_norms(save_random(path, family, **{**sizes, **overrides}))
 
 
 def as_published(path: Path, name: str) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, write_tiny_tokenizer
@@ -27,4 +28,15 @@ def save_random(path: Path, model_type: str, **overrides: Any) -> Path:
         if parameter.dim() > 1:
             parameter.data.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path)
+    return path
+
+
+def with_random_norms(path: Path) -> Path:
+    """Norms and biases that were all alike become random ones."""
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for each, tensor in tensors.items():
+        if tensor.dim() == 1:
+            tensors[each] = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path

@@ -5,6 +5,7 @@ A module that only one command needs is imported by that command.
 baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
 baton chat | status              talk to a running router
+baton trace                      where the time of one request went
 baton batch                      a file of requests, for a router or one engine here
 baton doctor                     KV lanes between two nodes, and facts about this machine
 baton bench serve | engine       measure a server, or the engine in its own process
@@ -44,6 +45,7 @@ from router.config import API_OPTIONS, RouterConfig
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
 DEMO_NAME = "baton-demo"
+LISTED = 20  # requests that `baton trace` lists if it is not told how many
 DEMO_POOL = "256MB"
 LANES = ("kv_lanes", "kv_shm_dir", "kv_adopt")  # options that decide which lane two nodes take
 POOL_SIZES = {"kv_cache_memory", "num_kv_blocks"}
@@ -79,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
     text = "probe the KV lanes between two nodes, and this machine"
     _add_doctor(commands.add_parser("doctor", help=text))
+    text = "where the time of one request went: by its id, or of the slowest one"
+    _add_trace(commands.add_parser("trace", help=text))
     text = "an older checkpoint, or FILE.gguf, as a folder that is served: DIR [--out DIR2]"
     commands.add_parser("convert", help=text, add_help=False)
     text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
@@ -135,6 +139,18 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.set_defaults(handler=run_status)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("request", nargs="?", help="id of the reply, or its x-request-id")
+    parser.add_argument("--slowest", action="store_true", help="of the slowest request")
+    parser.add_argument("--list", type=int, metavar="N", help="only list so many requests")
+    parser.add_argument("--json", action="store_true", help="print the timeline as JSON")
+    text = "write it for ui.perfetto.dev and chrome://tracing"
+    parser.add_argument("--chrome", type=Path, metavar="FILE", help=text)
+    _add_server(parser)
+    add_trust(parser)
+    parser.set_defaults(handler=run_trace)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -252,6 +268,26 @@ def run_status(arguments: argparse.Namespace) -> int:
 
     tls = client_tls(arguments, wanted=arguments.tls)
     return status(arguments.grpc, arguments.admin_key, arguments.once, Console(), tls)
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Run `baton trace`. Without an id, list the requests that ended last, or the slowest."""
+    from deploy.trace import TimelineSource, chrome_trace, requests_table, view
+
+    source = TimelineSource(arguments.url, arguments.api_key, trust_of(arguments))
+    console, name = Console(), arguments.request
+    if name is None and (arguments.list is not None or not arguments.slowest):
+        listed = source.requests(arguments.slowest, arguments.list or LISTED)
+        console.print(requests_table(listed))
+        return 0
+    timeline = source.timeline(name or source.slowest())
+    if arguments.json:
+        print(json.dumps(timeline, indent=2))
+    else:
+        console.print(view(timeline, console.width))
+    if arguments.chrome is not None:
+        arguments.chrome.write_text(json.dumps(chrome_trace(timeline)))
+    return 0
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

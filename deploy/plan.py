@@ -87,6 +87,7 @@ class UpOptions:
     log_level: str = option(
         "info", "log level of every process", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = option("text", "lines of every process's log", choices=("text", "json"))
     run_dir: Path | None = option(
         None, "folder of logs and data; one in ~/.cache/baton when absent"
     )
@@ -258,7 +259,12 @@ def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> 
             values["max_num_batched_tokens"] = PREFILL_STEP_TOKENS
     if options.num_prefill + options.decode > 1:  # a single node hands nothing over
         values["kv_lanes"] = options.kv_lanes
-    own = {"host": LOOPBACK, "drain_s": options.drain_s, "log_level": options.log_level}
+    own = {
+        "host": LOOPBACK,
+        "drain_s": options.drain_s,
+        "log_level": options.log_level,
+        "log_format": options.log_format,
+    }
     return values | {name: value for name, value in own.items() if value is not None}
 
 
@@ -300,6 +306,7 @@ def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str,
         # A person who presses Ctrl-C does not wait for a load balancer to notice.
         "drain_s": options.drain_s or 0,
         "shutdown_s": options.shutdown_s,
+        "log_format": options.log_format,
         "log_level": options.log_level,
     }
     return values | {name: value for name, value in own.items() if value is not None}

@@ -11,6 +11,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.request import Resume
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
+from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
@@ -212,8 +213,13 @@ class RouterConfig:
     drain_s: float = option(5.0, "after SIGTERM: serve on for so long with /ready at 503, seconds")
     shutdown_s: float = option(10.0, "then: wait for running requests for so long, seconds")
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1"')
-    log_level: str = option(
-        "info", "logging threshold", choices=("debug", "info", "warning", "error")
+    log_level: str = option("info", "logging threshold", choices=LEVELS)
+    log_format: str = option("text", "lines of the log: plain text or JSON", choices=FORMATS)
+    slow_request_s: float = option(
+        0.0, "log a warning with the timeline of a request that took longer, seconds; 0 = never"
+    )
+    timeline_requests: int = option(
+        2000, "keep the timelines of so many ended requests (/v1/requests/ID/timeline); 0 = none"
     )
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
     timing: Timing = field(default_factory=Timing)
@@ -226,6 +232,7 @@ class RouterConfig:
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
             ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
             ("batch_concurrency", 1), ("stored_responses_mb", 0), ("node_wait_s", 0),
+            ("slow_request_s", 0), ("timeline_requests", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

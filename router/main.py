@@ -57,6 +57,7 @@ from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
+from router.request.timeline import TimelineRing
 from router.resumable.adoption import Adopter
 from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
@@ -146,7 +147,8 @@ class Router:
             )
         )
         metrics = RouterMetrics()
-        dispatcher = _dispatcher(config, self.registry, self.guard)
+        timelines = TimelineRing(config.timeline_requests)
+        dispatcher = _dispatcher(config, self.registry, self.guard, timelines)
         self.aborts = Aborts(dispatcher, self._redis)
         self.services = RouterServices(
             config=config,
@@ -161,6 +163,7 @@ class Router:
             else {},
             clock=clock,
             aborts=self.aborts,
+            timelines=timelines,
             batches=BatchRunner.of(config),
             runs=Runs(
                 RunParts(
@@ -371,7 +374,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         arguments = options.parse(parser, argv)
         config = options.load(RouterConfig, arguments, environ)
-        logs.setup("router", config.log_level)
+        logs.setup("router", config.log_level, config.log_format)
         FAILPOINTS.arm(environ)
         if config.workers > 1:
             config.check()
@@ -413,7 +416,9 @@ def _watch(services: RouterServices) -> None:
     watch_failures(metrics.registry, watched)
 
 
-def _dispatcher(config: RouterConfig, registry: NodeRegistry, guard: StoreGuard) -> Dispatcher:
+def _dispatcher(
+    config: RouterConfig, registry: NodeRegistry, guard: StoreGuard, timelines: TimelineRing
+) -> Dispatcher:
     return Dispatcher(
         DispatchParts(
             registry=registry,
@@ -423,6 +428,8 @@ def _dispatcher(config: RouterConfig, registry: NodeRegistry, guard: StoreGuard)
             max_live=config.max_live_requests,
             timeout_s=config.request_timeout_s,
             gate=_gate(config, registry),
+            slow_request_s=config.slow_request_s,
+            timelines=timelines,
         )
     )
 

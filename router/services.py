@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from router.request.aborts import Aborts
     from router.request.dispatcher import Dispatcher
     from router.request.pool import Pools
+    from router.request.timeline import TimelineRing
     from router.resumable.runs import Runs
     from router.store.guard import StoreGuard
 
@@ -52,6 +53,7 @@ class RouterServices:
     clock: Clock = field(default_factory=SystemClock)
     runs: Runs | None = None  # resumable requests; None: they are refused
     pools: Pools | None = None  # computes embeddings and scores; None: the registry's nodes do
+    timelines: TimelineRing | None = None  # of ended requests; None: none are kept
     batches: BatchRunner | None = None  # None: /v1/files and /v1/batches are not served
 
     @property

@@ -13,12 +13,12 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.cores import parse_cores
+from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.tls import TlsFiles
 
 WILDCARDS: Final = ("0.0.0.0", "::")
 CODECS: Final = ("raw", "int8", "auto")  # kv_transfer/links.py
-LEVELS: Final = ("debug", "info", "warning", "error")
 # The bounds of every number among the options: (minimum, maximum).
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65535),
@@ -88,6 +88,7 @@ class NodeConfig:
     stall_s: float = option(60.0, "an engine silent for so long makes the node unhealthy, seconds")
     outbox_messages: int = option(1024, "messages a router may leave unread before it is cut off")
     log_level: str = option("info", "logging threshold", choices=LEVELS)
+    log_format: str = option("text", "lines of the log: plain text or JSON", choices=FORMATS)
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
 
     def check(self) -> None:

@@ -219,7 +219,7 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             config, engine_config = rank.options.config, rank.options.engine
         else:
             config, engine_config = _configured(prog, program.description, argv, environ)
-        logs.setup(config.node_id or program.role.value, config.log_level)
+        logs.setup(config.node_id or program.role.value, config.log_level, config.log_format)
         FAILPOINTS.arm(environ)
         if config.cpu_cores is not None:
             cores = parse_cores(config.cpu_cores)

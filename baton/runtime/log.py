@@ -6,6 +6,7 @@ line logged inside it, also in tasks started there, carries the request's id.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from contextvars import ContextVar, Token
@@ -14,6 +15,7 @@ from typing import Final, TextIO
 from baton.protocol.errors import ConfigError
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+FORMATS: Final = ("text", "json")
 MAX_ID_CHARS: Final = 256  # of a client's id; the rest is cut off
 _request: ContextVar[str] = ContextVar("baton_request", default="-")
 
@@ -65,15 +67,41 @@ class LineFormatter(logging.Formatter):
         return line
 
 
-def setup(process_name: str, level: str = "info", stream: TextIO | None = None) -> None:
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (seconds since 1970), level, process, request, logger and
+    message; with an exception also traceback."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "process": self._process_name,
+            "request": _request.get()[:MAX_ID_CHARS],
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def setup(
+    process_name: str, level: str = "info", form: str = "text", stream: TextIO | None = None
+) -> None:
     """Configure the root logger of this process; calling it again replaces the handler.
 
-    Raises ConfigError for an unknown level. Libraries that log much at INFO are limited to WARNING.
+    `form`: one of FORMATS. Raises ConfigError for an unknown level. Libraries that log much at INFO
+    are limited to WARNING.
     """
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is none of {', '.join(LEVELS)}", field="log_level")
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(LineFormatter(process_name))
+    formatter = JsonFormatter if form == "json" else LineFormatter
+    handler.setFormatter(formatter(process_name))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -89,3 +117,10 @@ def _printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def current_format() -> str:
+    """Return the format that `setup` has set, for processes that this one starts."""
+    handlers = logging.getLogger().handlers
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+    return "json" if is_json else "text"

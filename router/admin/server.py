@@ -6,6 +6,7 @@
     GET  /debug            requests under way and waiting, nodes, lifecycle
     GET  /server_info      version, model, options (no secrets)
     GET  /metrics, /health
+    GET  /v1/requests, /v1/requests/{id}/timeline   of all tenants: router/api/timelines.py
     POST /pause, /sleep, /v1/load_lora_adapter and their like: router/admin/control.py
 
 Every route but /health needs an operator's key (--admin-key, --admin-keys); API keys are refused.
@@ -37,6 +38,7 @@ from router.admin.control import ControlApi
 from router.api.http.reading import read_body
 from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.openai.bodies import object_of, struct_of
+from router.api.timelines import TimelinesApi
 from router.nodes.registry import NodeStatus
 from router.request.trace import RequestTrace
 from router.server.auth import ApiKeyGuard
@@ -144,7 +146,11 @@ def create_admin_app(services: RouterServices, limits: HttpLimits | None = None)
     keys = services.config.admin_ring()
     assert len(keys), "RouterConfig.check: no admin port without a key"
     routes = Starlette(
-        routes=[*AdminApi(services).routes(), *ControlApi(services).routes()],
+        routes=[
+            *AdminApi(services).routes(),
+            *ControlApi(services).routes(),
+            *TimelinesApi(services.timelines, everyone=True).routes(),
+        ],
         exception_handlers={
             BatonError: on_baton_error,
             HTTPException: on_http_exception,

@@ -86,14 +86,16 @@ class NodeAttempts:
             return attempt.request_id in attempt.session.suspects
         return self.exporter_suspect
 
-    def is_doomed_by(self, lost: SessionLost) -> bool:
-        """Whether the decode node would notice this loss of the exporter late or never.
+    def needs_prefill(self, lost: SessionLost) -> bool:
+        """Whether the prefill node's loss ends the epoch: nobody subscribed to its export, or the
+        decode node would notice the loss late or never.
 
-        That is so if the exporter's machine is silent, or if the exporter's engine hangs during the
-        prefill while its data plane still asks the decode node to wait. False once the decode node
-        decodes.
+        The latter is so if the exporter's machine is silent, or if the exporter's engine hangs
+        during the prefill while its data plane still asks the decode node to wait. It is not so
+        once the decode node decodes.
         """
-        return not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
+        unseen = not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
+        return unseen or not (self.is_subscribed or (lost.drained and self.prefilled))
 
     def submit(
         self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int

@@ -52,6 +52,7 @@ from router.request.attempt import HopFailed, NodeAttempts
 from router.request.dispatch_parts import DispatchParts
 from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
+from router.request.timeline import Milestone, TimelineMark
 from router.request.trace import RequestTrace
 from router.store.ledger import RequestLedger, description
 
@@ -190,6 +191,13 @@ class Journey:
                     opened.abandon()
                 self.output.close()
 
+    def _mark(self, milestone: Milestone, why: str = "") -> float:
+        """Note for the timeline what the journey has reached; return the time."""
+        now, epoch, tokens = self._clock.monotonic(), self._request.epoch, self.output.num_tokens
+        node = self._trace.node_at(milestone)
+        self._trace.marks.append(TimelineMark(now, milestone, node, epoch, tokens, why))
+        return now
+
     # ---- the journey ----
     async def travel(self, opened: list[RequestLedger]) -> None:
         """Run epochs until the last token. `opened` gets the ledger, for the caller to end it."""
@@ -212,6 +220,8 @@ class Journey:
         try:
             if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
+                prefilled = self._attempts.prefilled
+                self._mark(Milestone.FETCHING if prefilled else Milestone.PREFILLING)
             else:
                 if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
@@ -237,19 +247,18 @@ class Journey:
         trace.local_prefill = route.prefill is None
         trace.decode_node = route.decode.node_id
         trace.prefill_node = None if route.prefill is None else route.prefill.node_id
+        at = self._mark(Milestone.PREFILLING)
         if trace.dispatched_at is None:
-            trace.dispatched_at = self._clock.monotonic()
-        known = len(self._request.known_ids)
+            trace.dispatched_at = at
+        known, attempts = len(self._request.known_ids), self._attempts
         if route.prefill is None:
-            self._attempts.decode = self._attempts.submit(
-                route.decode, SubmitDecode(self._request), known - route.decode_cached
-            )
+            message = SubmitDecode(self._request)
+            attempts.decode = attempts.submit(route.decode, message, known - route.decode_cached)
             await self._accepted(ledger)
             ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            self._attempts.prefill = self._attempts.submit(
-                route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
-            )
+            message, cached = SubmitPrefill(self._request), route.prefill_cached
+            attempts.prefill = attempts.submit(route.prefill, message, known - cached)
             await self._accepted(ledger)
             ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
 
@@ -270,28 +279,25 @@ class Journey:
         self._trace.decode_node = node.node_id
         exported = wire.handle_to_bytes(handle).hex()
         ledger.post(RequestState.TRANSFER, decode_node=node.node_id, kv_handle=exported)
-        prefilling = not self._attempts.prefilled
-        message = SubmitDecode(self._request, handle, prefilling)
+        message = SubmitDecode(self._request, handle, prefilling=not self._attempts.prefilled)
         self._attempts.decode = self._attempts.submit(node, message, 0)
 
     async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
         attempts = self._attempts
         match event:
             case HandleReady() if attempts.handle is None:
-                self._trace.handle_at = self._clock.monotonic()
+                self._mark(Milestone.EXPORTED)
                 attempts.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
                 self._trace.count(event)
                 self.output.show(event)
+                if not (attempts.prefilled or attempts.decoding):
+                    self._mark(Milestone.PREFILLED)
                 attempts.has_prefilled()
             case RequestFailed() if not (attempts.prefilled and attempts.is_subscribed):
                 self._refused(attempts.prefill, event)
-            case SessionLost() if attempts.is_doomed_by(event):
-                raise HopFailed(self._lost(attempts.prefill, event))
-            case SessionLost() if not (
-                attempts.is_subscribed or (event.drained and attempts.prefilled)
-            ):
+            case SessionLost() if attempts.needs_prefill(event):
                 raise HopFailed(self._lost(attempts.prefill, event))
             case SessionLost() if not self.output.prompt_reported:
                 lost = self._lost(attempts.prefill, event)  # only P reports the prompt's logprobs
@@ -305,9 +311,11 @@ class Journey:
         attempts = self._attempts
         match event:
             case Subscribed():
-                self._trace.subscribed_at = self._clock.monotonic()
+                self._trace.subscribed_at = self._mark(Milestone.SUBSCRIBED)
                 attempts.stop_renewing()
             case TokenEvent():
+                if attempts.shows is None:
+                    self._mark(Milestone.DECODING)
                 if attempts.handle is None:
                     self._trace.count(event)
                 elif not attempts.decoding:
@@ -343,6 +351,7 @@ class Journey:
             self._move = MigrationMove(source, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
         self._attempts.take_over(handle)
+        self._mark(Milestone.MOVING)
         self._ask.avoid(source)
         await self._next_epoch(ledger)
         await self._hand_over(ledger)  # never to the exporter itself
@@ -401,7 +410,9 @@ class Journey:
         if self._num_tries >= MAX_TRIES or await choice.is_guilty(self._ask, self._parts.registry):
             raise failure.error
         keeps_export = self._attempts.has_export and not failure.export_lost
-        self._spend_retry(failure.error, keeps_export)
+        self._mark(Milestone.FAILED, failure.error.message)
+        if not (self.output.num_tokens or keeps_export or is_free(failure.error)):
+            self._parts.retries.spend(failure.error)  # raises the error if no retry is left
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
             self._request.id, ledger.epoch, self.output.num_tokens, failure.error.message,
@@ -409,10 +420,9 @@ class Journey:
         await self._leave_nodes(ledger, keeps_export)
         if self.output.finished:
             return
-        if isinstance(failure.error, GivenBack):
-            self._num_tries -= 1  # the node gave the request back as asked: no failure
-        else:
-            self._trace.retries += 1
+        given_back = isinstance(failure.error, GivenBack)  # as it was asked to: no failure
+        self._num_tries -= given_back
+        self._trace.retries += not given_back
         await self._next_epoch(ledger)
 
     def _show_pending(self) -> None:
@@ -423,12 +433,6 @@ class Journey:
                 self._attempts.has_prefilled()
             elif isinstance(event, TokenEvent) and attempt is self._attempts.decode:
                 self.output.decoded(event, self._attempts.handle is not None)
-
-    def _spend_retry(self, error: BatonError, keeps_export: bool) -> None:
-        """Take one retry from the budget; raise `error` if none is left. Nothing is taken if tokens
-        were emitted, the export is kept, or `is_free(error)`."""
-        if not (self.output.num_tokens or keeps_export or is_free(error)):
-            self._parts.retries.spend(error)
 
     async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
         """Leave the failed epoch's nodes, and show the tokens that the log has got by then."""
@@ -475,24 +479,20 @@ class Journey:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
             kept, tokens = self._is_an_end(outcome), str(self.output.num_tokens)
-            error = "" if self.failure is None else self.failure.code
-            message = "" if self.failure is None else self.failure.message
-            await ledger.finish(
-                outcome, kept=kept, error=error, message=message, output_tokens=tokens
-            )
+            why = self.failure
+            error, text = ("", "") if why is None else (why.code, why.message)
+            end = {"error": error, "message": text, "output_tokens": tokens}
+            await ledger.finish(outcome, kept=kept, **end)
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
 
     def _is_an_end(self, outcome: RequestState) -> bool:
         """Whether the store keeps this end, for clients that ask for the request again. Else its id
         may be used again: no token was shown, and another try may go better."""
         if self.output.num_tokens or self._aborted or self._ask.guilty:
             return True
-        if outcome is RequestState.CANCELLED:
-            return False  # its client went away before the first token
-        return self.failure is None or not is_momentary(self.failure)
+        gone = outcome is RequestState.CANCELLED  # its client went away before the first token
+        return not gone and (self.failure is None or not is_momentary(self.failure))
 
     @property
     def _ended_on_decode(self) -> bool:

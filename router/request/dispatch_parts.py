@@ -11,6 +11,7 @@ from router.nodes.registry import NodeRegistry
 from router.request.gate.gate import Gate
 from router.request.retry_budget import RetryBudget
 from router.request.sessions import SessionMap
+from router.request.timeline import TimelineRing
 from router.store.guard import StoreGuard
 
 
@@ -19,7 +20,8 @@ class DispatchParts:
     """The objects that a dispatcher and its journeys share.
 
     `timeout_s`: the time limit of a request that brings no deadline. Without a `gate` at most
-    `max_live` requests run and none wait.
+    `max_live` requests run and none wait. `timelines`: of the requests that ended last.
+    `slow_request_s`: requests that took longer are logged as warnings; 0: none.
     """
 
     registry: NodeRegistry
@@ -32,3 +34,5 @@ class DispatchParts:
     gate: Gate | None = None
     sessions: SessionMap = field(default_factory=SessionMap)
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
+    slow_request_s: float = 0.0
+    timelines: TimelineRing = field(default_factory=lambda: TimelineRing(0))

@@ -7,20 +7,25 @@ admin server and the migrator talk to the Dispatcher. The life: made -> run() ->
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 
-from baton.protocol.errors import Unavailable
+from baton.protocol.errors import BatonError, Cancelled, Unavailable
 from baton.protocol.events import TokenEvent
-from baton.protocol.request import Request
+from baton.protocol.request import Request, RequestState
 from router.nodes.migration import Candidate, MigrationStats
 from router.request.dispatch import MOVE_S, Journey
 from router.request.dispatch_parts import DispatchParts
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.request.retry_budget import RetryBudget
+from router.request.timeline import TimelineEntry
 from router.request.trace import RequestTrace
+
+logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
@@ -50,9 +55,13 @@ class Dispatcher:
         parts, trace = self._parts, trace or RequestTrace()
         if request.deadline is None:
             request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
-        ticket = None if admitted else await self.gate.enter(request, trace)
         try:
-            journey = Journey(request, trace, parts)
+            ticket = None if admitted else await self.gate.enter(request, trace)
+        except BaseException as error:  # also if its client went away
+            self._refused(request, trace, error)
+            raise
+        journey = Journey(request, trace, parts)
+        try:
             self._live[request.id] = journey
             journey.start(partial(self._live.pop, request.id, None))
             try:
@@ -65,6 +74,30 @@ class Dispatcher:
         finally:
             if ticket is not None:
                 self.gate.leave(ticket)
+            self._log_end(request, trace, journey.failure)
+            self._keep(request, trace, "" if journey.failure is None else journey.failure.code)
+
+    def _refused(self, request: Request, trace: RequestTrace, error: BaseException) -> None:
+        """Note the end of a request that the gate did not let in."""
+        failed = isinstance(error, BatonError) and not isinstance(error, Cancelled)
+        trace.outcome = (RequestState.FAILED if failed else RequestState.CANCELLED).value
+        trace.finished_at = self._parts.clock.monotonic()
+        self._keep(request, trace, error.code if isinstance(error, BatonError) else Cancelled.code)
+
+    def _log_end(self, request: Request, trace: RequestTrace, failure: BatonError | None) -> None:
+        """Write the request's line of the log, as a warning if the request was slow."""
+        took_s, most_s = (trace.finished_at or 0.0) - request.arrival, self._parts.slow_request_s
+        level = logging.WARNING if 0 < most_s < took_s else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(level, "request %s: %s", request.id, trace.told(request, failure))
+
+    def _keep(self, request: Request, trace: RequestTrace, error: str) -> None:
+        arrived_at = time.time() - (self._parts.clock.monotonic() - request.arrival)
+        self._parts.timelines.add(
+            TimelineEntry(
+                request.id, request.arrival, arrived_at, len(request.prompt_ids), error, trace
+            )
+        )
 
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
         """Cancel a running or waiting request by its id; return False if there is no such request.

@@ -5,7 +5,7 @@ Times are seconds of the router's Clock (monotonic); a time is None until its ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from baton.protocol.errors import BatonError
@@ -13,6 +13,7 @@ from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
+from router.request.timeline import Milestone, TimelineMark
 
 SERVERS_FAULT: Final = 500  # HTTP statuses from this one on are the server's fault
 
@@ -29,7 +30,6 @@ class RequestTrace:
     admitted_at: float | None = None  # let in by the gate
     queued_at: float | None = None  # recorded in the store
     dispatched_at: float | None = None  # first submitted to a node
-    handle_at: float | None = None  # the KV handle of the (last) prefill arrived
     first_token_at: float | None = None  # token 1 handed to the caller
     subscribed_at: float | None = None  # the decode node has begun to fetch the KV
     handover_at: float | None = None  # first event of the decode node after a transfer
@@ -48,6 +48,15 @@ class RequestTrace:
     aborted: bool = False  # by an operator: its client still waits for an end
     told_at: int | None = None  # wall-clock seconds at which a replayed token was logged
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
+    # What its journey has reached, in order.
+    marks: list[TimelineMark] = field(default_factory=list[TimelineMark])
+
+    def node_at(self, milestone: Milestone) -> str:
+        """Return the node of the stage that `milestone` begins; "" if it has none."""
+        if milestone is Milestone.FAILED:
+            return ""
+        prefills = milestone is Milestone.PREFILLING and self.prefill_node
+        return prefills or self.decode_node or ""
 
     def count(self, event: TokenEvent) -> None:
         """Take from a node's event how much of the prompt the node found in its prefix map, and how

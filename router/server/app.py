@@ -24,6 +24,7 @@ from router.api.http_api import BUSIEST, HttpApi
 from router.api.responses.stored_api import StoredApi
 from router.api.resumable.http import ResumableApi
 from router.api.strict_fields import strict
+from router.api.timelines import TimelinesApi
 from router.metrics.vllm import watch
 from router.prompts.reader import PromptReader
 from router.server.auth import ApiKeyGuard
@@ -83,7 +84,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
 def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     """Return all routes of the public port; /openapi.json describes them."""
     http = HttpApi(services, prompts)
-    plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
+    timelines = TimelinesApi(services.timelines, everyone=False)
+    plain = [*http.routes(), *Endpoints(services, prompts, http).routes(), *timelines.routes()]
     resumable = ResumableApi(services, plain)
     every = StoredApi(services, resumable).routes(resumable.routes())
     if services.config.strict_fields:

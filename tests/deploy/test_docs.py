@@ -138,7 +138,7 @@ def test_the_table_of_tasks_is_complete() -> None:
 
 def test_flags_named_in_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    known = "".join(subcommand_help(name) for name in ("up", "status", "doctor"))
+    known = "".join(subcommand_help(name) for name in ("up", "status", "doctor", "trace"))
     for options in (EngineConfig, RouterConfig, NodeConfig):
         parser = argparse.ArgumentParser()
         add_options(parser, options)

@@ -36,12 +36,12 @@ CALLS = {
 # Of all stages together: carriers and side-cars are what stands for the request, rows are what each
 # step and each frame makes of it (tools/trace_types.py). -> 12 without the rows (docs/adr/0009)
 TYPES = {
-    "carrier": 29,  # 28
+    "carrier": 30,  # 30
     "row": 14,  # 13
     "side-car": 16,  # 15
 }
 ROUTER_TYPES = {
-    "carrier": 11,  # 10
+    "carrier": 12,  # 12 with the entry of its timeline
     "row": 2,  # 2
     "side-car": 6,  # 5
 }

@@ -17,7 +17,7 @@ def stream() -> Iterator[io.StringIO]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     out = io.StringIO()
-    log.setup("router", "info", out)
+    log.setup("router", "info", stream=out)
     yield out
     root.handlers[:] = handlers
     root.setLevel(level)

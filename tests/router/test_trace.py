@@ -58,7 +58,7 @@ def test_a_failure_says_in_which_stage_and_why() -> None:
 
 
 async def test_the_line_is_logged_once_per_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.request.dispatch")
+    caplog.set_level(logging.INFO, "router.request")
     async with cluster("p", "d") as (router, (p, d)):
         client = Client(router, make_request())
         prefill = await p.hear(SubmitPrefill)

@@ -30,6 +30,7 @@ from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime import log as logs
 from baton.runtime.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class RankStart:
             "threads": threads_of(self.config),
             "cores": cores_of(self.place),
             "log_level": logging.getLevelName(log.getEffectiveLevel()).lower(),
+            "log_format": logs.current_format(),
             "deadline_s": DEADLINE_S,
         }
 

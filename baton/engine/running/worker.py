@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _, setup = link.expect(MessageKind.SETUP)
         rank = int(setup["rank"])
-        logs.setup(f"rank {rank}", setup["log_level"])
+        logs.setup(f"rank {rank}", setup["log_level"], setup["log_format"])
         if setup["cores"]:
             pin_process(tuple(setup["cores"]))
         torch.set_num_threads(setup["threads"])

@@ -38,6 +38,8 @@ from router.api.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from router.api.pooling.rerank import RerankBody, RerankReply, ScoreBody, ScoreReply
 from router.api.responses.body import ResponsesBody
 from router.api.responses.stored_api import MAX_PAGE
+from router.api.timelines import LIST_PATH, MOST_LISTED, RequestList, Timeline
+from router.api.timelines import PATH as TIMELINE_PATH
 from router.resumable.terms import EVENT_ID, POSITION_HEADER, POSITION_QUERY
 
 
@@ -182,6 +184,12 @@ OPERATIONS: Final = (
               (ChatReply, CompletionReply, ResponsesReply, MessageReply), streams=True, parameters=(
                   {"name": POSITION_QUERY, "in": "query", **_EVENT_ID},
                   {"name": POSITION_HEADER, "in": "header", **_EVENT_ID})),
+    Operation("get", LIST_PATH, "The requests that ended last, or the slowest of them", RequestList,
+              parameters=(
+                  {"name": "slowest", "in": "query", "schema": {"type": "boolean"}},
+                  {"name": "limit", "in": "query", "schema": {
+                      "type": "integer", "minimum": 1, "maximum": MOST_LISTED}})),
+    Operation("get", TIMELINE_PATH, "Where one request's time went", Timeline),
     Operation("post", "/tokenize", "Text or messages to ids", TokenizeReply, TokenizeBody,
               example={"prompt": "What is prefill?"}),
     Operation("post", "/detokenize", "Ids to text", DetokenizeReply, DetokenizeBody,

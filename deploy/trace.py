@@ -1,0 +1,184 @@
+"""`baton trace`: where the time of one request went, as bars in the terminal.
+
+It reads `/v1/requests/{id}/timeline` of a router. `chrome_trace` writes the same for Perfetto
+(ui.perfetto.dev) and chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.protocol.errors import BatonError, Unavailable
+
+TIMEOUT_S: Final = 10.0
+NARROWEST_BAR: Final = 10  # cells
+FIXED_COLUMNS: Final = 62  # what the other columns of the table need
+ID_COLUMNS: Final = 45  # a reply's id: `baton trace` needs all of it
+COLORS: Final = {
+    "gate": "bright_black",
+    "placement": "yellow",
+    "prefill": "green",
+    "hand-over": "cyan",
+    "decode": "blue",
+    "migration": "magenta",
+    "retry": "red",
+    "transfer": "bright_cyan",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSource:
+    """A router's HTTP address, the key to show, and how to check its certificate."""
+
+    url: str
+    key: str | None = None
+    trust: ssl.SSLContext | None = None
+
+    def get(self, path: str) -> Any:
+        """Return the JSON that the router answers. Raises BatonError with its message."""
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            with httpx.Client(
+                verify=self.trust or True, trust_env=False, timeout=TIMEOUT_S
+            ) as client:
+                reply = client.get(self.url.rstrip("/") + path, headers=headers)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"no router answers at {self.url}: {error}") from error
+        try:
+            told = reply.json()
+        except ValueError as error:
+            raise Unavailable(f"{self.url} is not a Baton router") from error
+        if not reply.is_success:
+            text = told.get("error", {}).get("message") if isinstance(told, dict) else None
+            raise BatonError(str(text or f"{self.url} answered {reply.status_code}"))
+        return told
+
+    def timeline(self, name: str) -> dict[str, Any]:
+        return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
+
+    def slowest(self) -> str:
+        """Return the id of the slowest request. Raises BatonError if none has ended."""
+        found = self.requests(slowest=True, count=1)
+        if not found:
+            raise BatonError("no request has ended yet")
+        return str(found[0]["request_id"])
+
+    def requests(self, slowest: bool, count: int) -> list[dict[str, Any]]:
+        return self.get(f"/v1/requests?slowest={str(slowest).lower()}&limit={count}")["data"]
+
+
+def requests_table(requests: list[dict[str, Any]]) -> Table:
+    """Return one row per request: what to give to `baton trace`, and its figures."""
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table.add_column("request", no_wrap=True, min_width=ID_COLUMNS)
+    for name in ("total ms", "TTFT ms", "prompt", "output", "retries"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("outcome", "prefill", "decode"):
+        table.add_column(name)
+    for each in requests:
+        first = each["ttft_ms"]
+        table.add_row(
+            each["request_id"],
+            f"{each['total_ms']:.1f}",
+            "-" if first is None else f"{first:.1f}",
+            str(each["prompt_tokens"]),
+            str(each["output_tokens"]),
+            str(each["retries"]),
+            each["error"] or each["outcome"].lower(),
+            each["prefill_node"] or "-",
+            each["decode_node"] or "-",
+        )
+    if not requests:
+        table.add_row("no request has ended yet")
+    return table
+
+
+def view(timeline: dict[str, Any], width: int) -> RenderableType:
+    """Return a request's head line and a bar per span, on a screen of `width` columns."""
+    outcome = timeline["error"] or timeline["outcome"].lower()
+    head = Text.assemble(
+        (timeline["request_id"], "bold"),
+        f"  {outcome} in {timeline['total_ms']:.1f} ms;"
+        f" {timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached),"
+        f" {timeline['output_tokens']} output tokens, {timeline['retries']} retries",
+    )
+    table = Table(box=box.SIMPLE, padding=(0, 1), pad_edge=False)
+    for name in ("stage", "node"):
+        table.add_column(name, no_wrap=True)
+    for name in ("start ms", "took ms", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    cells = max(NARROWEST_BAR, width - FIXED_COLUMNS)
+    spans = sorted(
+        timeline["stages"] + timeline["transfers"],
+        key=lambda span: (span["start_ms"], span["end_ms"]),
+    )
+    for span in spans:
+        first, last = span.get("tokens") or (0, 0)
+        took = span["end_ms"] - span["start_ms"]
+        table.add_row(
+            Text(span["stage"], COLORS.get(span["stage"], "")),
+            span.get("node") or "",
+            f"{span['start_ms']:.1f}",
+            f"{took:.1f}",
+            f"{last - first}" if last > first else "",
+            bar(span, timeline["total_ms"], cells),
+        )
+    reasons = [
+        Text(f"epoch {span['epoch']} failed: {span['why']}", "red")
+        for span in timeline["stages"]
+        if span.get("why")
+    ]
+    return Group(head, table, *reasons)
+
+
+def bar(span: dict[str, Any], total_ms: float, cells: int) -> Text:
+    """Return a line of `cells` columns: the span as a bar, at its place. A span that took any time
+    has at least one cell."""
+    scale = cells / total_ms if total_ms > 0 else 0.0
+    start = min(cells - 1, int(span["start_ms"] * scale))
+    end = max(start + 1, min(cells, round(span["end_ms"] * scale)))
+    mark = "━" if span["stage"] == "transfer" else "█"
+    return Text(" " * start + mark * (end - start), COLORS.get(span["stage"], ""))
+
+
+def chrome_trace(timeline: dict[str, Any]) -> dict[str, Any]:
+    """Return the timeline in Chrome's trace format: a track per node, times in microseconds."""
+    origin_us = timeline["arrived_at"] * 1e6
+    spans = timeline["stages"] + timeline["transfers"]
+    tracks = {name: index for index, name in enumerate(dict.fromkeys(map(_track, spans)), 1)}
+    names = [
+        {"ph": "M", "pid": 1, "tid": index, "name": "thread_name", "args": {"name": name}}
+        for name, index in tracks.items()
+    ]
+    events = [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": tracks[_track(span)],
+            "name": span["stage"],
+            "ts": origin_us + span["start_ms"] * 1e3,
+            "dur": (span["end_ms"] - span["start_ms"]) * 1e3,
+            "args": {key: value for key, value in span.items() if key in _ARGUMENTS},
+        }
+        for span in spans
+    ]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+_ARGUMENTS: Final = ("epoch", "tokens", "why")
+
+
+def _track(span: dict[str, Any]) -> str:
+    if span["stage"] == "transfer":
+        return "KV transfer"
+    return str(span.get("node") or "router")

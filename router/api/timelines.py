@@ -1,0 +1,169 @@
+"""Timelines over HTTP: on the public port for the tenant that asked, on the admin port for all.
+
+    GET /v1/requests                  the requests that ended last: ?slowest=true&limit=20
+    GET /v1/requests/{name}/timeline  where one request's time went: by reply id or x-request-id
+
+Answers hold names, times and counts, never a prompt or an output. A router knows the requests that
+it has served itself.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from baton.protocol.errors import InvalidRequest, RequestNotFound
+from router.request.scores import NodeScore
+from router.request.terms import grant_of
+from router.request.timeline import StageSpan, TimelineEntry, TimelineRing
+
+LIST_PATH: Final = "/v1/requests"
+PATH: Final = "/v1/requests/{name}/timeline"
+MOST_LISTED: Final = 100
+DEFAULT_LISTED: Final = 20
+TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False, "": False}
+
+
+class RequestSummary(msgspec.Struct):
+    """A request that has ended. Times are milliseconds; `arrived_at` is in seconds since 1970."""
+
+    request_id: str
+    arrived_at: float
+    total_ms: float
+    ttft_ms: float | None
+    outcome: str
+    error: str | None
+    tenant: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prefill_node: str | None
+    decode_node: str | None
+    retries: int
+    migrations: int
+    preemptions: int
+
+
+class RequestList(msgspec.Struct):
+    data: list[RequestSummary]
+
+
+class TimelineSpan(msgspec.Struct, omit_defaults=True):
+    """What took the time from `start_ms` to `end_ms`, counted from the arrival. `tokens`: the
+    client got the output tokens [first, last) in it."""
+
+    stage: str
+    start_ms: float
+    end_ms: float
+    epoch: int
+    node: str | None = None
+    tokens: tuple[int, int] | None = None
+    why: str | None = None
+
+
+class Timeline(RequestSummary):
+    """`stages` lie end to end from 0 to `total_ms`; `transfers` of KV lie beside them. `scores`:
+    how the policy rated the nodes, if the client asked for a receipt."""
+
+    stages: list[TimelineSpan]
+    transfers: list[TimelineSpan]
+    scores: list[NodeScore]
+
+
+class TimelinesApi:
+    """The two routes. `everyone`: for operators, who see the requests of all tenants."""
+
+    def __init__(self, ring: TimelineRing | None, everyone: bool) -> None:
+        self._ring = TimelineRing(0) if ring is None else ring
+        self._everyone = everyone
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(LIST_PATH, self.list, methods=["GET"]),
+            Route(PATH, self.timeline, methods=["GET"]),
+        ]
+
+    async def list(self, request: HttpRequest) -> Response:
+        """Return the newest requests, or the slowest ones of those that are kept."""
+        query, domain = request.query_params, self._domain(request)
+        if unknown := set(query) - {"slowest", "limit"}:
+            field = min(unknown)[:100]
+            raise InvalidRequest(f"{field}: no such query parameter", field=field)
+        slowest = TRUTHS.get(query.get("slowest", "").lower())
+        if slowest is None:
+            raise InvalidRequest("slowest: true or false", field="slowest")
+        limit = query.get("limit", str(DEFAULT_LISTED))
+        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_LISTED):
+            raise InvalidRequest(f"limit: 1 to {MOST_LISTED}", field="limit")
+        entries = self._ring.slowest(domain) if slowest else self._ring.newest(domain)
+        return _json(RequestList([summary_of(each) for each in islice(entries, int(limit))]))
+
+    async def timeline(self, request: HttpRequest) -> Response:
+        """Return one timeline. Raises RequestNotFound."""
+        asked = str(request.path_params["name"])
+        entry = self._ring.find(asked, self._domain(request))
+        if entry is None:
+            text = f"no timeline of {asked[:200]!r}: this router keeps those of its last requests"
+            raise RequestNotFound(text, field="request_id")
+        return _json(timeline_of(entry))
+
+    def _domain(self, request: HttpRequest) -> str | None:
+        return None if self._everyone else grant_of(request.scope).domain
+
+
+def summary_of(entry: TimelineEntry) -> RequestSummary:
+    """Return one line of a list of requests."""
+    trace, first = entry.trace, entry.trace.first_token_at
+    return RequestSummary(
+        request_id=entry.request_id,
+        arrived_at=round(entry.arrived_at, 6),
+        total_ms=_ms(entry.total_s),
+        ttft_ms=None if first is None else _ms(first - entry.arrival),
+        outcome=trace.outcome,
+        error=entry.error or None,
+        tenant=trace.terms.grant.tenant or None,
+        prompt_tokens=entry.prompt_tokens,
+        cached_tokens=trace.cached_tokens,
+        output_tokens=trace.output_tokens,
+        prefill_node=trace.decode_node if trace.local_prefill else trace.prefill_node,
+        decode_node=trace.decode_node,
+        retries=trace.retries,
+        migrations=trace.migrations,
+        preemptions=trace.preemptions,
+    )
+
+
+def timeline_of(entry: TimelineEntry) -> Timeline:
+    """Return the whole timeline."""
+    return Timeline(
+        **msgspec.structs.asdict(summary_of(entry)),
+        stages=[_told(span, entry.arrival) for span in entry.stages],
+        transfers=[_told(span, entry.arrival) for span in entry.transfers],
+        scores=list(entry.trace.scores),
+    )
+
+
+def _told(span: StageSpan, arrival: float) -> TimelineSpan:
+    has_tokens = span.last_token > span.first_token
+    return TimelineSpan(
+        stage=span.stage,
+        start_ms=_ms(span.start - arrival),
+        end_ms=_ms(span.end - arrival),
+        epoch=span.epoch,
+        node=span.node or None,
+        tokens=(span.first_token, span.last_token) if has_tokens else None,
+        why=span.why or None,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

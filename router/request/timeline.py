@@ -1,0 +1,200 @@
+"""The timeline of a request: what happened to it, when, and on which node.
+
+A journey notes a TimelineMark at each milestone. A mark ends one stage and begins the next, so the
+stages cover the time from the arrival to the end, without a gap and without an overlap:
+
+    (arrival)  -> gate       waits to be let in
+    ADMITTED   -> placement  nodes are chosen; if there is none, the request waits for one
+    PREFILLING -> prefill    a node computes the prompt: a prefill node, or the decode node itself
+    PREFILLED  -> hand-over  token 1 is out; the decode node does not have all of the KV yet
+    FETCHING   -> hand-over  another decode node fetches an export that is still there
+    DECODING   -> decode     the decode node has sent its first event
+    MOVING     -> migration  a decode node has exported the KV and let go of the request
+    FAILED     -> retry      a node failed; the next epoch begins
+    (end)
+
+EXPORTED and SUBSCRIBED begin no stage: the KV moves while the prompt is computed. They bound the
+span of the transfer, which lies beside the stages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from router.request.request_ids import names
+
+if TYPE_CHECKING:
+    from router.request.trace import RequestTrace
+
+
+class Milestone(StrEnum):
+    """What a mark notes."""
+
+    ADMITTED = "admitted"
+    PREFILLING = "prefilling"
+    EXPORTED = "exported"
+    SUBSCRIBED = "subscribed"
+    PREFILLED = "prefilled"
+    FETCHING = "fetching"
+    DECODING = "decoding"
+    MOVING = "moving"
+    FAILED = "failed"
+
+
+GATE: Final = "gate"
+TRANSFER: Final = "transfer"
+STAGES: Final = {
+    Milestone.ADMITTED: "placement",
+    Milestone.PREFILLING: "prefill",
+    Milestone.PREFILLED: "hand-over",
+    Milestone.FETCHING: "hand-over",
+    Milestone.DECODING: "decode",
+    Milestone.MOVING: "migration",
+    Milestone.FAILED: "retry",
+}
+_MOVES_KV: Final = frozenset(
+    {Milestone.EXPORTED, Milestone.SUBSCRIBED, Milestone.FETCHING, Milestone.MOVING}
+)
+
+
+class TimelineMark(msgspec.Struct, frozen=True, gc=False):
+    """A milestone of a request. `at`: seconds of the router's clock. `node`: the node of the stage
+    that begins. `tokens`: how many the client had by then. `why`: what failed."""
+
+    at: float
+    milestone: Milestone
+    node: str = ""
+    epoch: int = 0
+    tokens: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """What took the request's time from `start` to `end`, in seconds of the router's clock. The
+    client got the tokens [first_token, last_token) in it."""
+
+    stage: str
+    start: float
+    end: float
+    node: str = ""
+    epoch: int = 0
+    first_token: int = 0
+    last_token: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """A request as the ring keeps it: times and counts, nothing of its content.
+
+    `arrival`: seconds of the router's clock; `arrived_at`: the same in wall-clock seconds.
+    """
+
+    request_id: str
+    arrival: float
+    arrived_at: float
+    prompt_tokens: int
+    error: str
+    trace: RequestTrace
+
+    @property
+    def end(self) -> float:
+        return self.trace.finished_at or self.arrival
+
+    @property
+    def total_s(self) -> float:
+        return self.end - self.arrival
+
+    @property
+    def marks(self) -> list[TimelineMark]:
+        """All marks in order, with the gate's."""
+        admitted_at, marks = self.trace.admitted_at, self.trace.marks
+        if admitted_at is None:  # refused, or adopted from another router
+            return marks
+        return [TimelineMark(max(self.arrival, admitted_at), Milestone.ADMITTED), *marks]
+
+    @property
+    def stages(self) -> list[StageSpan]:
+        return stages_of(self.arrival, self.marks, self.end, self.trace.output_tokens)
+
+    @property
+    def transfers(self) -> list[StageSpan]:
+        return transfers_of(self.marks, self.end)
+
+
+class TimelineRing:
+    """The timelines of the requests that ended last; the oldest one goes first. Event loop only."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[str, TimelineEntry] = OrderedDict()
+
+    def newest(self, domain: str | None = None) -> Iterator[TimelineEntry]:
+        """Yield the entries, the newest first. `domain`: only requests of tenants in this domain;
+        None: of all tenants."""
+        for entry in reversed(self._entries.values()):
+            if domain in (None, entry.trace.terms.grant.domain):
+                yield entry
+
+    def slowest(self, domain: str | None = None) -> Iterator[TimelineEntry]:
+        """As `newest`, but those that took longest first."""
+        return iter(sorted(self.newest(domain), key=lambda entry: -entry.total_s))
+
+    def add(self, entry: TimelineEntry) -> None:
+        """Keep the timeline of a request that has ended."""
+        if not self._capacity:
+            return
+        self._entries[entry.request_id] = entry
+        if len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+
+    def find(self, asked: str, domain: str | None = None) -> TimelineEntry | None:
+        """Return the newest entry that `asked` names: by engine id, reply id or `x-request-id`."""
+        found = (entry for entry in self.newest(domain) if names(asked, entry.request_id))
+        return next(found, None)
+
+
+def stages_of(
+    arrival: float, marks: Sequence[TimelineMark], end: float, tokens: int
+) -> list[StageSpan]:
+    """Return the stages from `arrival` to `end`, in order. Each begins where the one before ends.
+
+    `tokens`: how many the client got in all.
+    """
+    opened = TimelineMark(arrival, Milestone.ADMITTED), GATE
+    spans: list[StageSpan] = []
+    begun = [(mark, STAGES[mark.milestone]) for mark in marks if mark.milestone in STAGES]
+    for (mark, stage), after in zip([opened, *begun], [*begun, None], strict=True):
+        until, had = (end, tokens) if after is None else (after[0].at, after[0].tokens)
+        spans.append(
+            StageSpan(stage, mark.at, until, mark.node, mark.epoch, mark.tokens, had, mark.why)
+        )
+    return spans
+
+
+def transfers_of(marks: Sequence[TimelineMark], end: float) -> list[StageSpan]:
+    """Return when KV was on its way: from the moment that an export was known, or was fetched
+    again, to the first event of the decode node or to the failure."""
+    spans: list[StageSpan] = []
+    opened: TimelineMark | None = None
+    for mark in marks:
+        if mark.milestone in _MOVES_KV:
+            first = opened or mark
+            opened = msgspec.structs.replace(first, node=mark.node or first.node)
+        elif opened is not None and mark.milestone in (Milestone.DECODING, Milestone.FAILED):
+            spans.append(_transfer(opened, mark.at, mark.why))
+            opened = None
+    if opened is not None:
+        spans.append(_transfer(opened, end, ""))
+    return spans
+
+
+def _transfer(opened: TimelineMark, end: float, why: str) -> StageSpan:
+    return StageSpan(TRANSFER, opened.at, end, opened.node, opened.epoch, why=why)

@@ -6,6 +6,7 @@ baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
 baton chat | status              talk to a running router
 baton trace                      where the time of one request went
+baton top                        nodes and requests, live, on the whole terminal
 baton batch                      a file of requests, for a router or one engine here
 baton doctor                     KV lanes between two nodes, and facts about this machine
 baton bench serve | engine       measure a server, or the engine in its own process
@@ -17,6 +18,7 @@ baton kernels build              compile the CPU kernels in advance, for images
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -81,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
     text = "probe the KV lanes between two nodes, and this machine"
     _add_doctor(commands.add_parser("doctor", help=text))
+    _add_top(commands.add_parser("top", help="nodes and requests, live, on the whole terminal"))
     text = "where the time of one request went: by its id, or of the slowest one"
     _add_trace(commands.add_parser("trace", help=text))
     text = "an older checkpoint, or FILE.gguf, as a folder that is served: DIR [--out DIR2]"
@@ -130,15 +133,23 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grpc", default=DEFAULT_GRPC, metavar="HOST:PORT", help="the router's gRPC"
     )
-    parser.add_argument(
-        "--admin-key",
-        default=os.environ.get("BATON_ADMIN_KEY"),
-        help="the router's key of operators, if it has keys at all",
-    )
+    _add_admin_key(parser)
     parser.add_argument("--tls", action="store_true", help="with TLS, and the system's CAs")
     add_trust(parser)
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.set_defaults(handler=run_status)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    text = "URL of the console: http://HOST:ADMIN_PORT/console (default: of the newest `baton up`)"
+    parser.add_argument("console", nargs="?", metavar="URL", help=text)
+    _add_admin_key(parser)
+    parser.set_defaults(handler=run_top)
+
+
+def _add_admin_key(parser: argparse.ArgumentParser) -> None:
+    default, text = os.environ.get("BATON_ADMIN_KEY"), "the router's key of operators"
+    parser.add_argument("--admin-key", default=default, help=text)
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +279,21 @@ def run_status(arguments: argparse.Namespace) -> int:
 
     tls = client_tls(arguments, wanted=arguments.tls)
     return status(arguments.grpc, arguments.admin_key, arguments.once, Console(), tls)
+
+
+def run_top(arguments: argparse.Namespace) -> int:
+    """Run `baton top` until the user leaves it."""
+    from deploy.console_feed import ConsoleFeed, console_address
+    from deploy.top import TopApp
+
+    address = console_address(arguments.console, arguments.admin_key, os.environ)
+
+    async def show() -> None:
+        async with ConsoleFeed(address) as feed:
+            await TopApp(feed).run_async()
+
+    asyncio.run(show())
+    return 0
 
 
 def run_trace(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,144 @@
+"""Where a router's console is, and its live data: what `baton top` and `baton console` share.
+
+A router's admin port has `/console/data/stream`: first a snapshot of the whole system, then every
+second a delta. `merged` puts a delta into a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+
+from baton.protocol.errors import BatonError, ConfigError, Unavailable
+from baton.runtime.cache_folder import cache_folder
+from bench.sse import StreamError, parse_line
+
+URL_FILE: Final = "console_url"  # in the run folder of `baton up`
+CONNECT_S: Final = 5.0
+SILENCE_S: Final = 10.0  # a delta comes each second
+MOST_KEPT: Final = {"ended": 50, "events": 200}  # requests and events, as in a snapshot
+
+Snapshot = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleAddress:
+    """The admin port of a router, as `http://host:port`, and an operator's key."""
+
+    origin: str
+    key: str
+
+    @property
+    def page(self) -> str:
+        """The address for a browser. What follows `#` is not sent to the server."""
+        return f"{self.origin}/console" + (f"#key={self.key}" if self.key else "")
+
+
+def console_address(
+    given: str | None, key: str | None, environ: Mapping[str, str]
+) -> ConsoleAddress:
+    """Return the console that was `given` as URL; without one, that of the newest `baton up`.
+
+    `key`: for a URL without `#key=...`. Raises ConfigError.
+    """
+    url = given or _of_newest_run(environ)
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{url!r} is not the URL of a console", field="url")
+    in_url = parse_qs(parts.fragment).get("key", [""])[0]
+    return ConsoleAddress(f"{parts.scheme}://{parts.netloc}", in_url or key or "")
+
+
+def _of_newest_run(environ: Mapping[str, str]) -> str:
+    files = sorted(cache_folder("runs", environ).glob(f"*/{URL_FILE}"))
+    if not files:
+        text = "no `baton up` runs here: give the URL http://HOST:ADMIN_PORT/console"
+        raise ConfigError(text, field="url")
+    return files[-1].read_text().strip()
+
+
+class ConsoleFeed:
+    """Asks a console for its data. Close it with `async with`."""
+
+    def __init__(self, address: ConsoleAddress) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=address.origin,
+            headers={"authorization": f"Bearer {address.key}"},
+            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> ConsoleFeed:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON at `path`. Raises BatonError with the router's message."""
+        try:
+            reply = await self._client.get(path)
+        except httpx.HTTPError as error:
+            raise _away(error) from error
+        _check(reply)
+        return reply.json()
+
+    async def snapshots(self) -> AsyncIterator[Snapshot]:
+        """Yield the state of the whole system, about once in a second. Raises BatonError."""
+        snapshot: Snapshot = {}
+        try:
+            async with self._client.stream("GET", "/console/data/stream") as reply:
+                if not reply.is_success:
+                    await reply.aread()
+                _check(reply)
+                async for line in reply.aiter_lines():
+                    if (told := parse_line(line)) is not None:
+                        snapshot = merged(snapshot, told)
+                        yield snapshot
+        except (httpx.HTTPError, StreamError) as error:
+            raise _away(error) from error
+        raise Unavailable("the router has ended the stream of its console")
+
+
+def merged(snapshot: Snapshot, delta: Snapshot) -> Snapshot:
+    """Return the snapshot after `delta`; a first delta is a whole snapshot. Changes neither.
+
+    A delta holds the nodes that changed and the names of those that are `gone`, the events and
+    ended requests that are new, and of everything else what has changed.
+    """
+    result = {**snapshot, **{key: delta[key] for key in delta if key not in ("gone", *_LISTS)}}
+    nodes = {node["id"]: node for node in snapshot.get("nodes", ())}
+    nodes |= {node["id"]: node for node in delta.get("nodes", ())}
+    for name in delta.get("gone") or ():
+        nodes.pop(name, None)
+    result["nodes"] = list(nodes.values())
+    result["events"] = _newest(snapshot.get("events", ()), delta.get("events", ()), "events")
+    requests, news = snapshot.get("requests", {}), delta.get("requests") or {}
+    ended = _newest(requests.get("ended", ()), news.get("ended", ()), "ended")
+    result["requests"] = {**requests, **news, "ended": ended}
+    return result
+
+
+_LISTS: Final = ("nodes", "events", "requests")
+
+
+def _newest(old: Sequence[Any], new: Sequence[Any], what: str) -> list[Any]:
+    return [*old, *new][-MOST_KEPT[what] :]
+
+
+def _check(reply: httpx.Response) -> None:
+    if reply.is_success:
+        return
+    try:
+        text = reply.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        text = f"{reply.request.url} answered {reply.status_code}"
+    raise BatonError(str(text))
+
+
+def _away(error: Exception) -> Unavailable:
+    return Unavailable(f"the router's console does not answer: {error or type(error).__name__}")

@@ -94,7 +94,10 @@ class AdapterRows:
 
 
 def rows_by_adapter(batch: Batch, fixed_shapes: bool = False) -> tuple[AdapterRows, ...]:
-    """Group the step's rows by adapter. Rows that want no adapter are in no group."""
+    """Group the step's rows by adapter. Rows that want no adapter are in no group.
+
+    `fixed_shapes`: as in AdapterRows.
+    """
     rows: dict[str, list[int]] = {}
     for span in batch.spans:
         if span.adapter:

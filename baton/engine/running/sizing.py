@@ -69,7 +69,7 @@ class CudaMemory:
         self._device = device
 
     def total(self) -> int:
-        """See DeviceMemory.total."""
+        """Return the memory of the whole device."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def in_use(self) -> int:
@@ -99,7 +99,7 @@ class HostMemory:
         self._cgroup = cgroup
 
     def total(self) -> int:
-        """See DeviceMemory.total."""
+        """Return the machine's memory; a limit on this process is not seen here."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def in_use(self) -> int:

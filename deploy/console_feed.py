@@ -6,7 +6,7 @@ second a delta. `merged` puts a delta into a snapshot.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -116,18 +116,15 @@ def merged(snapshot: Snapshot, delta: Snapshot) -> Snapshot:
     for name in delta.get("gone") or ():
         nodes.pop(name, None)
     result["nodes"] = list(nodes.values())
-    result["events"] = _newest(snapshot.get("events", ()), delta.get("events", ()), "events")
+    events = [*snapshot.get("events", ()), *delta.get("events", ())]
+    result["events"] = events[-MOST_KEPT["events"] :]
     requests, news = snapshot.get("requests", {}), delta.get("requests") or {}
-    ended = _newest(requests.get("ended", ()), news.get("ended", ()), "ended")
-    result["requests"] = {**requests, **news, "ended": ended}
+    ended = [*news.get("ended", ()), *requests.get("ended", ())]  # the newest first
+    result["requests"] = {**requests, **news, "ended": ended[: MOST_KEPT["ended"]]}
     return result
 
 
 _LISTS: Final = ("nodes", "events", "requests")
-
-
-def _newest(old: Sequence[Any], new: Sequence[Any], what: str) -> list[Any]:
-    return [*old, *new][-MOST_KEPT[what] :]
 
 
 def _check(reply: httpx.Response) -> None:

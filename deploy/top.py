@@ -174,7 +174,7 @@ def node_row(node: dict[str, Any]) -> list[str | Text]:
     color = "red" if share > FULL else "yellow" if share > HIGH else "green"
     return [
         node["id"],
-        node["role"],
+        node["role"] or "-",
         Text(state, "green" if state == "serving" else "yellow"),
         str(node["running"]),
         str(node["waiting"]),
@@ -207,7 +207,7 @@ def request_rows(snapshot: Snapshot) -> list[list[str | Text]]:
             "" if each["ttft_ms"] is None else f"{each['ttft_ms']:.0f}",
             *_counts(each),
         ]
-        for each in reversed(requests.get("ended", ()))
+        for each in requests.get("ended", ())
     ]
     return live + ended
 

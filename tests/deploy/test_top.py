@@ -136,7 +136,7 @@ def test_a_delta_changes_what_it_holds() -> None:
     after = merged(before, delta)
     assert {each["id"]: each["kv_used"] for each in after["nodes"]} == {"d-0": 50, "d-1": 10}
     assert [event["seq"] for event in after["events"]] == [1, 2]
-    assert [each["request_id"] for each in after["requests"]["ended"]] == ["e-1", "e-2"]
+    assert [each["request_id"] for each in after["requests"]["ended"]] == ["e-2", "e-1"]
     assert after["requests"]["live"] == []
     assert after["totals"] == before["totals"]
     assert before == snapshot()
@@ -203,7 +203,7 @@ def test_a_row_of_a_node() -> None:
 
 
 def test_requests_under_way_come_first_then_the_newest() -> None:
-    requests = {"live": [live("l")], "ended": [ended("old"), ended("new", "node_lost")]}
+    requests = {"live": [live("l")], "ended": [ended("new", "node_lost"), ended("old")]}
     rows = [[str(cell) for cell in row] for row in request_rows({"requests": requests})]
     assert [row[:2] for row in rows] == [["l", "decode"], ["new", "node_lost"], ["old", "finished"]]
 

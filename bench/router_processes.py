@@ -201,4 +201,4 @@ async def _known(port: int) -> int:
     writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     text = await reader.read()
     writer.close()
-    return text.count(b"baton_kv_blocks_total{")
+    return text.count(b"baton_node_live_requests{")

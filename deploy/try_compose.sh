@@ -60,7 +60,9 @@ containers() {
     docker ps -aq --no-trunc --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
         --filter "label=com.docker.compose.service=$1"
 }
-connected() { [ "$(metrics | grep -c '^baton_draining{')" -eq "$1" ]; }
+connected() {
+    [ "$(metrics | awk '/^baton_router_nodes.*state="ready"/ { n += $NF } END { print n + 0 }')" -eq "$1" ]
+}
 metrics() { curl -fsS -H "Authorization: Bearer $BATON_API_KEY" "$url/metrics"; }
 # ask FILE: one streamed completion, always the same
 ask() {
@@ -86,7 +88,7 @@ PYTHON
 retries() { grep -o '"retries": *[0-9]*' "$1" | tail -1 | grep -o '[0-9]*$'; }
 # busy: the id of the decode node that runs something
 busy() {
-    metrics | grep '^vllm:num_requests_running{.*role="decode".* [1-9]' \
+    metrics | grep '^baton_node_live_requests{.*role="decode".* [1-9]' \
         | sed 's/.*node="\([^"]*\)".*/\1/' | grep -m 1 .
 }
 # container_of NODE: each node says its id when it is ready

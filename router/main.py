@@ -35,7 +35,7 @@ from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis_connections import ROUTER_CALL, check_redis
-from baton.runtime.task_metrics import watch_tasks
+from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate
 from baton.text.generation_config import sampling_defaults
@@ -176,7 +176,7 @@ class Router:
         _watch(self.services)
 
     async def start(self) -> None:
-        watch_tasks(self.services.metrics.registry, asyncio.get_running_loop())
+        watch_process(self.services.metrics.registry, asyncio.get_running_loop())
         await self.guard.start()
         await self.registry.start()
 

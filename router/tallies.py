@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from baton.runtime.metrics import MetricSpec, Sums
 
@@ -91,10 +89,9 @@ class Histogram(Collector):
         return self._spec.families({})
 
     def collect(self) -> Iterable[Metric]:
-        bounds = [*map(floatToGoString, self._spec.buckets), "+Inf"]
-
-        def sums(found: Distribution) -> Sums:
-            up_to = map(float, accumulate(found.counts))
-            return Sums(list(zip(bounds, up_to, strict=True)), found.sum)
-
-        return self._spec.families({k: sums(each) for k, each in self._distributions.items()})
+        return self._spec.families(
+            {
+                labels: Sums.of(self._spec.buckets, each.counts, each.sum)
+                for labels, each in self._distributions.items()
+            }
+        )

@@ -108,7 +108,7 @@ async def _counted(p: ServerProcess, d: ServerProcess) -> dict[str, float]:
     fetches = "baton_kv_transfer_fetches_total"
     errors = ("kv_timeout", "kv_lost", "kv_stale", "kv_corrupt")
     return {
-        "computed": await metric(p, "baton_prompt_tokens_total"),
+        "computed": await metric(p, "baton_node_prompt_tokens_total"),
         "exports": await metric(p, "baton_kv_transfer_exports_total"),
         "fetches": await metric(d, f'{fetches}{{outcome="ok"}}'),
         "fetch_errors": sum([await metric(d, f'{fetches}{{outcome="{e}"}}') for e in errors]),

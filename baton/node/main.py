@@ -44,7 +44,7 @@ from baton.runtime.cores import parse_cores, pin_process, quota_cores
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis_connections import NODE_CALL, check_redis
-from baton.runtime.task_metrics import watch_tasks
+from baton.runtime.task_metrics import watch_process
 from baton.runtime.timing import Timing
 from baton.runtime.vllm_flags import add_idle
 from baton.runtime.wsgi_server import RunningServer
@@ -141,7 +141,7 @@ class NodeProcess:
         config = self._config
         if config.metrics_port is not None:
             registry = self.shell.metrics.registry
-            watch_tasks(registry, asyncio.get_running_loop())
+            watch_process(registry, asyncio.get_running_loop())
             token = "" if is_loopback(config.host) else metrics_token(config.secret)
             place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
             self._metrics = start_metrics(registry, place)

@@ -1,15 +1,18 @@
 """All metrics of a node, each declared once: kind, name, help text, unit, labels.
 
-Names that begin with `vllm:` are vLLM's. docs/metrics.md shows this list.
+Names that begin with `vllm:` are vLLM's. No router has one of these names, so a sum over all
+processes is the truth; only the metrics of a process itself (PROCESS) are on every page.
+docs/metrics.md shows this list.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from baton.engine.state.stats import STEP_TOKENS
 from baton.runtime.metrics import (
-    ASYNCIO_TASKS,
     OF_NODE,
+    PROCESS,
     TRANSFER_BUCKETS,
     MetricList,
     counter,
@@ -23,8 +26,15 @@ NODE: Final = MetricList(
     gauge("vllm:num_requests_running", "Requests in the running batch", "requests", OF_NODE),
     gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", "requests", OF_NODE),
     gauge("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", "share of 1", OF_NODE),
+    gauge("vllm:gpu_cache_usage_perc", "Its older name", "share of 1", OF_NODE),
+    gauge(
+        "vllm:cache_config_info",
+        "Sizes",
+        "always 1",
+        (*OF_NODE, "block_size", "num_gpu_blocks", "cache_dtype"),
+    ),
     gauge("baton_kv_blocks_free", "KV blocks that a request could have", "blocks", OF_NODE),
-    gauge("baton_kv_blocks_total", "KV blocks of the pool", "blocks", OF_NODE),
+    gauge("baton_kv_blocks", "KV blocks of the pool", "blocks", OF_NODE),
     gauge("baton_kv_waste", "Share of allocated KV slots without a token", "share of 1", OF_NODE),
     gauge("vllm:num_requests_swapped", "Requests swapped to host memory", "requests", OF_NODE),
     gauge("baton_waiting_tokens", "Prompt tokens not yet computed", "tokens", OF_NODE),
@@ -37,16 +47,13 @@ NODE: Final = MetricList(
     gauge("baton_kv_transfer_fetching", "KV fetches under way or queued", "fetches", OF_NODE),
     gauge("baton_kv_transfer_active_exports", "Exports under a lease", "exports", OF_NODE),
     gauge("baton_kv_transfer_export_bytes", "Bytes pinned under leases", "bytes", OF_NODE),
-    counter("vllm:prompt_tokens", "Prompt tokens computed", "tokens", OF_NODE),
-    counter("vllm:generation_tokens", "Tokens sampled", "tokens", OF_NODE),
+    gauge("baton_stalled", "1 while its engine makes no progress", "1 or 0", OF_NODE),
     counter("vllm:num_preemptions", "Requests preempted", "preemptions", OF_NODE),
-    counter("vllm:prefix_cache_queries", "Prompt tokens looked up", "tokens", OF_NODE),
-    counter("vllm:prefix_cache_hits", "Prompt tokens found", "tokens", OF_NODE),
-    counter("baton_prompt_tokens", "Prompt tokens computed", "tokens", OF_NODE),
-    counter("baton_generation_tokens", "Tokens sampled", "tokens", OF_NODE),
+    counter("baton_node_prompt_tokens", "Prompt tokens computed", "tokens", OF_NODE),
+    counter("baton_node_generation_tokens", "Tokens sampled", "tokens", OF_NODE),
     counter("baton_preemptions", "Requests preempted", "preemptions", OF_NODE),
-    counter("baton_prefix_cache_queries", "Prompt tokens looked up", "tokens", OF_NODE),
-    counter("baton_prefix_cache_hits", "Prompt tokens found", "tokens", OF_NODE),
+    counter("baton_node_prefix_queries", "Prompt tokens looked up", "tokens", OF_NODE),
+    counter("baton_node_prefix_hits", "Prompt tokens found", "tokens", OF_NODE),
     counter("baton_swapped_out_blocks", "KV blocks copied to the host", "blocks", OF_NODE),
     counter("baton_swapped_in_blocks", "KV blocks copied back", "blocks", OF_NODE),
     counter("baton_forks", "Block tables shared by samples", "block tables", OF_NODE),
@@ -56,6 +63,14 @@ NODE: Final = MetricList(
     counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed", "tokens", OF_NODE),
     counter("vllm:spec_decode_num_accepted_tokens", "Of these, right", "tokens", OF_NODE),
     counter("baton_replayed_tokens", "Output tokens computed again", "tokens", OF_NODE),
+    counter("baton_engine_requests", "Requests that came to the engine", "requests", OF_NODE),
+    counter(
+        "baton_queue_seconds",
+        "Time that requests waited for their place in a step, all added up: its rate is how many"
+        " waited on average",
+        "seconds",
+        OF_NODE,
+    ),
     counter("baton_engine_steps", "Engine steps", "steps", OF_NODE),
     counter("baton_engine_steps_ahead", "Of these, planned ahead", "steps", OF_NODE),
     counter("baton_engine_busy_seconds", "Time in engine steps", "seconds", OF_NODE),
@@ -80,7 +95,9 @@ NODE: Final = MetricList(
         "requests",
         (*OF_NODE, "kv"),
     ),
-    histogram("vllm:iteration_tokens_total", "Tokens per engine step", "tokens", OF_NODE),
+    histogram(
+        "vllm:iteration_tokens_total", "Tokens per engine step", "tokens", OF_NODE, STEP_TOKENS
+    ),
     gauge(
         "vllm:num_requests_waiting_by_reason",
         "Requests waiting, by what for",
@@ -113,5 +130,5 @@ NODE: Final = MetricList(
         OF_NODE,
         TRANSFER_BUCKETS,
     ),
-    ASYNCIO_TASKS,
+    *PROCESS,
 )

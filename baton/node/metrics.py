@@ -11,12 +11,18 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from baton.engine.state.stats import EngineStats
+from baton.engine.state.stats import STEP_TOKENS, EngineStats
 from baton.node.metric_list import NODE
+from baton.protocol.errors import KVCorrupt, KVLost, KVRefused, KVStale, KVTimeout
 from baton.protocol.handles import NodeLoad
 from baton.runtime.metrics import Sums, Values, cache_usage, render
 from kv_transfer.connector import Connector
 from kv_transfer.stats import LaneStats, TransferStats
+
+# Outcomes of fetches that are shown from the start; one that has no series yet cannot rise.
+FETCH_FAULTS: Final = tuple(
+    each.code for each in (KVCorrupt, KVLost, KVRefused, KVStale, KVTimeout)
+)
 
 
 def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> NodeLoad:
@@ -53,6 +59,8 @@ class NodeFigures:
     transfer: TransferStats
     active_exports: int = 0
     kv_waste: float = 0.0
+    block_size: int = 0
+    cache_dtype: str = ""
 
 
 class NodeMetrics:
@@ -80,8 +88,7 @@ class NodeMetrics:
 def values_of(now: NodeFigures) -> dict[str, Values]:
     """Return name -> values of all metrics of one node, without the labels of the node itself."""
     transfer, engine = now.transfer, now.engine
-    fetches = {"ok": transfer.fetches, **dict(transfer.failures)}
-    tokens = engine.num_prompt_tokens + engine.num_generated_tokens
+    fetches = dict.fromkeys(FETCH_FAULTS, 0) | {"ok": transfer.fetches} | dict(transfer.failures)
     lanes = sorted(dict(transfer.lanes).items())
     return {
         **_gauges(now),
@@ -91,8 +98,12 @@ def values_of(now: NodeFigures) -> dict[str, Values]:
         "baton_departures": {
             (name,): count for name, count in sorted(dict(engine.departures).items())
         },
-        # Only sum and count are known, so there is a single bucket.
-        "vllm:iteration_tokens_total": {(): Sums((("+Inf", engine.num_steps),), tokens)},
+        "vllm:iteration_tokens_total": {
+            (): Sums.of(STEP_TOKENS, engine.step_tokens, engine.num_counted_tokens)
+        },
+        "vllm:cache_config_info": {
+            (str(now.block_size), str(now.load.total_blocks), now.cache_dtype): 1
+        },
         "vllm:num_requests_waiting_by_reason": {
             ("capacity",): now.load.waiting,
             ("deferred",): now.load.fetching,
@@ -111,7 +122,8 @@ def _gauges(now: NodeFigures) -> Mapping[str, float]:
         "vllm:num_requests_waiting": load.waiting,
         "vllm:kv_cache_usage_perc": cache_usage(load),
         "baton_kv_blocks_free": load.free_blocks,
-        "baton_kv_blocks_total": load.total_blocks,
+        "vllm:gpu_cache_usage_perc": cache_usage(load),
+        "baton_kv_blocks": load.total_blocks,
         "baton_kv_waste": now.kv_waste,
         "vllm:num_requests_swapped": load.swapped,
         "baton_waiting_tokens": load.waiting_tokens,
@@ -122,6 +134,7 @@ def _gauges(now: NodeFigures) -> Mapping[str, float]:
         "baton_memory_bandwidth_bytes_per_second": limits.read_bytes_per_s if limits else 0.0,
         "baton_peak_flops": limits.flops_per_s if limits else 0.0,
         "baton_draining": float(load.draining),
+        "baton_stalled": float(load.stalled),
         "baton_kv_transfer_fetching": load.fetching,
         "baton_kv_transfer_active_exports": now.active_exports,
         "baton_kv_transfer_export_bytes": load.export_bytes,
@@ -131,16 +144,12 @@ def _gauges(now: NodeFigures) -> Mapping[str, float]:
 def _engine_counters(engine: EngineStats) -> Mapping[str, float]:
     utilization = engine.utilization
     return {
-        "vllm:prompt_tokens": engine.num_prompt_tokens,
-        "vllm:generation_tokens": engine.num_generated_tokens,
         "vllm:num_preemptions": engine.num_preemptions,
-        "vllm:prefix_cache_queries": engine.num_prefix_query_tokens,
-        "vllm:prefix_cache_hits": engine.num_prefix_hit_tokens,
-        "baton_prompt_tokens": engine.num_prompt_tokens,
-        "baton_generation_tokens": engine.num_generated_tokens,
+        "baton_node_prompt_tokens": engine.num_prompt_tokens,
+        "baton_node_generation_tokens": engine.num_generated_tokens,
         "baton_preemptions": engine.num_preemptions,
-        "baton_prefix_cache_queries": engine.num_prefix_query_tokens,
-        "baton_prefix_cache_hits": engine.num_prefix_hit_tokens,
+        "baton_node_prefix_queries": engine.num_prefix_query_tokens,
+        "baton_node_prefix_hits": engine.num_prefix_hit_tokens,
         "baton_swapped_out_blocks": engine.num_swapped_out_blocks,
         "baton_swapped_in_blocks": engine.num_swapped_in_blocks,
         "baton_forks": engine.num_forks,
@@ -150,6 +159,8 @@ def _engine_counters(engine: EngineStats) -> Mapping[str, float]:
         "vllm:spec_decode_num_draft_tokens": engine.num_drafted_tokens,
         "vllm:spec_decode_num_accepted_tokens": engine.num_accepted_tokens,
         "baton_replayed_tokens": engine.num_replayed_tokens,
+        "baton_engine_requests": engine.num_requests,
+        "baton_queue_seconds": engine.queue_seconds,
         "baton_engine_steps": engine.num_steps,
         "baton_engine_steps_ahead": engine.num_steps_ahead,
         "baton_engine_busy_seconds": utilization.busy_seconds,

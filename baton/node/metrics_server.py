@@ -1,5 +1,7 @@
 """A node's /metrics endpoint, on threads of its own. Its values: baton/node/metrics.py.
 
+Whatever format a scraper prefers, it gets Prometheus' plain text: in OpenMetrics, which Prometheus
+2 prefers, prometheus-client writes the colon of vLLM's names as an underscore.
 Beyond loopback it requires `Authorization: Bearer TOKEN` (`metrics_token`); the token is derived
 from the deployment's secret and does not reveal it. It uses TLS if the node does.
 """
@@ -50,12 +52,21 @@ def _guarded(app: WSGIApplication, token: str) -> WSGIApplication:
     return guarded
 
 
+def _plain(app: WSGIApplication) -> WSGIApplication:
+    """Return `app` for scrapers that are not asked which format they prefer."""
+
+    def plain(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        return app({**environ, "HTTP_ACCEPT": ""}, start_response)
+
+    return plain
+
+
 def start_metrics(registry: CollectorRegistry, place: MetricsPlace) -> RunningServer:
     """Start the endpoint. Raises ConfigError if the port cannot be bound or the TLS files are
     unusable.
     """
     context = None if place.tls is None else place.tls.server_context()
-    app = _guarded(make_wsgi_app(registry), place.token)
+    app = _guarded(_plain(make_wsgi_app(registry)), place.token)
     try:
         return RunningServer.start(app, place.host, place.port, context)
     except OSError as error:

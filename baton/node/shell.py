@@ -104,7 +104,6 @@ class NodeShell:
         self._sessions: set[RouterSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._kv_waste = 0.0
-        self._kv_token_bytes = parts.engine.info.kv_token_bytes
         self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
@@ -246,7 +245,7 @@ class NodeShell:
             stalled=self.progress.stalled,
             pause=self.control.pause,
             asleep=self.control.asleep,
-            kv_token_bytes=self._kv_token_bytes,
+            kv_token_bytes=self.engine.info.kv_token_bytes,
         )
 
     def send_load(self, *, beat: bool = False) -> None:
@@ -267,7 +266,8 @@ class NodeShell:
     def scrape(self) -> NodeFigures:
         """Return everything that /metrics shows, as of the last step or beat. Any thread."""
         stats, exports = self.connector.stats, self.connector.active_exports
-        return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_waste)
+        cache = (self.engine.pool.block_size, self.engine.info.kv_dtype)
+        return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_waste, *cache)
 
     # ---- sessions ----
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,6 +26,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from baton.protocol.handles import NodeLoad
 
@@ -32,15 +34,17 @@ from baton.protocol.handles import NodeLoad
 # switch that off only for the whole process.
 disable_created_metrics()
 
-CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+# For every scraper: in OpenMetrics, which Prometheus 2 prefers, prometheus-client writes the colon
+# of vLLM's names as an underscore.
+CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 # Seconds; vLLM's buckets, finer below 10 ms because a small model on a CPU is that fast.
 TTFT_BUCKETS: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0,
 )  # fmt: skip
 TPOT_BUCKETS: Final = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 10.0,
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 E2E_BUCKETS: Final = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
@@ -67,6 +71,14 @@ class Sums(NamedTuple):
 
     up_to: Sequence[tuple[str, float]]
     total: float
+
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Sums:
+        """Return the value of `counts[i]` numbers up to `bounds[i]` and above the bound before; the
+        last count is of numbers beyond all bounds.
+        """
+        shown = [*map(floatToGoString, bounds), "+Inf"]
+        return cls(list(zip(shown, map(float, accumulate(counts)), strict=True)), total)
 
 
 Value = float | Sums
@@ -146,6 +158,20 @@ def histogram(
 OF_NODE: Final = ("model_name", "node", "role")
 ASYNCIO_TASKS: Final = gauge(
     "baton_asyncio_tasks", "Tasks of the event loop, by what they run", "tasks", ("of",)
+)
+# Of every process. prometheus-client reads all but the first from /proc; these are its help texts.
+PROCESS: Final = (
+    ASYNCIO_TASKS,
+    gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", "bytes"),
+    gauge("process_resident_memory_bytes", "Resident memory size in bytes.", "bytes"),
+    gauge(
+        "process_start_time_seconds",
+        "Start time of the process since unix epoch in seconds.",
+        "seconds since 1970",
+    ),
+    counter("process_cpu_seconds", "Total user and system CPU time spent in seconds.", "seconds"),
+    gauge("process_open_fds", "Number of open file descriptors.", "descriptors"),
+    gauge("process_max_fds", "Maximum number of open file descriptors.", "descriptors"),
 )
 
 

@@ -1,7 +1,6 @@
-"""Counts the tasks of a process' event loop by what they run: a leak shows here before in memory.
+"""What every process shows of itself: the tasks of its event loop, and what the kernel knows of it.
 
-Each scrape reads the numbers, on any thread. Descriptors, threads and memory are not here: the
-kernel reports them (/proc).
+A task that leaks shows here before it does in memory. Each scrape reads the numbers, on any thread.
 """
 
 from __future__ import annotations
@@ -9,9 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from baton.runtime.metrics import ASYNCIO_TASKS, MetricList, Values
+
+
+def watch_process(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
+    """Export the metrics of PROCESS in `registry`. Once per process."""
+    watch_tasks(registry, loop)
+    ProcessCollector(registry=registry)
 
 
 def watch_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,9 @@
 """All metrics of a router, each declared once: kind, name, help text, unit, labels.
 
 Names that begin with `vllm:` are vLLM's, so that its Grafana boards show data. Where Baton has a
-name for the same thing, vLLM's is an alias. docs/metrics.md shows this list.
+name for the same thing, vLLM's is an alias. Each router counts its own requests, and what a node
+knows is in the node's list alone (baton/node/metric_list.py): a sum over all routers and nodes is
+the truth. docs/metrics.md shows this list.
 """
 
 from __future__ import annotations
@@ -10,9 +12,8 @@ from dataclasses import replace
 from typing import Final
 
 from baton.runtime.metrics import (
-    ASYNCIO_TASKS,
     E2E_BUCKETS,
-    OF_NODE,
+    PROCESS,
     TPOT_BUCKETS,
     TRANSFER_BUCKETS,
     TTFT_BUCKETS,
@@ -169,6 +170,12 @@ ROUTER: Final = MetricList(
         "vllm:prefix_cache_hits",
     ),
     counter(
+        "vllm:prompt_tokens_by_source",
+        "Tokens of prompts, by where their KV came from when the prompt was computed",
+        "tokens",
+        ("model_name", "source"),
+    ),
+    counter(
         "baton_node_requests",
         "Requests by the node that ran them",
         "requests",
@@ -178,52 +185,41 @@ ROUTER: Final = MetricList(
         "baton_pooling_requests", "Embeddings, scores: calls", "calls", ("model_name", "outcome")
     ),
     gauge("baton_live_requests", "Requests in flight here", "requests"),
-    gauge("vllm:num_requests_running", "Requests in the running batch", "requests", OF_NODE),
-    gauge("vllm:num_requests_waiting", "Requests waiting", "requests", OF_NODE),
-    gauge("vllm:num_requests_swapped", "Requests swapped to host memory", "requests", OF_NODE),
-    gauge("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", "share of 1", OF_NODE),
-    gauge("baton_kv_blocks_free", "KV blocks that a request could have", "blocks", OF_NODE),
-    gauge("baton_kv_blocks_total", "KV blocks of the pool", "blocks", OF_NODE),
-    gauge("baton_kv_transfer_fetching", "KV fetches under way or queued", "fetches", OF_NODE),
-    gauge("baton_kv_transfer_export_bytes", "Bytes under leases", "bytes", OF_NODE),
-    gauge("baton_waiting_tokens", "Prompt tokens not yet computed", "tokens", OF_NODE),
-    gauge("baton_step_seconds", "Moving mean of engine steps", "seconds", OF_NODE),
-    gauge("baton_stalled", "1 while its engine makes no progress", "1 or 0", OF_NODE),
-    gauge("baton_mbu", "Share of its read bandwidth, last steps", "share of 1", OF_NODE),
-    gauge("baton_mfu", "Share of its matrix products' rate", "share of 1", OF_NODE),
-    gauge("baton_draining", "1 while it takes no new requests", "1 or 0", OF_NODE),
-    counter("baton_kv_transfer_bytes", "KV bytes received", "bytes", OF_NODE),
-    counter("baton_kv_transfer_sent_bytes", "KV bytes sent", "bytes", OF_NODE),
-    counter("baton_kv_transfer_fetches", "KV fetches that ended well", "fetches", OF_NODE),
-    counter("baton_kv_transfer_failures", "KV fetches that failed", "fetches", OF_NODE),
-    counter("vllm:num_preemptions", "Requests preempted", "preemptions", OF_NODE),
-    counter("baton_preemptions", "Requests preempted", "preemptions", OF_NODE),
-    counter("baton_node_prefix_queries", "Prompt tokens looked up", "tokens", OF_NODE),
-    counter("baton_node_prefix_hits", "Prompt tokens found", "tokens", OF_NODE),
     gauge(
-        "vllm:num_requests_waiting_by_reason",
-        "Requests waiting, by what for",
-        "requests",
-        (*OF_NODE, "reason"),
+        "baton_router_nodes",
+        "Nodes as this router sees them",
+        "nodes",
+        ("role", "state"),
     ),
-    histogram("vllm:iteration_tokens_total", "Tokens per engine step", "tokens", OF_NODE),
+    gauge(
+        "baton_node_live_requests",
+        "Requests of this router that are at a node",
+        "requests",
+        ("role", "node"),
+    ),
     counter(
         "baton_migrations", "Requests asked to change their decode node", "requests", ("outcome",)
     ),
     counter("baton_migrated_tokens", "Tokens whose KV moved", "tokens"),
     counter("baton_migration_seconds", "Until the new node's first token, summed", "seconds"),
-    gauge("vllm:gpu_cache_usage_perc", "KV blocks in use", "share of 1", OF_NODE),
-    gauge(
-        "vllm:cache_config_info",
-        "Sizes",
-        "always 1",
-        (*OF_NODE, "block_size", "num_gpu_blocks", "cache_dtype"),
-    ),
     gauge(
         "vllm:lora_requests_info",
         "Adapters in use",
         "seconds since 1970",
         ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    counter(
+        "baton_http_requests",
+        "Answers on the public port; 499: the client left before one began",
+        "answers",
+        ("method", "route", "status"),
+    ),
+    histogram(
+        "baton_http_request_seconds",
+        "From the head of a request to the end of its answer",
+        "seconds",
+        ("method", "route"),
+        (0.001, 0.005, *E2E_BUCKETS),
     ),
     histogram(
         "baton_admission_wait_seconds",
@@ -287,5 +283,5 @@ ROUTER: Final = MetricList(
         ("role",),
     ),
     counter("baton_retry_budget", "Second tries after refusals", "retries", ("outcome",)),
-    ASYNCIO_TASKS,
+    *PROCESS,
 )

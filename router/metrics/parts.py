@@ -6,18 +6,31 @@ histogram, which is updated at each wait.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from itertools import product
 
 from prometheus_client import CollectorRegistry
 
 from baton.protocol.handles import Role
 from baton.runtime.metrics import Values
 from router.metrics.metric_list import ROUTER
+from router.nodes.policy import NodeSnapshot
 from router.nodes.registry import NodeRegistry
 from router.request.gate.gate import Gate
 from router.request.retry_budget import RetryBudget
 from router.store.guard import StoreGuard
 from router.tallies import Histogram
+
+
+class NodeState(enum.StrEnum):
+    """What a router may do with a node; a label in the metrics."""
+
+    READY = "ready"
+    LEAVING = "draining"  # or asleep: it takes no new requests
+    STALLED = "stalled"  # its engine makes no progress
+    SHUNNED = "quarantined"  # or its group of ranks is not whole
+    AWAY = "away"  # known, and not connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,7 @@ class WatchedParts:
 def watch_failures(registry: CollectorRegistry, watched: WatchedParts) -> None:
     """Export the counters of store, nodes and retries in `registry`. Call it once per router."""
     ROUTER.watch(registry, lambda: _of_failures(watched))
+    ROUTER.watch(registry, lambda: _of_nodes(watched.registry))
 
 
 def _of_failures(watched: WatchedParts) -> dict[str, Values]:
@@ -61,6 +75,30 @@ def _num_precisions(registry: NodeRegistry, role: Role) -> int:
     """Return in how many different precisions the nodes of a role compute, as they report."""
     mine = [each for each in registry.records() if each.role is role and each.precision]
     return len({(each.precision, each.deterministic) for each in mine})
+
+
+def _of_nodes(registry: NodeRegistry) -> dict[str, Values]:
+    states = dict.fromkeys(product((role.value for role in Role), NodeState), 0)
+    for snapshot in registry.snapshots():
+        states[snapshot.role.value, _state(snapshot)] += 1
+    live: dict[tuple[str, ...], float] = {}
+    for status in registry.statuses():
+        if status.record is not None:
+            role = status.record.role.value
+            states[role, NodeState.AWAY] += not status.connected
+            live[role, status.record.node_id] = status.assigned
+    return {
+        "baton_router_nodes": {(role, state.value): n for (role, state), n in states.items()},
+        "baton_node_live_requests": live,
+    }
+
+
+def _state(snapshot: NodeSnapshot) -> NodeState:
+    if snapshot.load.stalled:
+        return NodeState.STALLED
+    if snapshot.shunned:
+        return NodeState.SHUNNED
+    return NodeState.READY if snapshot.takes_requests else NodeState.LEAVING
 
 
 def watch_gate(registry: CollectorRegistry, gate: Gate) -> None:

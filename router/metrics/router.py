@@ -1,26 +1,44 @@
-"""The router's Prometheus metrics: latencies and counts of requests, the nodes' load as seen here.
+"""The router's Prometheus metrics: latencies and counts of its own requests.
 
 Each request has one RequestMeter, which counts tokens as they are shown. Names and meanings are in
-router/metrics/metric_list.py.
+router/metrics/metric_list.py. What a node knows of itself is on the node's own page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from baton.protocol.handles import NodeLoad, NodeRecord
+from baton.protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+)
+from baton.protocol.handles import NodeRecord
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.metrics import Sums, Values, cache_usage, render
+from baton.runtime.metrics import Values, render
 from baton.text.pieces import PieceStats
 from router.metrics.metric_list import ROUTER
-from router.metrics.vllm import Finished, VllmMetrics, VllmOfModel, node_info
+from router.metrics.vllm import Finished, VllmMetrics, VllmOfModel, adapter_info
 from router.nodes.migration import MigrationStats
 from router.request.trace import RequestTrace
 from router.tallies import Counter, Histogram
+
+GOOD_ENDS: Final = ("stop", "length")
+# vLLM's words for where the KV of a prompt's tokens came from.
+COMPUTED: Final = "local_compute"
+CACHED: Final = "local_cache_hit"
+# Shown from the start, because a counter that has no series yet cannot rise. Other codes may come.
+FAILURES: Final = (
+    Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NodeLost, Overloaded, Unavailable,
+)  # fmt: skip
 
 
 class _OfModel:
@@ -39,11 +57,17 @@ class _OfModel:
         self.retries = by.retries.labels(model)
         self.prefix_queries = by.prefix_queries.labels(model)
         self.prefix_hits = by.prefix_hits.labels(model)
+        self.computed = by.sources.labels(model, COMPUTED)
+        self.cached = by.sources.labels(model, CACHED)
+        for reason in GOOD_ENDS:
+            by.success.labels(model, reason)
+        for each in FAILURES:
+            by.failure.labels(model, each.code)
 
 
 @dataclass(frozen=True, slots=True)
 class _Instruments:
-    """All instruments that requests write."""
+    """All instruments that requests and their answers write."""
 
     first_token: Histogram
     inter_token: Histogram
@@ -58,8 +82,11 @@ class _Instruments:
     retries: Counter
     prefix_queries: Counter
     prefix_hits: Counter
+    sources: Counter
     nodes: Counter
     pooling: Counter
+    http_requests: Counter
+    http_seconds: Histogram
 
 
 class RouterMetrics:
@@ -74,12 +101,12 @@ class RouterMetrics:
         self._models: dict[str, _OfModel] = {}
         self.vllm = VllmMetrics(self.registry)
         self.instruments = _instruments(self.registry)
-        ROUTER.watch(self.registry, lambda: _of_nodes(self._nodes(), self._live))
+        ROUTER.watch(self.registry, lambda: {"baton_live_requests": self._live})
         ROUTER.watch(self.registry, lambda: _of_migrations(self._migrations()))
-        ROUTER.watch(self.registry, lambda: node_info(self._nodes(), self._adapters()))
+        ROUTER.watch(self.registry, lambda: adapter_info(self._nodes(), self._adapters()))
 
     def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
-        """Read the load of the nodes from `nodes` at each scrape."""
+        """Read from `nodes` at each scrape which models and adapters there are."""
         self._nodes = nodes
 
     def watch_migrations(self, migrations: Callable[[], MigrationStats]) -> None:
@@ -112,9 +139,13 @@ class RouterMetrics:
     def pooled(self, model: str, tokens: int, outcome: str) -> None:
         """Count an embedding or scoring call that is over; `outcome`: "ok" or an error code."""
         self.instruments.pooling.labels(model, outcome).inc()
-        self.instruments.prompt_tokens.labels(model).inc(tokens)
+        mine = self.of_model(model)
+        mine.prompt_tokens.inc(tokens)
+        mine.computed.inc(tokens)
 
     def render(self) -> bytes:
+        for node in self._nodes():
+            self.of_model(node.model)  # its zeros are shown before its first request
         return render(self.registry)
 
 
@@ -167,7 +198,10 @@ class RequestMeter:
         mine.generation_tokens.inc(self._tokens)
         mine.retries.inc(trace.retries)
         mine.prefix_queries.inc(prompt_tokens)
-        mine.prefix_hits.inc(min(trace.cached_tokens, prompt_tokens))
+        cached = min(trace.cached_tokens, prompt_tokens)
+        mine.prefix_hits.inc(cached)
+        mine.cached.inc(cached)
+        mine.computed.inc(prompt_tokens - cached)
         if trace.dispatched_at is not None:
             mine.queue.observe(max(0.0, trace.dispatched_at - self._arrival))
         if trace.handover_s is not None:
@@ -175,7 +209,7 @@ class RequestMeter:
         for role, node in (("prefill", trace.prefill_node), ("decode", trace.decode_node)):
             if node is not None:
                 by.nodes.labels(model, role, node).inc()
-        if outcome not in ("stop", "length"):
+        if outcome not in GOOD_ENDS:
             by.failure.labels(model, outcome).inc()
             return
         mine.vllm.ended(
@@ -213,26 +247,12 @@ def _instruments(registry: CollectorRegistry) -> _Instruments:
         retries=counter("baton_request_retries"),
         prefix_queries=counter("baton_prefix_cache_queries"),
         prefix_hits=counter("baton_prefix_cache_hits"),
+        sources=counter("vllm:prompt_tokens_by_source"),
         nodes=counter("baton_node_requests"),
         pooling=counter("baton_pooling_requests"),
+        http_requests=counter("baton_http_requests"),
+        http_seconds=histogram("baton_http_request_seconds"),
     )
-
-
-def _of_nodes(nodes: Sequence[NodeRecord], live: int) -> dict[str, Values]:
-    """Return the load metrics of the nodes, one series per node."""
-    named = {(each.model, each.node_id, each.role.value): each.load for each in nodes}
-    found: dict[str, Values] = {"baton_live_requests": live}
-    for name, value_of in _OF_LOAD.items():
-        found[name] = {labels: value_of(load) for labels, load in named.items()}
-    found["vllm:num_requests_waiting_by_reason"] = {
-        (*labels, reason): count
-        for labels, load in named.items()
-        for reason, count in (("capacity", load.waiting), ("deferred", load.fetching))
-    }
-    found["vllm:iteration_tokens_total"] = {  # only sum and count are kept
-        labels: Sums((("+Inf", load.steps),), load.step_tokens) for labels, load in named.items()
-    }
-    return found
 
 
 def _of_migrations(stats: MigrationStats) -> dict[str, Values]:
@@ -244,31 +264,3 @@ def _of_migrations(stats: MigrationStats) -> dict[str, Values]:
         "baton_migrated_tokens": stats.tokens,
         "baton_migration_seconds": stats.seconds,
     }  # fmt: skip
-
-
-_OF_LOAD: Final[Mapping[str, Callable[[NodeLoad], float]]] = {
-    "vllm:num_requests_running": lambda load: load.running,
-    "vllm:num_requests_waiting": lambda load: load.waiting,
-    "vllm:num_requests_swapped": lambda load: load.swapped,
-    "vllm:kv_cache_usage_perc": cache_usage,
-    "baton_kv_blocks_free": lambda load: load.free_blocks,
-    "baton_kv_blocks_total": lambda load: load.total_blocks,
-    "baton_kv_transfer_fetching": lambda load: load.fetching,
-    "baton_kv_transfer_export_bytes": lambda load: load.export_bytes,
-    "baton_waiting_tokens": lambda load: load.waiting_tokens,
-    "baton_step_seconds": lambda load: load.step_seconds,
-    "baton_stalled": lambda load: float(load.stalled),
-    "baton_mbu": lambda load: load.mbu,
-    "baton_mfu": lambda load: load.mfu,
-    "baton_draining": lambda load: float(load.draining),
-    # Counters since the node's start, as of its last heartbeat. They have the names of the nodes'
-    # own /metrics, unless this router counts the same thing over its own requests.
-    "baton_kv_transfer_bytes": lambda load: load.kv_received_bytes,
-    "baton_kv_transfer_sent_bytes": lambda load: load.kv_sent_bytes,
-    "baton_kv_transfer_fetches": lambda load: load.kv_fetches,
-    "baton_kv_transfer_failures": lambda load: load.kv_fetch_failures,
-    "vllm:num_preemptions": lambda load: load.preemptions,
-    "baton_preemptions": lambda load: load.preemptions,
-    "baton_node_prefix_queries": lambda load: load.prefix_query_tokens,
-    "baton_node_prefix_hits": lambda load: load.prefix_hit_tokens,
-}

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from baton.protocol.adapters import adapter_name
 from baton.protocol.handles import NodeRecord
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.metrics import Values, cache_usage
+from baton.runtime.metrics import Values
 from router.metrics.metric_list import ROUTER
 from router.tallies import Histogram
 
@@ -89,8 +89,7 @@ class VllmMetrics:
 
 
 def watch(services: RouterServices) -> None:
-    """Export the nodes' metrics under the model name that clients use, by which vLLM's boards
-    select."""
+    """Show the model under the name that clients use, by which vLLM's boards select."""
 
     def nodes() -> list[NodeRecord]:
         names = services.config.served_model_name
@@ -105,26 +104,11 @@ def watch(services: RouterServices) -> None:
     services.metrics.watch_adapters(running_adapters)
 
 
-def node_info(nodes: Sequence[NodeRecord], running_adapters: set[str]) -> dict[str, Values]:
-    """Return vLLM's metrics that describe nodes.
-
-    These are cache_config_info, gpu_cache_usage_perc (the older name of kv_cache_usage_perc), and
-    lora_requests_info if some node has adapters.
-    """
-    usage: dict[tuple[str, ...], float] = {}
-    config: dict[tuple[str, ...], float] = {}
-    for node in nodes:
-        labels = (node.model, node.node_id, node.role.value)
-        usage[labels] = cache_usage(node.load)
-        blocks, dtype = str(node.load.total_blocks), node.endpoint.format.dtype
-        config[*labels, str(node.block_size), blocks, dtype] = 1
-    found: dict[str, Values] = {
-        "vllm:gpu_cache_usage_perc": usage,
-        "vllm:cache_config_info": config,
-    }
+def adapter_info(nodes: Sequence[NodeRecord], running_adapters: set[str]) -> dict[str, Values]:
+    """Return lora_requests_info of this router's requests; empty if no node has adapters."""
     known = {adapter_name(id_) for node in nodes for id_ in node.adapters}
-    if known:
-        running = ",".join(sorted(running_adapters))
-        labels = (nodes[0].model, str(len(known)), running, "")
-        found["vllm:lora_requests_info"] = {labels: time.time()}
-    return found
+    if not known:
+        return {}
+    running = ",".join(sorted(running_adapters))
+    labels = (nodes[0].model, str(len(known)), running, "")
+    return {"vllm:lora_requests_info": {labels: time.time()}}

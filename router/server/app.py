@@ -29,7 +29,7 @@ from router.metrics.vllm import watch
 from router.prompts.reader import PromptReader
 from router.server.auth import ApiKeyGuard
 from router.server.endpoints import Endpoints
-from router.server.exchanges import Exchanges
+from router.server.exchanges import Exchanges, HttpMeter
 from router.server.http_guard import HeadGuard, HttpLimits
 from router.services import RouterServices
 
@@ -66,7 +66,10 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
         services.batches.serve(Exchanges(direct, services.lifecycle))
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(guarded, limits if limits is not None else HttpLimits())
-    app: ASGIApp = Exchanges(limited, services.lifecycle, {PREFIX: AnthropicErrors(limited)})
+    asked = services.metrics.instruments
+    meter = HttpMeter(asked.http_requests, asked.http_seconds, every)
+    dialects = {PREFIX: AnthropicErrors(limited)}
+    app: ASGIApp = Exchanges(limited, services.lifecycle, dialects, meter)
     origins = services.config.allowed_origins
     if origins:
         everything = ("*",)

@@ -1,4 +1,4 @@
-"""Exchanges: middleware that gives every HTTP request an id and a line in the log.
+"""Exchanges: middleware that gives every HTTP request an id and a line in the log, and counts it.
 
 The id is the client's `x-request-id` if that is valid, else a random one; a `request_id` in the
 body replaces it (router/request/request_ids.py). The answer repeats the id, and every line that is
@@ -10,30 +10,79 @@ connection is left on which a request could still arrive.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Mapping
+import re
+from collections.abc import Awaitable, Iterable, Mapping
+from time import perf_counter
 from types import MappingProxyType
 from typing import Final
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.runtime.log import request_context
 from router.request.request_ids import known_id, note_request_id
 from router.server.auth import OPEN_PATHS
 from router.services import Lifecycle
+from router.tallies import Count, Counter, Distribution, Histogram
 
 log = logging.getLogger(__name__)
 CLIENT_LEFT: Final = 499  # logged if the client went away before an answer began
+METHODS: Final = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+OTHER: Final = "other"  # any other method, and a path that is no route's
+_CONVERTER: Final = re.compile(r":\w+}")
 _NO_DIALECTS: Final[Mapping[str, ASGIApp]] = MappingProxyType({})
+
+
+class HttpMeter:
+    """Counts answers into two instruments. `routes`: all that the port has.
+
+    A label is the template of the route that answered, never a path that a client made up.
+    """
+
+    def __init__(self, requests: Counter, seconds: Histogram, routes: Iterable[Route]) -> None:
+        self._requests = requests
+        self._seconds = seconds
+        self._paths = set[str]()
+        self._templates = dict[object, str]()  # by endpoint, of the other routes
+        for route in routes:
+            if route.param_convertors:
+                self._templates[route.endpoint] = _CONVERTER.sub("}", route.path)
+            else:
+                self._paths.add(route.path)
+        self._tallies = dict[tuple[str, str, int], tuple[Count, Distribution]]()
+
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count the answer to the request of `scope`, which took so many seconds."""
+        path: str = scope["path"]
+        if path not in self._paths:  # Starlette notes which endpoint it has called
+            path = self._templates.get(scope.get("endpoint"), OTHER)
+        key = (scope["method"], path, status)
+        found = self._tallies.get(key)
+        if found is None:
+            method = key[0] if key[0] in METHODS else OTHER
+            found = (
+                self._requests.labels(method, path, str(status)),
+                self._seconds.labels(method, path),
+            )
+            if method != OTHER:  # of the others there may be any number
+                self._tallies[key] = found
+        found[0].value += 1.0
+        found[1].observe(seconds)
 
 
 class Exchanges:
     """The middleware around the whole app. `dialects`: path prefix -> the app that gets requests
-    below that prefix instead."""
+    below that prefix instead. `meter`: None = the answers are not counted."""
 
     def __init__(
-        self, app: ASGIApp, lifecycle: Lifecycle, dialects: Mapping[str, ASGIApp] = _NO_DIALECTS
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        dialects: Mapping[str, ASGIApp] = _NO_DIALECTS,
+        meter: HttpMeter | None = None,
     ) -> None:
         self._app = app
+        self._meter = meter
         self._lifecycle = lifecycle
         self._dialects = tuple(dialects.items())
 
@@ -41,7 +90,7 @@ class Exchanges:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_LEFT
+        status, began = CLIENT_LEFT, perf_counter()
         path: str = scope["path"]
 
         def send_with_id(message: Message) -> Awaitable[None]:
@@ -64,5 +113,7 @@ class Exchanges:
             try:
                 await app(scope, receive, send_with_id)
             finally:
+                if self._meter is not None:
+                    self._meter.answered(scope, status, perf_counter() - began)
                 level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
                 log.log(level, "%s %s %s", scope["method"], path, status)

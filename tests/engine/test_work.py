@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import build_engine
+from baton.engine.core.assembly import assemble, build_engine, load_parts
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.performance import roofline
 from baton.engine.performance.meter import Meter, work_of
@@ -31,7 +31,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
-from tests.fakes import FakeRunner
+from tests.fakes import FakeClock, FakeRunner
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -136,6 +136,30 @@ def test_an_engine_tells_its_work(tmp_path: Path) -> None:
     assert told.mfu > 0
     assert engine.stats.num_steps == 3
     engine.check()
+
+
+def test_the_time_that_requests_wait_is_counted(tmp_path: Path) -> None:
+    """One runs at a time, three steps each, and each step takes a second."""
+    config = EngineConfig(
+        model=str(make_tiny_model("llama", tmp_path)),
+        num_kv_blocks=16,
+        block_size=4,
+        max_num_seqs=1,
+        measure_limits=False,
+        async_scheduling=False,
+    )
+    clock = FakeClock()
+    engine = assemble(load_parts(config), clock=clock)
+    for name in "abc":
+        engine.add(Request(name, (5, 6, 7), SamplingParams(max_tokens=3, seed=1, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+        clock.advance(1.0)
+    assert engine.stats.queue_seconds == 0 + 3 + 6
+    clock.advance(100.0)
+    engine.add(Request("d", (5, 6, 7), SamplingParams(max_tokens=1, seed=1)))
+    engine.step()
+    assert engine.stats.queue_seconds == 9, "nobody waited meanwhile"
 
 
 def test_limits_given_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

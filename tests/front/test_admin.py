@@ -106,7 +106,7 @@ async def test_the_admin_servers_routes() -> None:
             assert debug["nodes"][0]["node_id"] == "p"
             info = (await client.get("/server_info")).text
             assert not any(secret in info for secret in ("sesame", "hidden", "pw@h"))
-            assert b"vllm:cache_config_info" in (await client.get("/metrics")).content
+            assert b"baton_migrations_total" in (await client.get("/metrics")).content
             assert (await client.get("/health")).status_code == 200
             for body, where in (
                 ({"request_ids": "a"}, "request_ids"),

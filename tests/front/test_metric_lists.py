@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.runtime.metrics import MetricKind, MetricSpec
+from baton.runtime.metrics import PROCESS, MetricKind, MetricSpec
 from tests.front.test_metrics_pages import RECORDED
 from tests.system.test_endpoints import BOARD
 from tools.metrics_page import BEGIN, LISTS, PAGE, page
@@ -32,6 +33,24 @@ def test_the_page_shows_the_lists() -> None:
     assert shown == page(shown), "python -m tools.metrics_page writes it"
 
 
+def test_what_the_kernel_knows_is_what_is_scraped() -> None:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    shown = {each.name: (each.type, each.documentation) for each in registry.collect()}
+    assert shown == {each.name: (each.kind.value, each.meaning) for each in PROCESS[1:]}
+
+
+def test_each_series_has_one_owner() -> None:
+    """A sum over all routers and nodes is the truth, but for what each process tells of itself."""
+    owned = {
+        process: {name for spec in metrics if spec not in PROCESS for name in spec.names}
+        for process, metrics in LISTS.items()
+    }
+    assert owned["router"] & owned["node"] == set()
+    for metrics in LISTS.values():
+        assert set(PROCESS) <= set(metrics)
+
+
 @pytest.mark.parametrize("process", LISTS)
 def test_the_list_is_what_is_scraped(process: str) -> None:
     """Of the recorded page, which is what a process shows today (test_metrics_pages.py)."""
@@ -45,7 +64,8 @@ def test_the_list_is_what_is_scraped(process: str) -> None:
         for spec in LISTS[process]
         for name in (spec.name, *spec.aliases)
     }
-    assert scraped.keys() == declared.keys()
+    of_kernel = {spec.name for spec in PROCESS[1:]}  # not recorded: they vary
+    assert scraped.keys() == declared.keys() - of_kernel
     for name, (kind, meaning, labels) in scraped.items():
         assert (kind, meaning) == declared[name][:2], name
         assert labels in (declared[name][2], None), name

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from starlette.routing import Route
 
-from baton.engine.state.stats import EngineStats
+from baton.engine.state.stats import STEP_TOKENS, EngineStats
 from baton.engine.state.work import Limits, Utilization
 from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import Endpoint, NodeLoad, NodeRecord, Role
@@ -30,9 +31,12 @@ from router.metrics.resumable import RunStats, watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
 from router.nodes.health import HealthStats
 from router.nodes.migration import MigrationStats
+from router.nodes.policy import NodeSnapshot
+from router.nodes.registry import NodeStatus
 from router.request.gate.admission import AdmissionStats
 from router.request.gate.gate import GateStats
 from router.request.trace import RequestTrace
+from router.server.exchanges import HttpMeter
 from router.store.catch_up import CatchUpStats
 from router.store.guard import StoreStats
 
@@ -82,8 +86,15 @@ def router_page(loop: asyncio.AbstractEventLoop) -> bytes:
         meter.end(3.0, trace, 11, outcome)
     metrics.begin("other", 1.0)
     metrics.pooled("m", 12, "ok")
+    asked = metrics.instruments
+    meter = HttpMeter(asked.http_requests, asked.http_seconds, [Route("/v1/models", _nothing)])
+    meter.answered({"method": "GET", "path": "/v1/models"}, 200, 0.02)
     watch_tasks(metrics.registry, loop)
     return metrics.render()
+
+
+async def _nothing(_: object) -> None:
+    """Stands for an endpoint."""
 
 
 def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
@@ -107,8 +118,12 @@ def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
         stats=numbered(StoreStats, 1, away=True),
         catch_up=SimpleNamespace(stats=numbered(CatchUpStats, 4)),
     )
+    snapshots = [replace(NodeSnapshot.of(each), load=each.load) for each in nodes]
     registry = SimpleNamespace(
-        records=lambda: nodes, health=SimpleNamespace(stats=numbered(HealthStats, 7))
+        records=lambda: nodes,
+        snapshots=lambda: snapshots,
+        statuses=lambda: [NodeStatus("a", each.node_id == "d", each, "", 3) for each in nodes],
+        health=SimpleNamespace(stats=numbered(HealthStats, 7)),
     )
     retries = SimpleNamespace(granted=1, refused=2)
     watched = SimpleNamespace(store=store, registry=registry, retries=retries)
@@ -124,11 +139,12 @@ def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
     stats = numbered(
         EngineStats,
         100,
+        step_tokens=list(range(len(STEP_TOKENS) + 1)),
         departures={"whole": 2, "waiting": 1},
         utilization=numbered(Utilization, 500, limits=limits),
     )
     load = numbered(NodeLoad, 1, total_blocks=100, draining=True, mbu=0.25, export_bytes=8)
-    now = NodeFigures(load, stats, transfer, 2, 0.125)
+    now = NodeFigures(load, stats, transfer, 2, 0.125, 16, "bfloat16")
     metrics = NodeMetrics("m", "d", "decode", lambda: now)
     metrics.observe_fetch(0.003)
     watch_tasks(metrics.registry, loop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from baton.engine.state.stats import EngineStats
+from baton.engine.state.stats import STEP_TOKENS, EngineStats
 from baton.engine.state.work import Limits, Utilization
 from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import NodeLoad
@@ -22,7 +22,10 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
             ),
             EngineStats(
                 num_steps=totals["steps"],
+                step_tokens=[4, totals["steps"] - 4, *[0] * (len(STEP_TOKENS) - 1)],
+                num_counted_tokens=11,
                 num_steps_ahead=1,
+                queue_seconds=1.5,
                 num_prompt_tokens=8,
                 num_generated_tokens=3,
                 num_pooled_tokens=12,
@@ -31,8 +34,6 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
                 num_preemptions=2,
                 num_swapped_out_blocks=5,
                 num_accepted_tokens=6,
-                num_window_freed_blocks=8,
-                num_export_refusals=9,
             ),
             TransferStats({"stream": LaneStats(bytes_received=99, fetches=2)}, {"kv_lost": 1}),
             kv_waste=0.25,
@@ -44,9 +45,7 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     lines = metrics.render().decode().splitlines()
     node = 'model_name="tiny",node="decode-0",role="decode"'
 
-    def reason(name: str) -> str:
-        return f'model_name="tiny",node="decode-0",reason="{name}",role="decode"'
-
+    reason = 'model_name="tiny",node="decode-0",reason="%s",role="decode"'
     lost = 'model_name="tiny",node="decode-0",outcome="kv_lost",role="decode"'
     for expected in (
         f"baton_engine_steps_total{{{node}}} 7.0",
@@ -54,17 +53,18 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         f"vllm:num_requests_running{{{node}}} 3.0",
         f"vllm:iteration_tokens_total_count{{{node}}} 7.0",
         f"vllm:iteration_tokens_total_sum{{{node}}} 11.0",
-        f"vllm:num_requests_waiting_by_reason{{{reason('capacity')}}} 2.0",
-        f"vllm:num_requests_waiting_by_reason{{{reason('deferred')}}} 5.0",
+        f'vllm:iteration_tokens_total_bucket{{le="1.0",{node}}} 4.0',
+        f'vllm:iteration_tokens_total_bucket{{le="8.0",{node}}} 7.0',
+        f"baton_queue_seconds_total{{{node}}} 1.5",
+        f"vllm:num_requests_waiting_by_reason{{{reason % 'capacity'}}} 2.0",
+        f"vllm:num_requests_waiting_by_reason{{{reason % 'deferred'}}} 5.0",
         f"baton_pooled_tokens_total{{{node}}} 12.0",
         f"vllm:kv_cache_usage_perc{{{node}}} 0.75",
-        f"vllm:prefix_cache_hits_total{{{node}}} 4.0",
+        f"baton_node_prefix_hits_total{{{node}}} 4.0",
         f"baton_preemptions_total{{{node}}} 2.0",
         f"baton_kv_transfer_bytes_total{{{node}}} 99.0",
         f"baton_swapped_out_blocks_total{{{node}}} 5.0",
         f"vllm:spec_decode_num_accepted_tokens_total{{{node}}} 6.0",
-        f"baton_window_freed_blocks_total{{{node}}} 8.0",
-        f"baton_export_refusals_total{{{node}}} 9.0",
         f"baton_kv_waste{{{node}}} 0.25",
         f"baton_draining{{{node}}} 1.0",
         f"baton_kv_transfer_seconds_count{{{node}}} 1.0",

@@ -201,6 +201,6 @@ async def test_metrics_count_what_happened() -> None:
         for line in text.splitlines()
         if "{" in line and 'role="prefill"' in line
     }
-    assert values["baton_prompt_tokens_total"] == 19
+    assert values["baton_node_prompt_tokens_total"] == 19
     assert values["baton_kv_transfer_exports_total"] == 1
     assert values["baton_kv_transfer_active_exports"] == 1

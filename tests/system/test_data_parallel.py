@@ -84,7 +84,8 @@ async def generated(server: ServerProcess) -> list[float]:
     for rank in server.ready["ranks"]:
         async with httpx.AsyncClient() as http:
             text = (await http.get(f"http://127.0.0.1:{rank['metrics_port']}/metrics")).text
-        lines = [line for line in text.splitlines() if line.startswith("baton_generation_tokens_t")]
+        name = "baton_node_generation_tokens_total"
+        lines = [line for line in text.splitlines() if line.startswith(name)]
         counts.append(sum(float(line.rpartition(" ")[2]) for line in lines))
     return counts
 

@@ -7,6 +7,7 @@ operator, and vLLM's Grafana board: every expression of it has data.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -242,13 +243,14 @@ _IDLE = ("num_requests_", "cache_usage_perc", "num_preemptions")  # may well be 
 
 
 async def test_every_expression_of_the_board_has_data(model: Path) -> None:
-    plan = Plan(model, router={"served_model_name": (SERVED,)})
-    async with served(plan) as (_, client):
+    name: dict[str, Any] = {"served_model_name": (SERVED,)}
+    async with served(Plan(model, (name,), (name,), name)) as (c, client):
         for _ in range(2):
             await post(client, "/v1/completions", prompt=PROMPT * 4, max_tokens=5, **GREEDY)
-        page = (await client.get("/metrics")).text
+        pages = [(await client.get("/metrics")).text]
+        pages += [each.node.shell.metrics.render().decode() for each in c.members]
     values: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
+    for family in itertools.chain(*map(text_string_to_metric_families, pages)):
         for sample in family.samples:
             if sample.labels.get("model_name") == SERVED:
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value

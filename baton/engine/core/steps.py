@@ -42,6 +42,7 @@ class Steps:
     _next: Flight | None = field(default=None, init=False)  # a step that is under way already
     # monotonic seconds: when this step's plan() began
     _started: float = field(default=0.0, init=False)
+    _num_left: int = field(default=0, init=False)  # that this plan left waiting
     # when the last step that computed something ended
     _ended: float = field(default=0.0, init=False)
 
@@ -62,7 +63,9 @@ class Steps:
 
     def plan(self) -> Flight:
         """Return the step whose results come next. If it raises, nothing is under way."""
-        self._started, self.last_plan = self.clock.monotonic(), None
+        now, self.last_plan = self.clock.monotonic(), None
+        self.stats.queue_seconds += self._num_left * (now - self._started)
+        self._started = now
         self.requests.fail_doomed(self.adopted.lapsed())
         self._give_way()
         self.requests.step_begun()
@@ -72,6 +75,7 @@ class Steps:
             self.requests.step_ended()
             raise
         self.last_plan = flight.plan
+        self._num_left = self.scheduler.num_waiting + self.scheduler.num_swapped
         return flight
 
     def run(self, flight: Flight) -> list[ChunkResult]:

@@ -6,12 +6,17 @@ EngineThread.call. Any thread may read `num_layers` at any time.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from baton.engine.state.sequence import SequenceState
 from baton.engine.state.work import SMOOTHING, Utilization
+
+# Upper bounds of the tokens of a step; vLLM's.
+STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
@@ -27,6 +32,12 @@ class EngineStats:
     departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
     num_steps: int = 0
     num_steps_ahead: int = 0  # steps that were planned while the step before them ran
+    # How many steps computed up to STEP_TOKENS[i] tokens, and more than the bound before; the last
+    # count is of steps beyond all bounds.
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    num_counted_tokens: int = 0  # of these steps
+    # Sum over requests of the time that each waited for its place in a step.
+    queue_seconds: float = 0.0
     num_layers: int = 0  # layers computed for prompts, those of the current step included
     num_preemptions: int = 0  # requests preempted, by swapping or for recomputation
     num_swap_outs: int = 0  # requests
@@ -87,6 +98,9 @@ class EngineStats:
             self.prefill_tokens_per_s = self.recent_prefill_tokens / self.recent_prefill_seconds
         self.num_prompt_tokens += num_prefill_tokens
         self.num_steps += 1
+        counted = self.num_prompt_tokens + self.num_generated_tokens
+        self.step_tokens[bisect_left(STEP_TOKENS, counted - self.num_counted_tokens)] += 1
+        self.num_counted_tokens = counted
         self.utilization.step_done(seconds)
 
     def left(self, leaving: str, num_left_behind: int = 0) -> None:
@@ -100,7 +114,12 @@ class EngineStats:
 
     def copy(self) -> EngineStats:
         utilization = replace(self.utilization)
-        return replace(self, departures=dict(self.departures), utilization=utilization)
+        return replace(
+            self,
+            departures=dict(self.departures),
+            step_tokens=list(self.step_tokens),
+            utilization=utilization,
+        )
 
 
 def _mean(mean: float, value: float, *, first: bool) -> float:

@@ -30,6 +30,7 @@ from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import MakeThread, RoleContext
+from baton.node.tracing import FETCH, PREFILLING
 from baton.protocol.errors import InvalidRequest, KVTimeout, UnsupportedFeature
 from baton.protocol.events import FirstToken, NodeStep, Subscribed, TokenEvent
 from baton.protocol.handles import KVHandle
@@ -137,6 +138,8 @@ class DecodeRole:
             await self.thread.call(lambda engine: engine.validate(request, Task.LOCAL))
             admitted = self._admitted(entry, handle, seat, ticket)
             reservation = await self._while_leased(handle, request.epoch, admitted)
+            if entry.spans is not None:
+                entry.spans.enter(FETCH)
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
             fetched = await self._context.connector.fetch(
                 handle,
@@ -150,6 +153,8 @@ class DecodeRole:
         finally:
             ticket.release()
         self._context.observe_fetch(fetched.seconds)
+        if entry.spans is not None:
+            entry.spans.fetched(fetched)
         await self.thread.call(lambda engine: seat.add_computed(engine, fetched.first_tokens))
 
     async def _admitted(
@@ -168,6 +173,8 @@ class DecodeRole:
         )
         FAILPOINTS.hit("d.reserved")
         if connector.follows_prefill(handle):
+            if entry.spans is not None:
+                entry.spans.enter(PREFILLING)
             await entry.prefilled.wait()
         return reservation
 

@@ -197,7 +197,8 @@ class Fetches:
                 self._spawn(self.let_go(handle, call.epoch))
         adopted = () if loan is None else loan.ids
         first_tokens = _first_tokens(parts)
-        return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held, adopted)
+        lane = parts[0].lane
+        return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held, adopted, lane)
 
     async def _deliver(
         self, call: FetchCall, promise: Promise, started: float

@@ -42,7 +42,7 @@ class PrefillExports:
 
     Engine thread only. On that thread it calls `exported(request, handle)` when an export begins,
     and `lost(request, error)` when nobody can fetch it any more, so that further computing would be
-    useless.
+    useless. It calls `begun(request_id, upto_token)`, if given, for each chunk of each step.
     """
 
     def __init__(
@@ -50,10 +50,12 @@ class PrefillExports:
         connector: KVConnector,
         exported: Callable[[Request, KVHandle], None],
         lost: Callable[[Request, BatonError], None],
+        begun: Callable[[str, int], None] | None = None,
     ) -> None:
         self._connector = connector
         self._exported = exported
         self._lost = lost
+        self._begun = begun
         self._open: dict[str, tuple[Request, KVHandle]] = {}
 
     def may_admit(self, num_tokens: int, num_pending: int) -> bool:
@@ -74,6 +76,9 @@ class PrefillExports:
     def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
         if layer == 0 and progress:
             FAILPOINTS.hit("p.mid_chunk")
+        if layer == 0 and self._begun is not None:
+            for request_id, upto in progress:
+                self._begun(request_id, upto)
         for request_id, upto in progress:
             request, handle = self._open.get(request_id, (None, None))
             if request is None or handle is None:
@@ -149,7 +154,10 @@ class PrefillRole:
         # Computed exports whose token 1 is on its way to the router. Only the engine thread adds
         # entries, and only the event loop removes them.
         self._unwritten: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
-        self._exports = PrefillExports(context.connector, self._handle_ready, self._export_lost)
+        noted = self._note_chunk if context.traced else None
+        self._exports = PrefillExports(
+            context.connector, self._handle_ready, self._export_lost, noted
+        )
         self.thread = make_thread(self._exports)
         self._pooling = PoolingDesk(self)
 
@@ -229,6 +237,11 @@ class PrefillRole:
     def _handle_ready(self, request: Request, handle: KVHandle) -> None:
         self._context.loop.call_soon_threadsafe(self._send_handle, request, handle)
 
+    def _note_chunk(self, request_id: str, upto_token: int) -> None:
+        entry = self._serving.get(request_id)
+        if entry is not None and entry.spans is not None:
+            entry.spans.chunk(upto_token)
+
     def _export_lost(self, request: Request, error: BatonError) -> None:
         self.thread.engine.abort(request.id)
         self._context.loop.call_soon_threadsafe(self._break_off, request, error)
@@ -241,6 +254,9 @@ class PrefillRole:
             self._release(handle)
             return
         entry.export = handle
+        if entry.spans is not None:
+            connector = self._context.connector
+            entry.spans.exported(handle, connector.bytes_of(handle.num_tokens))
         entry.send(NodeStep(handles=(HandleReady(request.id, request.epoch, handle),)))
 
     def _break_off(self, request: Request, error: BatonError) -> None:

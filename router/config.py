@@ -15,6 +15,7 @@ from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
+from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 from router.tenants.keys import KeyRing
 
 MAX_LOGPROBS: Final = 20  # OpenAI's
@@ -221,6 +222,15 @@ class RouterConfig:
     timeline_requests: int = option(
         2000, "keep the timelines of so many ended requests (/v1/requests/ID/timeline); 0 = none"
     )
+    otlp_traces_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector that gets a trace of each request (default: none)"
+    )
+    otlp_traces_protocol: str | None = option(
+        None, "how (default: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else grpc)", choices=PROTOCOLS
+    )
+    otlp_traces_ratio: float = option(
+        1.0, "share of the requests that come without a traceparent of which traces are exported"
+    )
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
     timing: Timing = field(default_factory=Timing)
 
@@ -256,6 +266,10 @@ class RouterConfig:
             raise ConfigError("a served model name must not be empty", field="served_model_name")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
+        check_endpoint(self.otlp_traces_endpoint)
+        if not 0 <= self.otlp_traces_ratio <= 1:
+            message = "otlp_traces_ratio must be from 0 to 1"
+            raise ConfigError(message, field="otlp_traces_ratio")
         _ = self.tls, self.node_tls  # complete, or refused
         self._check_keys()
         self._check_encrypted(self.host)

@@ -58,6 +58,7 @@ from router.request.dispatcher import Dispatcher
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.request.timeline import TimelineRing
+from router.request.tracing import RouterTracing, tracing_of
 from router.resumable.adoption import Adopter
 from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
@@ -146,9 +147,9 @@ class Router:
                 exact=config.resume == "exact",
             )
         )
-        metrics = RouterMetrics()
-        timelines = TimelineRing(config.timeline_requests)
-        dispatcher = _dispatcher(config, self.registry, self.guard, timelines)
+        metrics, timelines = RouterMetrics(), TimelineRing(config.timeline_requests)
+        tracing = tracing_of(config, router_id, self.registry)
+        dispatcher = _dispatcher(config, self.registry, self.guard, timelines, tracing)
         self.aborts = Aborts(dispatcher, self._redis)
         self.services = RouterServices(
             config=config,
@@ -200,6 +201,8 @@ class Router:
         await self.services.dispatcher.stop()
         await self.registry.stop()
         await self.guard.stop()
+        if (tracing := self.services.dispatcher.tracing) is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 def policy_settings(config: RouterConfig) -> PolicySettings:
@@ -417,7 +420,11 @@ def _watch(services: RouterServices) -> None:
 
 
 def _dispatcher(
-    config: RouterConfig, registry: NodeRegistry, guard: StoreGuard, timelines: TimelineRing
+    config: RouterConfig,
+    registry: NodeRegistry,
+    guard: StoreGuard,
+    timelines: TimelineRing,
+    tracing: RouterTracing | None,
 ) -> Dispatcher:
     return Dispatcher(
         DispatchParts(
@@ -430,6 +437,7 @@ def _dispatcher(
             gate=_gate(config, registry),
             slow_request_s=config.slow_request_s,
             timelines=timelines,
+            tracing=tracing,
         )
     )
 

@@ -16,6 +16,7 @@ from baton.runtime.cores import parse_cores
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.tls import TlsFiles
+from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 
 WILDCARDS: Final = ("0.0.0.0", "::")
 CODECS: Final = ("raw", "int8", "auto")  # kv_transfer/links.py
@@ -89,6 +90,12 @@ class NodeConfig:
     outbox_messages: int = option(1024, "messages a router may leave unread before it is cut off")
     log_level: str = option("info", "logging threshold", choices=LEVELS)
     log_format: str = option("text", "lines of the log: plain text or JSON", choices=FORMATS)
+    otlp_traces_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector that gets a trace of each request (default: none)"
+    )
+    otlp_traces_protocol: str | None = option(
+        None, "how (default: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else grpc)", choices=PROTOCOLS
+    )
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
 
     def check(self) -> None:
@@ -101,6 +108,7 @@ class NodeConfig:
             parse_cores(self.cpu_cores)
         if self.redis_url:
             check_redis_url(self.redis_url)
+        check_endpoint(self.otlp_traces_endpoint)
         encrypted = self.tls is not None  # KV transfer is then encrypted as well
         _ = self.kv_tls  # raises ConfigError if a file is missing
         if is_loopback(self.host):

@@ -59,6 +59,8 @@ class HandOn:
         else:
             log.info("request %s leaves with %d tokens", request.id, handle.num_tokens)
             self._exports[request.id] = handle
+            if entry.spans is not None:
+                entry.spans.exported(handle, self._connector.bytes_of(handle.num_tokens))
             ready = HandleReady(request.id, request.epoch, handle)
             entry.send(NodeStep(handles=(ready,)))
             entry.end()

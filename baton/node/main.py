@@ -30,9 +30,10 @@ from baton.node.data_ranks import RANK, Alone, FirstRank, NodeGroup, OtherRank, 
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
-from baton.node.role import MakeThread, NodeRole, RoleContext
+from baton.node.role import MakeThread, NodeParts, NodeRole, RoleContext
 from baton.node.service import NodeServer
-from baton.node.shell import NodeParts, NodeShell
+from baton.node.shell import NodeShell
+from baton.node.tracing import NodeTracing
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import Role
@@ -119,6 +120,7 @@ class NodeProcess:
                 group=(around.group, rank),
                 make_connector=make_connector,
                 make_role=program.make_role,
+                tracing=NodeTracing.of(config, program.role, node_id, around.clock),
             )
         )
         self._server = NodeServer(self.shell)
@@ -194,6 +196,8 @@ class NodeProcess:
             self._registry = None
         await self.shell.stop()
         await self._server.stop()
+        if self.shell.tracing is not None:
+            await asyncio.to_thread(self.shell.tracing.close)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
             self._metrics = None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from baton.node.session import RouterSession
+from baton.node.tracing import RequestSpans
 from baton.protocol.errors import BatonError, Fenced
 from baton.protocol.events import NodeStep, RequestFailed
 from baton.protocol.handles import KVHandle
@@ -39,6 +40,7 @@ class NodeRequest:
     leaving: bool = False
     pool: SubmitPool | None = None  # set if the request asks for vectors, not for tokens
     export: KVHandle | None = None
+    spans: RequestSpans | None = None  # None: no trace of it is wanted
     live: set[int] = field(init=False)  # samples (results, for beams) that have not ended here
     stopped: set[int] = field(default_factory=set[int])  # samples that nobody wants any more
 

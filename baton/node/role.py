@@ -11,18 +11,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from baton.engine.core.assembly import EngineParts
 from baton.engine.core.engine import Engine
 from baton.engine.state.interface import EngineHooks
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.config import NodeConfig
 from baton.node.requests import NodeRequest
+from baton.node.tracing import NodeTracing
 from baton.protocol.clock import Clock
 from baton.protocol.events import TokenEvent
-from baton.protocol.handles import KVHandle
+from baton.protocol.handles import KVHandle, Role
 from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
 from baton.runtime.timing import Timing
-from kv_transfer.protocol.base import KVConnector
+from kv_transfer.connector import Connector
+from kv_transfer.protocol.base import KVConnector, OnReleased
 
 # Makes the node's engine and the engine's thread. The engine exports prompts through the hooks;
 # with None it exports none. A role calls it once, in its constructor, and does not keep it, because
@@ -35,7 +38,7 @@ class RoleContext:
     """What the shell gives its role.
 
     `spawn` runs a coroutine as a task that the shell keeps, logs and ends. `observe_fetch` takes
-    the seconds of a successful KV fetch.
+    the seconds of a successful KV fetch. `traced`: some requests have spans.
     """
 
     connector: KVConnector
@@ -45,6 +48,25 @@ class RoleContext:
     clock: Clock
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     observe_fetch: Callable[[float], None]
+    traced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a shell is made of. Its constructor runs the two makers, on the event loop. It does not
+    keep this object, because a node that sleeps must free the model. `group`: name and rank."""
+
+    node_id: str
+    boot_id: str
+    role: Role
+    config: NodeConfig
+    timing: Timing
+    clock: Clock
+    engine: EngineParts
+    group: tuple[str, int]
+    make_connector: Callable[[OnReleased], Connector]
+    make_role: Callable[[RoleContext, MakeThread], NodeRole]
+    tracing: NodeTracing | None = None  # None: traces are off
 
 
 class NodeRole(Protocol):

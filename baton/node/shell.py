@@ -12,25 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import baton
-from baton.engine.core.assembly import EngineParts, assemble
+from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.state.stats import EngineStats
 from baton.engine.thread import EngineThread, StepReport
-from baton.node.config import NodeConfig
 from baton.node.control import NodeControl
 from baton.node.hand_on import HandOn
 from baton.node.metrics import NodeFigures, NodeMetrics, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
-from baton.node.role import MakeThread, NodeRole, RoleContext
+from baton.node.role import NodeParts, RoleContext
 from baton.node.session import RouterSession
-from baton.protocol.clock import Clock
 from baton.protocol.errors import (
     BatonError,
     DeadlineExceeded,
@@ -42,7 +40,7 @@ from baton.protocol.errors import (
     Unavailable,
 )
 from baton.protocol.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
-from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord
 from baton.protocol.kv_spec import BlockLists
 from baton.protocol.messages import (
     AbortRequest,
@@ -60,31 +58,11 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.runtime.log import request_context
-from baton.runtime.timing import Timing
-from kv_transfer.connector import Connector
-from kv_transfer.protocol.base import OnReleased
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OfSession: TypeAlias = dict[RouterSession, list[T]]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeParts:
-    """What a shell is made of. Its constructor runs the two makers, on the event loop. It does not
-    keep this object, because a node that sleeps must free the model. `group`: name and rank."""
-
-    node_id: str
-    boot_id: str
-    role: Role
-    config: NodeConfig
-    timing: Timing
-    clock: Clock
-    engine: EngineParts
-    group: tuple[str, int]
-    make_connector: Callable[[OnReleased], Connector]
-    make_role: Callable[[RoleContext, MakeThread], NodeRole]
 
 
 class NodeShell:
@@ -108,6 +86,7 @@ class NodeShell:
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
         self._group = parts.group
+        self.tracing = parts.tracing
         self.connector = parts.make_connector(self._on_released)
         self.metrics = NodeMetrics(
             parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
@@ -121,6 +100,7 @@ class NodeShell:
                 clock=parts.clock,
                 spawn=self._spawn,
                 observe_fetch=self.metrics.observe_fetch,
+                traced=self.tracing is not None,
             ),
             lambda hooks: EngineThread(assemble(parts.engine, hooks), self._on_step),
         )
@@ -347,6 +327,8 @@ class NodeShell:
             self.role.check(message)
             entry = NodeRequest(request, handle, session)
             entry.pool = message if isinstance(message, SubmitPool) else None
+            if self.tracing is not None:
+                entry.spans = self.tracing.begin(request, handle is not None)
             if not (isinstance(message, SubmitDecode) and message.prefilling):
                 entry.prefilled.set()
             older = self.requests.add(entry)
@@ -359,8 +341,13 @@ class NodeShell:
             older.cancel()
         entry.task = self._loop.create_task(self._serve(entry, older))
         # Not in _serve: a task that is cancelled before it began runs none of its own code.
-        entry.task.add_done_callback(lambda _: self.requests.remove(entry))
+        entry.task.add_done_callback(lambda _: self._over(entry))
         self._keep(entry.task)
+
+    def _over(self, entry: NodeRequest) -> None:
+        self.requests.remove(entry)
+        if entry.spans is not None:
+            entry.spans.end(entry.cancelled)
 
     async def _serve(self, entry: NodeRequest, older: NodeRequest | None) -> None:
         """Serve one request from submission to last event, and report its end exactly once."""
@@ -382,6 +369,8 @@ class NodeShell:
                 self._fail(entry, InternalError("internal error"))
 
     def _fail(self, entry: NodeRequest, error: BatonError) -> None:
+        if entry.spans is not None:
+            entry.spans.error = error.code
         reported = entry.ended.done() and entry.ended.exception() is None
         if not reported:
             entry.send(NodeStep(failed=(failure(entry.request, error),)))
@@ -434,6 +423,8 @@ class NodeShell:
     def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
         """Unpin the blocks of an export that nobody reads any more. Any thread."""
         log.debug("request %s: export released: %s", handle.request_id, why)
+        if self.tracing is not None:
+            self.tracing.released(handle, why)
         self.thread.post(lambda engine: self._unpin(engine, blocks, handle))
 
     def _unpin(self, engine: Engine, blocks: BlockLists, handle: KVHandle) -> None:
@@ -472,12 +463,16 @@ class NodeShell:
                 self.role.written((event,))
                 continue
             tokens[entry.session].append(event)
+            if entry.spans is not None:
+                entry.spans.saw(event)
             if self.role.ends(entry, event):
                 entry.end()
         for failed in report.failed:
             entry = self.requests.find(failed.request_id, failed.epoch)
             if entry is not None:
                 failures[entry.session].append(failed)
+                if entry.spans is not None:
+                    entry.spans.error = failed.code
                 entry.end()
         self._send_step(tokens, failures, tuple(report.block_events))
         self.role.blocks_freed()

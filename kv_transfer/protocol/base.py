@@ -158,6 +158,7 @@ class KVReady:
     seconds: float
     held: HeldExport | None = None
     adopted: tuple[int, ...] = ()
+    lane: str = ""
 
 
 class KVConnector(Protocol):

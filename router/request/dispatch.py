@@ -242,8 +242,7 @@ class Journey:
 
     async def _begin(self, ledger: RequestLedger, route: Route) -> None:
         """Submit the request to the route's prefill node; without one, to the decode node."""
-        trace = self._trace
-        self._planned = route.decode
+        trace, self._planned = self._trace, route.decode
         trace.local_prefill = route.prefill is None
         trace.decode_node = route.decode.node_id
         trace.prefill_node = None if route.prefill is None else route.prefill.node_id
@@ -461,7 +460,8 @@ class Journey:
         await ledger.move(RequestState.QUEUED)
         # The ledger counts epochs; a request's own epoch is its copy.
         retried = self._request.retried(self.output.output_ids)
-        self._request = replace(retried, epoch=ledger.epoch, ended=self.output.ended)
+        retried = replace(retried, epoch=ledger.epoch, ended=self.output.ended)
+        self._request = self._trace.joined(retried)
         self._ask.known_ids = self._request.known_ids
 
     # ---- the end ----

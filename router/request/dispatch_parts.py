@@ -12,6 +12,7 @@ from router.request.gate.gate import Gate
 from router.request.retry_budget import RetryBudget
 from router.request.sessions import SessionMap
 from router.request.timeline import TimelineRing
+from router.request.tracing import RouterTracing
 from router.store.guard import StoreGuard
 
 
@@ -36,3 +37,4 @@ class DispatchParts:
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
     slow_request_s: float = 0.0
     timelines: TimelineRing = field(default_factory=lambda: TimelineRing(0))
+    tracing: RouterTracing | None = None  # None: traces are off

@@ -24,6 +24,7 @@ from router.request.gate.gate import Gate, GateSettings
 from router.request.retry_budget import RetryBudget
 from router.request.timeline import TimelineEntry
 from router.request.trace import RequestTrace
+from router.request.tracing import RouterTracing
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class Dispatcher:
         parts, trace = self._parts, trace or RequestTrace()
         if request.deadline is None:
             request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
+        if parts.tracing is not None:
+            trace.root = parts.tracing.begin(request.traceparent)
+            request = trace.joined(request)
         try:
             ticket = None if admitted else await self.gate.enter(request, trace)
         except BaseException as error:  # also if its client went away
@@ -93,11 +97,12 @@ class Dispatcher:
 
     def _keep(self, request: Request, trace: RequestTrace, error: str) -> None:
         arrived_at = time.time() - (self._parts.clock.monotonic() - request.arrival)
-        self._parts.timelines.add(
-            TimelineEntry(
-                request.id, request.arrival, arrived_at, len(request.prompt_ids), error, trace
-            )
+        entry = TimelineEntry(
+            request.id, request.arrival, arrived_at, len(request.prompt_ids), error, trace
         )
+        self._parts.timelines.add(entry)
+        if self._parts.tracing is not None:
+            self._parts.tracing.finished(request, entry)
 
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
         """Cancel a running or waiting request by its id; return False if there is no such request.
@@ -128,6 +133,10 @@ class Dispatcher:
         journey = self._live.get(request_id)
         if journey is not None:
             journey.stop_sample(sample)
+
+    @property
+    def tracing(self) -> RouterTracing | None:
+        return self._parts.tracing
 
     @property
     def retries(self) -> RetryBudget:

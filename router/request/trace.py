@@ -5,12 +5,13 @@ Times are seconds of the router's Clock (monotonic); a time is None until its ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from baton.protocol.errors import BatonError
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
+from baton.runtime.tracing.spans import TraceContext
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
 from router.request.timeline import Milestone, TimelineMark
@@ -48,6 +49,7 @@ class RequestTrace:
     aborted: bool = False  # by an operator: its client still waits for an end
     told_at: int | None = None  # wall-clock seconds at which a replayed token was logged
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
+    root: TraceContext | None = None  # its root span; None: traces are off
     # What its journey has reached, in order.
     marks: list[TimelineMark] = field(default_factory=list[TimelineMark])
 
@@ -57,6 +59,12 @@ class RequestTrace:
             return ""
         prefills = milestone is Milestone.PREFILLING and self.prefill_node
         return prefills or self.decode_node or ""
+
+    def joined(self, request: Request) -> Request:
+        """Return `request` with the span of its epoch as the one above its nodes' spans."""
+        if self.root is None:
+            return request
+        return replace(request, traceparent=self.root.epoch(request.epoch).traceparent)
 
     def count(self, event: TokenEvent) -> None:
         """Take from a node's event how much of the prompt the node found in its prefix map, and how

@@ -1,0 +1,148 @@
+"""The child process that exports spans over OTLP (`python -m baton.runtime.tracing.exporter PLAN`).
+
+It reads messages from the socket that is its stdin until the other side is gone, turns them into
+spans of OpenTelemetry's SDK, and gives these to the SDK's batches and exporter. What the exporter
+needs beside endpoint and protocol (headers, certificates, compression, time-outs) it takes from the
+OTEL_EXPORTER_OTLP_* variables by itself. If the collector is away, the SDK tries again for a while,
+then drops; the queue is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+from baton.runtime import log as logs
+from baton.runtime.tracing.sender import PROTOCOLS, STOP_S, ExportPlan
+from baton.runtime.tracing.spans import TraceSpan
+
+log = logging.getLogger(__name__)
+MESSAGE_BYTES: Final = 1 << 20  # no message is longer
+QUEUED_SPANS: Final = 1 << 14
+BATCH_SPANS: Final = 512
+DELAY_MS: Final = 1000.0  # the most that a span waits for others
+FLUSH_S: Final = STOP_S - 1.0
+NICE: Final = 10  # serving goes first
+HTTP_PATH: Final = "/v1/traces"
+# The SDK's own variables, the more special one first.
+PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+SpansOf = Callable[[bytes], Iterable[TraceSpan]]
+decode_spans: Final = msgspec.msgpack.Decoder(list[TraceSpan]).decode
+
+
+class SpanPump:
+    """Turns messages into the SDK's spans, and gives those to a processor of the SDK."""
+
+    def __init__(self, plan: ExportPlan, exporter: SpanExporter, spans_of: SpansOf) -> None:
+        self._plan = plan
+        self._spans_of = spans_of
+        self._resource = Resource.create(
+            {
+                "service.name": plan.service,
+                "service.namespace": "baton",
+                "service.instance.id": plan.instance,
+                "service.version": plan.version,
+            }
+        )
+        self._scopes: dict[str, InstrumentationScope] = {}
+        self._processor = BatchSpanProcessor(
+            exporter,
+            max_queue_size=QUEUED_SPANS,
+            schedule_delay_millis=DELAY_MS,
+            max_export_batch_size=BATCH_SPANS,
+        )
+
+    def run(self, messages: socket.socket) -> None:
+        """Take messages until the other side is gone."""
+        while message := messages.recv(MESSAGE_BYTES):
+            try:
+                for span in self._spans_of(message):
+                    self._processor.on_end(self.readable(span))
+            except (msgspec.MsgspecError, ValueError):
+                log.exception("a message of traces cannot be read")
+
+    def close(self) -> None:
+        """Send what is queued, for at most FLUSH_S."""
+        # The SDK's shutdown has no limit below 30 s.
+        thread = threading.Thread(target=self._processor.shutdown, daemon=True)
+        thread.start()
+        thread.join(FLUSH_S)
+
+    def readable(self, span: TraceSpan) -> ReadableSpan:
+        """Return `span` as the SDK's exporters want it."""
+        context = span.context
+        trace_id, flags = int(context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
+        parent = None
+        if context.parent_id:
+            parent = SpanContext(trace_id, int(context.parent_id, 16), is_remote=span.server)
+        status = Status(StatusCode.UNSET)
+        if span.error is not None:
+            status = Status(StatusCode.ERROR, span.error)
+        return ReadableSpan(
+            name=span.name,
+            context=SpanContext(trace_id, int(context.span_id, 16), False, flags),
+            parent=parent,
+            resource=self._resource,
+            attributes=span.attributes,
+            events=[Event(each.name, each.attributes, each.at_ns) for each in span.events],
+            kind=SpanKind.SERVER if span.server else SpanKind.INTERNAL,
+            status=status,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope(span.scope),
+        )
+
+    def _scope(self, name: str) -> InstrumentationScope:
+        if name not in self._scopes:
+            self._scopes[name] = InstrumentationScope(name, self._plan.version)
+        return self._scopes[name]
+
+
+def exporter_of(plan: ExportPlan, variables: Sequence[str | None] = ()) -> SpanExporter:
+    """Return the SDK's exporter. `variables`: the values of PROTOCOL_VARIABLES."""
+    protocol = plan.protocol or next(filter(None, variables), PROTOCOLS[0])
+    if protocol == "grpc":
+        return GrpcExporter(endpoint=plan.endpoint)
+    if protocol != "http/protobuf":
+        log.warning("protocol %s is not known, http/protobuf is used", protocol)
+    parts = urlsplit(plan.endpoint)
+    path = HTTP_PATH if parts.path in ("", "/") else parts.path
+    return HttpExporter(endpoint=urlunsplit(parts._replace(path=path)))
+
+
+def main(argv: Sequence[str], spans_of: SpansOf = decode_spans) -> int:
+    """Export what comes on stdin until its end; return the exit status."""
+    # Ctrl-C reaches all processes of a terminal: this one goes after its parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICE)
+    plan = msgspec.json.decode(argv[0], type=ExportPlan)
+    logs.setup(f"{plan.instance} traces", plan.log_level, plan.log_format)
+    exporter = exporter_of(plan, [os.environ.get(name) for name in PROTOCOL_VARIABLES])
+    pump = SpanPump(plan, exporter, spans_of)
+    with socket.socket(fileno=sys.stdin.fileno()) as messages:
+        pump.run(messages)
+    pump.close()
+    logging.shutdown()
+    os._exit(0)  # a thread of the SDK may still try to send
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,6 +1,7 @@
 """The engine against transformers' `generate`, row by row: `baton bench engine [--json]`.
 
-Random weights of two real shapes, bfloat16, greedy, ends ignored, both in one process and in turn:
+Random weights of two real shapes (--models names others: mixtures of experts), bfloat16, greedy,
+ends ignored, both in one process and in turn:
     prefill n        tokens of one prompt per second, its first new token included
     decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off
 Beside each: the shares of the machine's own limits, measured in the same run: MBU = bytes that the
@@ -9,10 +10,16 @@ product, as baton/engine/state/work.py counts both. Integer weights are compared
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
 int4, w8a8 beside w8a8. --peer CMD adds another engine to every round (bench/peer.py); it may be
 repeated. --roofline draws the rows under the two limits (bench/roofline.py).
+
+A second table compares every round by CPU time and by the clock: on a machine that does other work
+only CPU time holds. Before that, all sides answer the same prompts with one token; `same tokens` is
+the share of these that are the engine's. A side with less than half of them in bfloat16 runs
+another model, and the run stops.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import tempfile
@@ -33,13 +40,15 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import parse
 from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
-from bench.models import LARGE, SMALL, write_checkpoint
-from bench.peer import PeerServer
+from bench.measure import median_and_range
+from bench.models import LARGE, MIXTURES, SMALL, write_checkpoint
+from bench.peer import PeerFailed, PeerServer, Took
 from bench.roofline import Point, Roofline, svg
 
 NEW_TOKENS: Final = 24  # of a decode row of a short context
 TRIES: Final = 3  # where a disturbed prefill hides what its decode steps took
 LIMITS_S: Final = 0.4  # for each of the two, beside every row
+SAME_PROMPTS, SAME_LENGTH = 32, 32  # of the prompts that show that all sides run the same model
 OURS, THEIRS = "baton", "transformers"
 
 
@@ -68,20 +77,37 @@ ROWS: Final = (
     "w8a8"), EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
     EngineRow(SMALL, 128,
     16),
+    *(EngineRow(name, context, batch, quantization) for name in MIXTURES
+      for quantization in ("none", "int8")
+      for context, batch in ((512, 0), (32, 1), (32, 8), (32, 16))),
 )  # fmt: skip
 
 
-Generate = Callable[[Sequence[list[int]], int], float]  # prompts, new tokens -> seconds
+Generate = Callable[[Sequence[list[int]], int], Took]  # of prompts and a number of new tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens per second by the clock, and per second of CPU time (None if it was not told)."""
+
+    per_s: float
+    per_cpu_s: float | None
+
+    @classmethod
+    def of(cls, tokens: int, took: Took) -> Rate:
+        """Return the rates of `tokens` that took so long."""
+        return cls(tokens / took.seconds, tokens / took.cpu_seconds if took.cpu_seconds else None)
 
 
 def ours(llm: LLM) -> Generate:
     """Return a function that generates through the engine, all requests at once."""
 
-    def run(prompts: Sequence[list[int]], new: int) -> float:
+    def run(prompts: Sequence[list[int]], new: int) -> Took:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        began = time.perf_counter()
-        llm.generate(prompts, params)
-        return time.perf_counter() - began
+        began, cpu = time.perf_counter(), time.process_time()
+        answers = llm.generate(prompts, params)
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        return Took(seconds, cpu_seconds, [answer.outputs[0].token_ids for answer in answers])
 
     return run
 
@@ -90,28 +116,31 @@ def theirs(model: Any) -> Generate:
     """Return a function that calls `generate` on one batch without padding."""
 
     @torch.inference_mode()
-    def run(prompts: Sequence[list[int]], new: int) -> float:
+    def run(prompts: Sequence[list[int]], new: int) -> Took:
         ids = torch.tensor(prompts)
-        began = time.perf_counter()
-        model.generate(
+        began, cpu = time.perf_counter(), time.process_time()
+        answers = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new,
             max_new_tokens=new, pad_token_id=0,
         )  # fmt: skip
-        return time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        return Took(seconds, cpu_seconds, answers[:, ids.shape[1] :].tolist())
 
     return run
 
 
-def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TOKENS) -> float:
+def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TOKENS) -> Rate:
     """Return tokens per second; for decode of the `new` tokens after the first."""
     prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
     if not row.batch:
-        return row.context / run(prompts, 1)
+        return Rate.of(row.context, run(prompts, 1))
     new *= max(1, row.context // 512)  # after a long prefill the time of few tokens would be noise
     for _ in range(TRIES):
-        first = run(prompts, 1)
-        if (seconds := run(prompts, new + 1) - first) > 0:
-            return row.batch * new / seconds
+        first, whole = run(prompts, 1), run(prompts, new + 1)
+        seconds = whole.seconds - first.seconds
+        cpu_seconds = whole.cpu_seconds - first.cpu_seconds
+        if seconds > 0 and (cpu_seconds > 0 or not whole.cpu_seconds):
+            return Rate.of(row.batch * new, Took(seconds, cpu_seconds))
     raise RuntimeError(f"{row.name}: {new} tokens more took no longer, {TRIES} times")
 
 
@@ -193,24 +222,69 @@ def measure(
                 enable_prefix_caching=False, threads=threads, measure_limits=False,
             )  # fmt: skip
             runs = {OURS: ours(llm), THEIRS: baseline}
-            runs |= {peer.name: peer.generate for peer in peers if peer.unsupported is None}
+            runs |= {peer.name: peer.timed for peer in peers if peer.unsupported is None}
+            same = same_tokens(runs, vocab)
+            if quantization == "none":
+                refuse_others(same)
             for row in (row for row in rows if row.quantization == quantization):
                 for run in runs.values():
                     rate(run, row, vocab, 99)  # warm
                 limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
                 work = needs(llm, runs[OURS], row, vocab)
-                rates = {name: list[float]() for name in runs}
+                rates = {name: list[Rate]() for name in runs}
                 for index in range(against.rounds):
-                    for name, run in runs.items():
-                        rates[name].append(rate(run, row, vocab, index))
+                    for name in list(runs)[:: -1 if index % 2 else 1]:
+                        rates[name].append(rate(runs[name], row, vocab, index))
+                by_clock = {name: [one.per_s for one in each] for name, each in rates.items()}
                 found.append(
                     {"model": model, "row": row.name}
-                    | compared(rates, [peer.name for peer in peers])
-                    | shares(row, statistics.median(rates[OURS]), work, limits)
+                    | compared(by_clock, [peer.name for peer in peers])
+                    | {"rounds": round_by_round(rates), "same tokens": same}
+                    | shares(row, statistics.median(by_clock[OURS]), work, limits)
                     | {"read GB/s": limits.read_bytes_per_s / 1e9,
                        "GEMM TFLOP/s": limits.flops_per_s / 1e12}
                 )  # fmt: skip
                 sys.stderr.write(f"{found[-1]}\n")
+    return found
+
+
+def same_tokens(runs: Mapping[str, Generate], vocab: int) -> dict[str, float | None]:
+    """Return which share of the first tokens of random prompts are the engine's, for each other.
+
+    None for a side that does not tell its tokens.
+    """
+    prompts = [random_prompt(SAME_LENGTH, 8_000 + i, vocab) for i in range(SAME_PROMPTS)]
+    tokens = {name: [each[0] for each in run(prompts, 1).tokens] for name, run in runs.items()}
+    ours = tokens.pop(OURS)
+    return {
+        name: sum(map(int.__eq__, ours, told)) / len(ours) if told else None
+        for name, told in tokens.items()
+    }
+
+
+def refuse_others(same: Mapping[str, float | None]) -> None:
+    """Raises PeerFailed for a side whose tokens show that it runs another model."""
+    for name, share in same.items():
+        if share is not None and share < 0.5:
+            raise PeerFailed(f"{name} runs another model: {share:.0%} of its tokens are the same")
+
+
+def round_by_round(rates: Mapping[str, Sequence[Rate]]) -> dict[str, dict[str, Any]]:
+    """Return of each other side how many times as fast the engine was, "median (least-most)".
+
+    `CPU ms` is the side's CPU time of a token, the median of the rounds.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in rates.items():
+        cpu = [one.per_cpu_s for one in each]
+        told = [one for one in cpu if one is not None]
+        row: dict[str, Any] = {"CPU ms": 1e3 / statistics.median(told) if told else None}
+        if name != OURS:
+            both = list(zip(rates[OURS], each, strict=True))
+            by_cpu = [a.per_cpu_s / b.per_cpu_s for a, b in both if a.per_cpu_s and b.per_cpu_s]
+            row["by CPU time"] = median_and_range(by_cpu, 2) if by_cpu else None
+            row["by the clock"] = median_and_range([a.per_s / b.per_s for a, b in both], 2)
+        found[name] = row
     return found
 
 
@@ -244,15 +318,33 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[TimedPart]:
                 ],
             )
         )  # fmt: skip
+        if all("rounds" in row for row in own):
+            title = f"{model}: how many times as fast Baton is, round by round"
+            parts.append(TimedPart(title, [line for row in own for line in _by_round(row)]))
     return parts
+
+
+def _by_round(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a line for each side but ours."""
+    mine = row["rounds"][OURS]["CPU ms"]
+    return [
+        {"row": row["row"], "beside": name, "CPU ms": mine, "its CPU ms": told["CPU ms"],
+         "by CPU time": told["by CPU time"], "by the clock": told["by the clock"],
+         "same tokens": row["same tokens"][name]}
+        for name, told in row["rounds"].items() if name != OURS
+    ]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return the exit status."""
     parser = arguments_parser("engine", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", default="", help="only rows that contain this, such as decode")
-    parser.add_argument("--models", default=f"{LARGE},{SMALL}", help="of the two")
+    parser.add_argument(
+        "--rows", default="", help="only rows with this, such as decode, or ^decode"
+    )
+    parser.add_argument(
+        "--models", default=f"{LARGE},{SMALL}", help="such as a name of bench/models.py's MIXTURES"
+    )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
@@ -262,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(error.message)
     models = given.models.split(",")
-    if not any(row.model in models and given.rows in row.name for row in ROWS):
+    if not any(row.model in models and re.search(given.rows, row.name) for row in ROWS):
         known = ", ".join(sorted({row.model for row in ROWS}))
         parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
     prepare(given)
@@ -272,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         for model in models:
-            asked = [row for row in ROWS if row.model == model and given.rows in row.name]
+            asked = [row for row in ROWS if row.model == model and re.search(given.rows, row.name)]
             if asked:
                 path = write_checkpoint(model, folder)
                 rows += measure(model, path, asked, Against(given.rounds, given.peer))

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from baton.llm import LLM
 from baton.protocol.errors import ConfigError
-from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import parse
+from bench.engine import Generate, ours
 from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 from bench.peer import PeerServer, Took
 
@@ -42,19 +41,6 @@ class GgufRow:
 
 
 ROWS: Final = (GgufRow(32, 1), GgufRow(32, 8), GgufRow(32, 16), GgufRow(512))
-Generate = Callable[[Sequence[list[int]], int], Took]
-
-
-def ours(llm: LLM) -> Generate:
-    """Through the engine, all requests at once."""
-
-    def run(prompts: Sequence[list[int]], new: int) -> Took:
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        began, cpu = time.perf_counter(), time.process_time()
-        llm.generate(prompts, params)
-        return Took(time.perf_counter() - began, time.process_time() - cpu)
-
-    return run
 
 
 def took(run: Generate, row: GgufRow, vocab: int, seed: int) -> Took:

@@ -30,6 +30,7 @@ from baton.engine.state.work import Limits
 from bench.engine import LIMITS_S, EngineRow, Generate, needs, ours, rate, shares
 from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 from bench.models import LARGE, write_checkpoint
+from bench.peer import Took
 
 NO_GPU: Final = 2
 NEW_TOKENS: Final = 128
@@ -102,13 +103,13 @@ def continuous(model: Any) -> Generate:
     """Return a function for transformers' continuous batching of the same prompts."""
     from transformers import GenerationConfig
 
-    def run(prompts: Sequence[list[int]], new: int) -> float:
+    def run(prompts: Sequence[list[int]], new: int) -> Took:
         config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         model.generate_batch(list(prompts), generation_config=config)
         torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return Took(time.perf_counter() - began, time.process_time() - cpu)
 
     return run
 
@@ -124,7 +125,7 @@ class GpuPeer:
         """Return the rate, or None: a peer that cannot run does not stop the benchmark."""
         try:
             rate(self.run, row, vocab, 98, NEW_TOKENS)
-            return rate(self.run, row, vocab, 0, NEW_TOKENS)
+            return rate(self.run, row, vocab, 0, NEW_TOKENS).per_s
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             sys.stderr.write(f"transformers' continuous batching failed: {error}\n")
             return None
@@ -152,7 +153,7 @@ def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dic
             rate(run, row, vocab, 99, NEW_TOKENS)
             work = needs(llm, run, row, vocab)
             speed = statistics.median(
-                [rate(run, row, vocab, index, NEW_TOKENS) for index in range(rounds)]
+                [rate(run, row, vocab, index, NEW_TOKENS).per_s for index in range(rounds)]
             )
             found.append({
                 "row": row.name, "tokens/s": speed, **shares(row, speed, work, limits),

@@ -31,10 +31,11 @@ class PeerFailed(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What an answer took by the clock, and of all of its process' threads."""
+    """What an answer took by the clock, and of all of its process' threads; its tokens, if told."""
 
     seconds: float
     cpu_seconds: float
+    tokens: Sequence[Sequence[int]] = ()
 
 
 class PeerServer:
@@ -81,7 +82,8 @@ class PeerServer:
         told = self._ask({"prompts": prompts, "new_tokens": new})
         if told["new_tokens"] != [new] * len(prompts):
             raise PeerFailed(f"{self.name}: {new} tokens each were asked for, not {told}")
-        return Took(float(told["seconds"]), float(told.get("cpu_seconds", 0)))
+        cpu_seconds = float(told.get("cpu_seconds", 0))
+        return Took(float(told["seconds"]), cpu_seconds, told.get("tokens", ()))
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

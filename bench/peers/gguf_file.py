@@ -1,14 +1,16 @@
-"""A Hugging Face checkpoint of a Llama or Qwen3 as a GGUF file, by llama.cpp's own `gguf` package.
+"""A Hugging Face checkpoint as a GGUF file, by llama.cpp's own `gguf` package.
 
-It writes only the benchmarks' random checkpoints: one safetensors file, bfloat16, a byte-level
-tokenizer. llama.cpp's own converter takes every model, but no package contains that converter.
+It writes only the benchmarks' random checkpoints of Llama, Qwen3, Qwen3-MoE and DeepSeek-V2
+(without YaRN): one safetensors file, bfloat16, a byte-level tokenizer. llama.cpp's own converter
+takes every model, but no package contains that converter.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +18,13 @@ from typing import Any, Final
 gguf: Any = importlib.import_module("gguf")
 np: Any = importlib.import_module("numpy")
 
-ARCHITECTURES: Final = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+ARCHITECTURES: Final = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+}
+EXPERT: Final = re.compile(r"(.*\.mlp\.experts\.)\d+\.(.*)")
 NORMAL, CONTROL = 1, 3  # kinds of a token
 
 
@@ -25,14 +33,19 @@ def write_gguf(model: Path, path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
     architecture = ARCHITECTURES[kind]
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _add_shape(writer, config)
+    if kind == "deepseek_v2":
+        _add_latent_shape(writer, config)
+    else:
+        _add_heads(writer, config)
     add_tokenizer(writer, model, config["eos_token_id"])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for name, tensor in _tensors(model / "model.safetensors"):
+    for name, tensor in _stacked(_tensors(model / "model.safetensors"), config):
         numbers = _interleaved(name, tensor, config) if kind == "llama" else tensor
         told = names.get_name(name, try_suffixes=(".weight",))
-        if numbers.ndim == 1:  # llama.cpp multiplies norms in float32
+        # llama.cpp multiplies norms in float32, and its converter leaves gates in it.
+        if numbers.ndim == 1 or name.endswith("mlp.gate.weight"):
             writer.add_tensor(told, (numbers.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(numbers).view(np.uint8)
@@ -51,13 +64,46 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(_num_experts(config))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_heads(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def _add_latent_shape(writer: Any, config: dict[str, Any]) -> None:
+    """Latent attention as one KV head of latents, and DeepSeek-V2's experts.
+
+    Source: llama.cpp, conversion/deepseek.py. The rank of queries is told even where queries have
+    none: llama.cpp requires it of all models but those of 26 and 27 layers.
+    """
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(config["q_lora_rank"] or 0)
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return next(config[name] for name in names if name in config)
 
 
 def add_tokenizer(writer: Any, model: Path, end: int) -> None:
@@ -85,6 +131,33 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
         begin, end = entry["data_offsets"]
         flat = np.memmap(path, np.uint16, "r", 8 + size + begin, ((end - begin) // 2,))
         yield name, flat.reshape(entry["shape"])
+
+
+def _stacked(
+    tensors: Iterable[tuple[str, Any]], config: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors with all experts of a layer in one, and keys and values of latents in two.
+
+    [outputs, inputs] of each expert become [experts, outputs, inputs]. Of each head, the key's part
+    of `kv_b_proj` is transposed, because llama.cpp multiplies queries by it.
+    """
+    experts: dict[str, list[tuple[int, Any]]] = {}
+    for name, tensor in tensors:
+        if found := EXPERT.fullmatch(name):
+            index = int(name.removeprefix(found[1]).partition(".")[0])
+            whole = found[1] + found[2]
+            parts = experts.setdefault(whole, [])
+            parts.append((index, tensor))
+            if len(parts) == _num_experts(config):
+                ordered = sorted(experts.pop(whole), key=lambda part: part[0])
+                yield whole, np.stack([part for _, part in ordered])
+        elif name.endswith("kv_b_proj.weight"):
+            heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+            both = tensor.reshape(heads, -1, tensor.shape[1])
+            yield name.replace("kv_b_proj", "k_b_proj"), both[:, :nope].swapaxes(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), both[:, nope:]
+        else:
+            yield name, tensor
 
 
 def _interleaved(name: str, tensor: Any, config: dict[str, Any]) -> Any:

@@ -70,20 +70,21 @@ class LlamaCppModel:
         self._words: int = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._batch = llama.llama_batch_init(STEP, 0, 1)
 
-    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[int]:
-        """Generate `new` greedy tokens of each prompt and return how many each has.
+    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
+        """Generate `new` greedy tokens of each prompt and return them.
 
         Prompts are computed one by one, then all decode in step.
         """
         self._prepare(len(prompts), max(map(len, prompts)) + new)
-        tokens = [self._run([(i, 0, prompt)])[0] for i, prompt in enumerate(prompts)]
+        found = [self._run([(i, 0, prompt)]) for i, prompt in enumerate(prompts)]
         for step in range(1, new):
             rows = [
-                (i, len(prompt) + step - 1, [token])
-                for i, (prompt, token) in enumerate(zip(prompts, tokens, strict=True))
+                (i, len(prompt) + step - 1, tokens[-1:])
+                for i, (prompt, tokens) in enumerate(zip(prompts, found, strict=True))
             ]
-            tokens = self._run(rows)
-        return [new] * len(tokens)
+            for tokens, token in zip(found, self._run(rows), strict=True):
+                tokens.append(token)
+        return found
 
     def _prepare(self, sequences: int, tokens: int) -> None:
         """Make an empty context for `sequences` sequences of `tokens` tokens each."""

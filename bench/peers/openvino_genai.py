@@ -57,14 +57,14 @@ class OpenVinoModel:
             str(path), scheduler, "CPU", properties, {}, {}
         )
 
-    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[int]:
-        """Generate `new` greedy tokens of each prompt, all at once; return how many each has."""
+    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
+        """Generate `new` greedy tokens of each prompt, all at once, and return them."""
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new
         config.do_sample, config.ignore_eos, config.apply_chat_template = False, True, False
         inputs = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         results = self._pipeline.generate(inputs, [config] * len(inputs))
-        return [len(result.m_generation_ids[0]) for result in results]
+        return [list(result.m_generation_ids[0]) for result in results]
 
 
 def load(setup: Setup) -> Generate:

@@ -4,12 +4,13 @@
         {"name": "Engine 1.2"}                                    it is loaded and ready
         {"name": "Engine 1.2", "unsupported": "no int4 weights"}  its rows stay empty
     {"prompts": [[5, 6], [7, 8]], "new_tokens": 24}               any number of times
-        {"seconds": 0.8, "cpu_seconds": 1.6, "new_tokens": [24, 24]}
+        {"seconds": 0.8, "cpu_seconds": 1.6, "new_tokens": [24, 24], "tokens": [[9, 4], [7, 7]]}
                                                                   greedy, ends ignored, all at once
     (end of input)                                                the peer ends
 
 `model` is a checkpoint in Hugging Face's format, or a GGUF file; `quantization` is none (bfloat16,
-or the file as it is), int8, int4 or w8a8; `seconds` are those of the engine's own call.
+or the file as it is), int8, int4 or w8a8; `seconds` are those of the engine's own call; `tokens`,
+here cut short, may be left out: they show that both sides compute the same model.
 {"error": "..."} answers what went wrong.
 Imports nothing but the standard library: it runs where Baton is not installed.
 """
@@ -25,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-Generate = Callable[[Sequence[list[int]], int], Sequence[int]]
-"""Prompts and a number of new tokens -> how many each got."""
+Generate = Callable[[Sequence[list[int]], int], Sequence[Sequence[int]]]
+"""Prompts and a number of new tokens -> the new tokens of each."""
 
 
 class Unsupported(Exception):
@@ -102,6 +103,8 @@ def _setup(question: dict[str, Any]) -> Setup:
 
 def _timed(generate: Generate, question: dict[str, Any]) -> dict[str, Any]:
     began, cpu = time.perf_counter(), time.process_time()
-    counts = generate(question["prompts"], question["new_tokens"])
+    tokens = generate(question["prompts"], question["new_tokens"])
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "new_tokens": list(counts)}
+    counts = [len(each) for each in tokens]
+    told = [list(each) for each in tokens]
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "new_tokens": counts, "tokens": told}

@@ -12,10 +12,10 @@ import pytest
 
 from baton.protocol.errors import ConfigError
 from bench import engine, models
-from bench.engine import Against, EngineRow, compared, measure, tables
+from bench.engine import Against, EngineRow, Rate, compared, measure, tables
 from bench.engine_kit import tell
 from bench.models import widen_tokenizer
-from bench.peer import PeerFailed, PeerServer
+from bench.peer import PeerFailed, PeerServer, Took
 from bench.peers.protocol import Generate, Setup, Unsupported, answer_all
 from tests.tiny_models import make_tiny_model
 
@@ -40,9 +40,9 @@ def test_a_peer_answers_line_by_line() -> None:
     def load(setup: Setup) -> Generate:
         asked.append(setup)
 
-        def generate(prompts: Sequence[list[int]], new: int) -> Sequence[int]:
+        def generate(prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
             asked.append((prompts, new))
-            return [new] * len(prompts)
+            return [[prompt[0]] * new for prompt in prompts]
 
         return generate
 
@@ -51,6 +51,7 @@ def test_a_peer_answers_line_by_line() -> None:
     assert asked == [Setup(Path("/m"), "int8", 2), ([[5, 6], [7]], 3), ([[5, 6], [7]], 3)]
     for answer in (once, again):
         assert answer["new_tokens"] == [3, 3]
+        assert answer["tokens"] == [[5] * 3, [7] * 3]
         assert float(str(answer["seconds"])) >= 0
 
 
@@ -161,11 +162,52 @@ def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.Mon
     assert found[0]["peers"] == {"Fake 1.0": 8 / 0.25}
     assert all(row["baton"] > 0 and row["over best peer"] > 0 for row in found)
     assert all(row["MBU"] > 0 and row["MFU"] > 0 for row in found)
+    for row in found:
+        assert row["rounds"]["transformers"]["by CPU time"]
+        assert row["rounds"]["Fake 1.0"]["by CPU time"] is None, "it does not tell CPU time"
+        assert row["same tokens"]["Fake 1.0"] is None, "it does not tell its tokens"
+    assert found[0]["same tokens"]["transformers"] == 1.0
+
+
+def test_rounds_by_hand() -> None:
+    rates = {
+        "baton": [Rate(8.0, 4.0), Rate(9.0, 6.0), Rate(9.0, 3.0)],
+        "A": [Rate(4.0, 2.0), Rate(3.0, 2.0), Rate(1.0, 3.0)],
+        "B": [Rate(8.0, None)] * 3,
+    }
+    found = engine.round_by_round(rates)
+    assert found["baton"] == {"CPU ms": 250.0}
+    assert found["A"] == {
+        "CPU ms": 500.0, "by CPU time": "2.00 (1.00-3.00)", "by the clock": "3.00 (2.00-9.00)"
+    }  # fmt: skip
+    assert found["B"]["by CPU time"] is None
+    same = {"A": 0.75, "B": None}
+    lines = tables([
+        {"model": "M", "row": "r", "peers": {}, "rounds": found, "same tokens": same}
+        | dict.fromkeys(("baton", "transformers", "ratio", "MBU", "MFU"), 1.0)
+    ])[1].rows  # fmt: skip
+    assert [line["beside"] for line in lines] == ["A", "B"]
+    assert [line["same tokens"] for line in lines] == [0.75, None]
+
+
+def test_a_side_with_other_tokens_is_refused() -> None:
+    def side(*tokens: int) -> engine.Generate:
+        return lambda prompts, new: Took(1, 1, [[tokens[i % 2]] for i in range(len(prompts))])
+
+    def untold(prompts: Sequence[list[int]], new: int) -> Took:
+        return Took(1, 1)
+
+    runs = {"baton": side(5, 6), "A": side(5, 7), "B": untold, "C": side(7, 8)}
+    same = engine.same_tokens(runs, 100)
+    assert same == {"A": 0.5, "B": None, "C": 0.0}
+    engine.refuse_others({"A": same["A"], "B": same["B"]})
+    with pytest.raises(PeerFailed, match="C runs another model: 0% of its tokens"):
+        engine.refuse_others(same)
 
 
 def test_tokens_that_cost_nothing_are_no_figure() -> None:
     with pytest.raises(RuntimeError, match="decode 2@8: 24 tokens more took no longer"):
-        engine.rate(lambda prompts, new: 0.25, EngineRow("m", 8, 2), 100, 0)
+        engine.rate(lambda prompts, new: Took(0.25, 0.25), EngineRow("m", 8, 2), 100, 0)
 
 
 def test_a_checkpoint_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

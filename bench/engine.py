@@ -197,6 +197,7 @@ class Against:
 
     rounds: int
     peers: Sequence[str] = ()
+    new_tokens: int = NEW_TOKENS
 
 
 def measure(
@@ -210,7 +211,7 @@ def measure(
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     baseline = theirs(reference)
     vocab = reference.config.vocab_size
-    threads = torch.get_num_threads()
+    threads, new = torch.get_num_threads(), against.new_tokens
     for quantization in dict.fromkeys(row.quantization for row in rows):
         with ExitStack() as stack:
             peers = [
@@ -228,13 +229,13 @@ def measure(
                 refuse_others(same)
             for row in (row for row in rows if row.quantization == quantization):
                 for run in runs.values():
-                    rate(run, row, vocab, 99)  # warm
+                    rate(run, row, vocab, 99, 1)  # warm
                 limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
                 work = needs(llm, runs[OURS], row, vocab)
                 rates = {name: list[Rate]() for name in runs}
                 for index in range(against.rounds):
                     for name in list(runs)[:: -1 if index % 2 else 1]:
-                        rates[name].append(rate(runs[name], row, vocab, index))
+                        rates[name].append(rate(runs[name], row, vocab, index, new))
                 by_clock = {name: [one.per_s for one in each] for name, each in rates.items()}
                 found.append(
                     {"model": model, "row": row.name}
@@ -339,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return the exit status."""
     parser = arguments_parser("engine", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    text = "of a decode row of a short context (%(default)s)"
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help=text)
     parser.add_argument(
         "--rows", default="", help="only rows with this, such as decode, or ^decode"
     )
@@ -367,7 +370,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = [row for row in ROWS if row.model == model and re.search(given.rows, row.name)]
             if asked:
                 path = write_checkpoint(model, folder)
-                rows += measure(model, path, asked, Against(given.rounds, given.peer))
+                rows += measure(
+                    model, path, asked, Against(given.rounds, given.peer, given.new_tokens)
+                )
     if given.roofline is not None:
         pictures(rows, given.roofline)
     title = "Against transformers' generate, tokens/s"

@@ -154,10 +154,9 @@ def test_a_table_has_a_column_for_each_peer(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_tiny_model("llama", tmp_path)
-    monkeypatch.setattr(engine, "NEW_TOKENS", 2)
     monkeypatch.setattr(engine, "LIMITS_S", 0.01)
     rows = [EngineRow("m", 8), EngineRow("m", 8, 2), EngineRow("m", 8, 1, "int8")]
-    found = measure("m", path, rows, Against(1, [FAKE]))
+    found = measure("m", path, rows, Against(1, [FAKE], 2))
     assert [row["row"] for row in found] == ["prefill 8", "decode 2@8", "int8 decode 1@8"]
     assert found[0]["peers"] == {"Fake 1.0": 8 / 0.25}
     assert all(row["baton"] > 0 and row["over best peer"] > 0 for row in found)

@@ -55,6 +55,8 @@ class Plan:
     lanes: Sequence[str] = ()  # KV lanes, best first; () = shm and grpc, or grpc alone
     adopt: bool = True
     wire_codec: str = "raw"
+    traces: str | None = None  # endpoint of a collector, for router and nodes
+    traces_protocol: str | None = None
 
 
 @dataclass(slots=True)
@@ -169,6 +171,8 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
             prefill_node=(*(member.node.address for member in prefill), *plan.elsewhere),
             decode_node=tuple(member.node.address for member in decode),
             timing=plan.timing,
+            otlp_traces_endpoint=plan.traces,
+            otlp_traces_protocol=plan.traces_protocol,
             **plan.router,
         )
         router = Router(config)
@@ -200,7 +204,11 @@ async def _member(
     stack.callback(place.close)
     parts = load_parts(engine_config, memory=place.memory)
     config = NodeConfig(
-        kv_lanes=",".join(names), kv_adopt=plan.adopt, kv_wire_codec=plan.wire_codec
+        kv_lanes=",".join(names),
+        kv_adopt=plan.adopt,
+        kv_wire_codec=plan.wire_codec,
+        otlp_traces_endpoint=plan.traces,
+        otlp_traces_protocol=plan.traces_protocol,
     )
     settings = LaneSettings(plan.timing, pool=parts.arena, shared=place.shared)
     lanes = make_lanes(names, settings)

@@ -1,0 +1,240 @@
+"""Traces over OTLP: one connected trace per request, whatever happened to it, in a real collector.
+
+Routers and nodes send what they have when they stop, so the tests look after that: nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from baton.protocol.sampling import SamplingParams
+from router.server.app import create_app
+from tests.cluster import Cluster, Plan, cluster
+from tests.collector import (
+    SeenSpan,
+    assert_connected,
+    edges,
+    grpc_collector,
+    http_collector,
+    only,
+)
+from tests.system.processes import Processes, ServerProcess
+from tests.system.references import prompts
+from tests.system.test_kill import metric
+from tests.tiny_models import make_tiny_model, make_wide_model
+from tests.waiting import WAIT_S, eventually
+
+pytestmark = pytest.mark.slow
+
+CLIENT: Final = "cd" * 8  # the client's span
+PROMPT = list(prompts([150], seed=4)[0])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+BODY: Final[dict[str, Any]] = {
+    "prompt": PROMPT, "temperature": 0, "max_tokens": 20, "ignore_eos": True,
+}  # fmt: skip
+CHUNKED: Final = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model("llama", path, max_position_embeddings=512)
+    return path
+
+
+def traced(number: int, flags: str = "01") -> dict[str, str]:
+    return {"traceparent": f"00-{number:032x}-{CLIENT}-{flags}"}
+
+
+async def ask(c: Cluster, headers: dict[str, str], **changes: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(c.router.services))
+    async with httpx.AsyncClient(transport=transport, base_url="http://b", timeout=WAIT_S) as http:
+        return await http.post("/v1/completions", json=BODY | changes, headers=headers)
+
+
+def of(spans: list[SeenSpan], service: str) -> list[SeenSpan]:
+    return [span for span in spans if span.service == f"baton-{service}"]
+
+
+# (parent, service, name) of every request whose prompt is computed on a prefill node
+WHOLE: Final = {
+    ("ROOT", "baton-router", "gate"),
+    ("ROOT", "baton-router", "placement"),
+    ("ROOT", "baton-router", "attempt"),
+    ("attempt", "baton-router", "prefill"),
+    ("attempt", "baton-router", "kv transfer"),
+    ("attempt", "baton-router", "hand-over"),
+    ("attempt", "baton-router", "decode"),
+    ("attempt", "baton-prefill", "prefill node"),
+    ("prefill node", "baton-prefill", "queue"),
+    ("prefill node", "baton-prefill", "compute"),
+    ("prefill node", "baton-prefill", "kv export"),
+    ("attempt", "baton-decode", "decode node"),
+    ("decode node", "baton-decode", "queue"),
+    ("decode node", "baton-decode", "kv fetch"),
+    ("decode node", "baton-decode", "decode"),
+}
+
+
+def whole(root: SeenSpan) -> set[tuple[str, str, str]]:
+    rows = {
+        (root.name if above == "ROOT" else above, service, name) for above, service, name in WHOLE
+    }
+    return rows | {("", "baton-router", root.name)}
+
+
+@pytest.mark.parametrize("collecting", [grpc_collector, http_collector])
+async def test_a_trace_goes_through_router_prefill_transfer_and_decode(
+    model: Path, collecting: Any
+) -> None:
+    protocol = "grpc" if collecting is grpc_collector else "http/protobuf"
+    with collecting() as collector:
+        plan = Plan(model, [CHUNKED], traces=collector.endpoint, traces_protocol=protocol)
+        async with cluster(plan) as c:
+            answers = [await ask(c, traced(1)), await ask(c, {}), await ask(c, traced(2, "00"))]
+            assert [answer.status_code for answer in answers] == [200, 200, 200]
+            await c.settle()
+    assert set(collector.paths) <= {"/v1/traces"}
+    assert not collector.trace(f"{2:032x}"), "its client wants no trace"
+    spans = collector.trace(f"{1:032x}")
+    root = assert_connected(spans, CLIENT)
+    assert root.is_server
+    assert edges(spans) - {("decode node", "baton-decode", "prefilling")} == whole(root)
+    [own] = {span.trace_id for span in collector.spans} - {root.trace_id}
+    assert_connected(collector.trace(own))  # the router began this trace
+    check_attributes(spans, root)
+
+
+def check_attributes(spans: list[SeenSpan], root: SeenSpan) -> None:
+    """What a trace says beside times; no text of the prompt or of the answer."""
+    told = root.attributes
+    assert told["gen_ai.operation.name"] == "text_completion"
+    assert told["gen_ai.usage.input_tokens"] == len(PROMPT)
+    assert told["gen_ai.usage.output_tokens"] == 20
+    assert told["gen_ai.request.max_tokens"] == 20
+    total_s = (root.end_ns - root.start_ns) / 1e9
+    assert told["gen_ai.latency.e2e"] == pytest.approx(total_s, abs=1e-6)
+    first_s = told["gen_ai.latency.time_to_first_token"]
+    assert 0 < told["gen_ai.latency.time_in_queue"] < first_s < total_s
+    assert only(spans, "compute").attributes["baton.chunks"] == 3
+    assert only(spans, "compute").events == ["chunk"] * 3
+    fetch, export = only(spans, "kv fetch"), only(spans, "kv export")
+    assert fetch.scope == export.scope == "baton.kv_transfer"
+    assert fetch.attributes["baton.kv.bytes"] == export.attributes["baton.kv.bytes"] > 0
+    assert fetch.attributes["baton.kv.lane"] == "grpc"
+    assert export.error is None
+    [decode] = [span for span in of(spans, "decode") if span.name == "decode"]
+    assert decode.attributes["baton.steps"] == 20  # token 1, which it repeats, and 19 more
+    assert decode.attributes["gen_ai.usage.output_tokens"] == 20
+    stages = ("gate", "placement", "prefill", "hand-over", "decode")
+    own = [span for span in of(spans, "router") if span.name in stages]
+    own.sort(key=lambda span: stages.index(span.name))
+    assert (own[0].start_ns, own[-1].end_ns) == (root.start_ns, root.end_ns)
+    assert all(a.end_ns == b.start_ns for a, b in pairwise(own))
+
+
+async def test_the_grpc_front_door_and_a_migration(model: Path) -> None:
+    with grpc_collector() as collector:
+        plan = Plan(model, decode=[{}, {}], traces=collector.endpoint)
+        async with cluster(plan) as c:
+            go_on = c.hold_after(8)
+            params = replace(GREEDY, max_tokens=100)
+            c.client._metadata = tuple(traced(3).items())  # as a client's own tracing adds it
+            task = asyncio.create_task(c.client.generate(PROMPT, params))
+            dispatcher = c.router.services.dispatcher
+
+            async def decoding() -> list[str]:
+                return [found.request_id for found in dispatcher.candidates() if found.decoding]
+
+            [request_id] = await eventually(decoding)
+            move = asyncio.create_task(dispatcher.migrate(request_id))
+            go_on.set()
+            assert await asyncio.wait_for(move, WAIT_S)
+            await asyncio.wait_for(task, WAIT_S)
+            await c.settle()
+    spans = collector.trace(f"{3:032x}")
+    root = assert_connected(spans, CLIENT)
+    assert root.attributes["baton.migrations"] == 1
+    attempts = [span for span in spans if span.name == "attempt"]
+    assert [span.error for span in attempts] == [None, None]
+    nodes = [span for span in of(spans, "decode") if span.name == "decode node"]
+    assert {span.attributes["baton.epoch"] for span in nodes} == {1, 2}
+    assert {span.parent_id for span in nodes} == {span.span_id for span in attempts}
+    exports = [span.service for span in spans if span.name == "kv export"]
+    assert sorted(exports) == ["baton-decode", "baton-prefill"]
+    assert ("", "migration") not in {(span.parent_id, span.name) for span in spans}
+    assert only(spans, "migration").parent_id == root.span_id
+
+
+async def test_a_collector_that_is_away_hurts_nobody(model: Path) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        plan = Plan(model, traces=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        async with cluster(plan) as c:
+            answers = await asyncio.gather(*(ask(c, traced(1)) for _ in range(8)))
+            assert {answer.status_code for answer in answers} == {200}
+            await c.settle()
+
+
+@pytest.mark.long
+async def test_a_decode_node_dies_in_mid_stream(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    wide = make_wide_model(tmp_path_factory.mktemp("wide"))
+    with http_collector() as collector:
+        flags = ["--otlp-traces-endpoint", collector.endpoint]
+        flags += ["--otlp-traces-protocol", "http/protobuf"]
+        node_flags = ["--num-kv-blocks", "96", "--metrics-port", "0", *flags]
+        async with Processes(wide, tmp_path) as processes:
+            prefill, decode = await processes.nodes(1, 2, node_flags)
+            router = await processes.router(prefill, decode, flags)
+            await stream_through_a_kill(router, decode)
+    spans = collector.trace(f"{4:032x}")
+    root = assert_connected(spans, CLIENT)
+    assert root.error is None
+    assert {span.service for span in spans} == {"baton-router", "baton-prefill", "baton-decode"}
+    attempts = sorted((s for s in spans if s.name == "attempt"), key=lambda span: span.start_ns)
+    assert ["lost" in (span.error or "") for span in attempts] == [True, False]
+    nodes = {span.span_id: span.parent_id for span in spans if span.name.endswith(" node")}
+    first, last = (span.span_id for span in attempts)
+    assert list(nodes.values()).count(first) == 1, "the prefill node; the dead one tells nothing"
+    assert last in nodes.values()
+    assert only(spans, "retry").parent_id == root.span_id
+    exported = [span for span in spans if span.name == "kv export" and not span.error]
+    fetched = [span for span in spans if span.name == "kv fetch"]
+    assert len(exported) >= 1
+    assert len(fetched) <= 1
+
+
+async def stream_through_a_kill(router: ServerProcess, decode: list[ServerProcess]) -> None:
+    """Stream 300 tokens; kill the node that decodes after some of them."""
+    body = BODY | {"max_tokens": 300, "stream": True, "stream_options": {"include_usage": True}}
+    chunks: list[dict[str, Any]] = []
+    async with (
+        httpx.AsyncClient(base_url=f"http://{router.address}", timeout=WAIT_S) as http,
+        http.stream("POST", "/v1/completions", json=body, headers=traced(4)) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+                if len(chunks) == 10:
+                    await kill_the_busy_one(decode)
+    assert chunks[-1]["usage"]["completion_tokens"] == 300
+
+
+async def kill_the_busy_one(decode: list[ServerProcess]) -> None:
+    async def busy() -> list[ServerProcess]:
+        running = [await metric(server, "vllm:num_requests_running") for server in decode]
+        return [server for server, count in zip(decode, running, strict=True) if count]
+
+    [victim] = await eventually(busy)
+    await victim.kill()

@@ -3,7 +3,7 @@
 TREE is a checkout of another commit with a `.venv` of its own. Its router and nodes, and those of
 this checkout, run at the same time and are asked in turns (other, this, this, other, ...), so that
 neighbours of the machine disturb both alike. Both routers have the same core; nodes, clients and
-Redis share the others. Loads:
+Redis share the others. What an option costs: `--other . --flags "--the-option"`. Loads:
 
     whole      32 connections, 16 words in, 16 tokens out, not streamed: CPU us per answer
     no redis   the same without Redis
@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -82,15 +83,19 @@ class TreeFigures:
         return [this / other for this, other in pairs]
 
 
-async def measure(bench: Bench, load: TreeLoad, other: Path, rounds: int) -> TreeFigures:
-    """Run `load` `rounds` times on each tree, in turns; the first round of each is thrown away."""
+async def measure(
+    bench: Bench, load: TreeLoad, other: Path, rounds: int, flags: tuple[str, ...] = ()
+) -> TreeFigures:
+    """Run `load` `rounds` times on each tree, in turns; the first round of each is thrown away.
+
+    `flags`: of this checkout's router alone."""
     found = TreeFigures()
     plan = replace(bench.plan, step_ms=load.step_ms)
     plan = plan if load.has_redis else replace(plan, redis_url=None)
     async with AsyncExitStack() as stack:
         servers = {
             OTHER: await stack.enter_async_context(cluster(replace(plan, tree=other))),
-            THIS: await stack.enter_async_context(cluster(plan)),
+            THIS: await stack.enter_async_context(cluster(replace(plan, router_flags=flags))),
         }
         if load.mode == "first":
             return await _first_bytes(servers, rounds)
@@ -156,7 +161,9 @@ async def run(given: argparse.Namespace, folder: Path) -> dict[str, TreeFigures]
         plan = ProcessPlan(given.model.resolve(), cores[0], others, redis_url=url)
         for name in given.loads.split(","):
             bench = Bench(QUICK, plan, folder)
-            found[name] = await measure(bench, LOADS[name], given.other.resolve(), given.rounds)
+            flags = tuple(shlex.split(given.flags))
+            other = given.other.resolve()
+            found[name] = await measure(bench, LOADS[name], other, given.rounds, flags)
     return found
 
 
@@ -166,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.router_trees", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--other", type=Path, required=True, help="another checkout")
+    parser.add_argument("--flags", default="", help="of this checkout's router alone")
     parser.add_argument("--rounds", type=int, default=8, help="of each load and tree")
     parser.add_argument("--loads", default=",".join(LOADS), help="of " + ", ".join(LOADS))
     parser.add_argument("--model", type=Path, default=Path("demo_model"), help="its tokenizer")

@@ -112,7 +112,7 @@ def fault(name: str, star: str, braces: str | None, end: str) -> str | None:
     if not found:
         return "no such metric"
     labels = set(re.findall(r"(\w+)\s*(?:=|!|,|$)", re.sub(r'"[^"]*"', "", braces or "")))
-    known = [{*spec.labels, "le"} for spec in found]
+    known = [{*spec.labels, "le", "instance", "job"} for spec in found]  # two are Prometheus'
     return None if any(labels <= each for each in known) else f"no labels {labels}"
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md from the lists of metrics: `python -m tools.metrics_page`.
+"""Write the table of docs/metrics.md from the lists of metrics: `python -m tools.metrics_page`.
 
 The lists are router/metrics/metric_list.py and baton/node/metric_list.py. A test
 (tests/front/test_metric_lists.py) fails while the page shows something else.
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.node.metric_list import NODE
-from baton.runtime.metrics import MetricList, MetricSpec
+from baton.runtime.metrics import PROCESS, MetricSpec
 from router.metrics.metric_list import ROUTER
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -19,23 +19,24 @@ BEGIN: Final = "<!-- from here on written by `python -m tools.metrics_page` -->\
 
 
 def page(text: str) -> str:
-    """`text` of docs/metrics.md with its tables as the lists are now."""
+    """`text` of docs/metrics.md with its table as the lists are now."""
     prose, _, _ = text.partition(BEGIN)
-    tables = [_table(process, metrics) for process, metrics in LISTS.items()]
-    return prose + BEGIN + "".join(tables)
+    own = (
+        _row(owner, spec)
+        for owner, metrics in LISTS.items()
+        for spec in metrics
+        if spec not in PROCESS
+    )
+    each = (_row("each process", spec) for spec in PROCESS)
+    head = "| name | owner | type | labels | unit | meaning |\n|---|---|---|---|---|---|\n"
+    return "".join([prose, BEGIN, "\n## All metrics\n\n", head, *own, *each])
 
 
-def _table(process: str, metrics: MetricList) -> str:
-    head = "| name | kind | labels | unit | meaning |\n|---|---|---|---|---|\n"
-    rows = "".join(_row(spec) for spec in metrics)
-    return f"\n## All metrics of a {process}\n\n{head}{rows}"
-
-
-def _row(spec: MetricSpec) -> str:
+def _row(owner: str, spec: MetricSpec) -> str:
     names, labels = (
         ", ".join(f"`{each}`" for each in words) for words in (spec.names, spec.labels)
     )
-    return f"| {names} | {spec.kind} | {labels} | {spec.unit} | {spec.meaning} |\n"
+    return f"| {names} | {owner} | {spec.kind} | {labels} | {spec.unit} | {spec.meaning} |\n"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Final, cast
 import uvicorn
 import uvloop
 from redis.asyncio import Redis
+from starlette.types import ASGIApp
 
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError
@@ -38,12 +39,14 @@ from baton.runtime.redis_connections import ROUTER_CALL, check_redis
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate
-from baton.text.generation_config import sampling_defaults
+from baton.text.generation_config import SamplingDefaults, sampling_defaults
 from baton.text.tokenizer import Tokenizer
 from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
+from router.console.stream import ConsoleFeed
+from router.events import EventRing
 from router.metrics.parts import WatchedParts, watch_failures, watch_gate
 from router.metrics.resumable import watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
@@ -121,16 +124,17 @@ class Router:
         config.check()
         if not config.model:
             raise ConfigError("--model is needed: its tokenizer and chat template", field="model")
-        clock = SystemClock()
+        clock, events = SystemClock(), EventRing()
+        timelines = TimelineRing(config.timeline_requests)
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
-        self.config = config
+        self.config = config = replace(config, router_id=router_id)
         self._redis: Redis | None = None
         # The store's own deadline of a call is shorter. The reads of node records have only this
         # one; no request waits for them.
         patience_s = longest_s(config.timing, config.store_timeout_s)
         if config.redis_url is not None:
             self._redis = connect(config.redis_url, patience_s)
-        self.guard = StoreGuard(_store(config, router_id, self._redis), config.timing)
+        self.guard = StoreGuard(_store(config, router_id, self._redis), config.timing, events)
         self.registry = NodeRegistry(
             RegistryParts(
                 router_id=router_id,
@@ -145,11 +149,11 @@ class Router:
                 store_away=lambda: self.guard.stats.away,
                 node_wait_s=config.node_wait_s,
                 exact=config.resume == "exact",
+                events=events,
             )
         )
-        metrics, timelines = RouterMetrics(), TimelineRing(config.timeline_requests)
-        tracing = tracing_of(config, router_id, self.registry)
-        dispatcher = _dispatcher(config, self.registry, self.guard, timelines, tracing)
+        metrics, tracing = RouterMetrics(), tracing_of(config, router_id, self.registry)
+        dispatcher = _dispatcher(config, self.registry, self.guard, timelines, tracing, events)
         self.aborts = Aborts(dispatcher, self._redis)
         self.services = RouterServices(
             config=config,
@@ -159,12 +163,11 @@ class Router:
             tokenizer=Tokenizer.load(config.model, config.tokenizer_cache_mb << 20),
             chat_template=_chat_template(config),
             metrics=metrics,
-            sampling_defaults=sampling_defaults(config.model)
-            if config.generation_config == "auto"
-            else {},
+            sampling_defaults=_sampling_defaults(config),
             clock=clock,
             aborts=self.aborts,
             timelines=timelines,
+            events=events,
             batches=BatchRunner.of(config),
             runs=Runs(
                 RunParts(
@@ -234,8 +237,9 @@ async def serve(config: RouterConfig, health: Health) -> None:
     router = Router(config)
     listener = listen(config)
     own = None if config.own_port is None else bind(config, config.own_port)
-    http = http_server(config, router.services)
-    admin = AdminServer(config, router.services)
+    app = create_app(router.services)
+    http = http_server(config, app)
+    admin = AdminServer(config, router.services, app)
     grpc_server = GrpcServer(router.services)
     grpc_port = grpc_server.bind()
     await router.start()
@@ -298,10 +302,10 @@ async def ended(*tasks: asyncio.Task[None]) -> None:
     await asyncio.wait(tasks)
 
 
-def http_server(config: RouterConfig, services: RouterServices) -> HttpServer:
+def http_server(config: RouterConfig, app: ASGIApp) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
-            create_app(services),
+            app,
             log_config=None,
             lifespan="on",
             timeout_graceful_shutdown=math.ceil(config.shutdown_s + STOP_MARGIN_S),
@@ -315,23 +319,29 @@ class AdminServer:
 
     The life: made (binds the port) -> start() -> stop()."""
 
-    def __init__(self, config: RouterConfig, services: RouterServices) -> None:
-        """Bind the port. Raises ConfigError if that fails, or if a key file cannot be read."""
+    def __init__(self, config: RouterConfig, services: RouterServices, public: ASGIApp) -> None:
+        """Bind the port. `public`: the public app, which the console's pages use.
+
+        Raises ConfigError if the port cannot be bound, or if a key file cannot be read."""
         self.address: str | None = None
         self._server: HttpServer | None = None
         if config.admin_port is None:
             return
-        app = create_admin_app(services)
+        self._feed = ConsoleFeed(services)
+        app = create_admin_app(services, feed=self._feed, public=public)
         self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
         self.address = join(config.admin_host, self._listener.getsockname()[1])
         settings = uvicorn_settings(HttpLimits(), config.tls)
         self._server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Start serving; return the task in a list, or an empty list without an admin port."""
+        """Start serving; return the tasks, none without an admin port."""
         if self._server is None:
             return []
-        return [asyncio.create_task(self._server.serve([self._listener]), name="admin")]
+        return [
+            asyncio.create_task(self._server.serve([self._listener]), name="admin"),
+            asyncio.create_task(self._feed.run(), name="console"),
+        ]
 
     def stop(self) -> None:
         """Stop serving. Calling it twice is safe."""
@@ -425,6 +435,7 @@ def _dispatcher(
     guard: StoreGuard,
     timelines: TimelineRing,
     tracing: RouterTracing | None,
+    events: EventRing,
 ) -> Dispatcher:
     return Dispatcher(
         DispatchParts(
@@ -438,6 +449,7 @@ def _dispatcher(
             slow_request_s=config.slow_request_s,
             timelines=timelines,
             tracing=tracing,
+            events=events,
         )
     )
 
@@ -446,6 +458,10 @@ def _adopter(services: RouterServices) -> Adopter:
     """Return what adopts the resumable requests of dead routers, while this router is ready."""
     assert services.runs is not None, "a whole router runs resumable requests"
     return Adopter(services.runs, services.store, lambda: services.ready)
+
+
+def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
+    return sampling_defaults(config.model) if config.generation_config == "auto" else {}
 
 
 def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> RequestStore:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.protocol.clock import Clock, SystemClock
 from baton.text.generation_config import SamplingDefaults
+from router.events import EventRing
 
 if TYPE_CHECKING:
     from baton.text.chat_template import ChatTemplate
@@ -55,6 +56,7 @@ class RouterServices:
     pools: Pools | None = None  # computes embeddings and scores; None: the registry's nodes do
     timelines: TimelineRing | None = None  # of ended requests; None: none are kept
     batches: BatchRunner | None = None  # None: /v1/files and /v1/batches are not served
+    events: EventRing = field(default_factory=EventRing)
 
     @property
     def ready(self) -> bool:

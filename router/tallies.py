@@ -11,7 +11,7 @@ For a request of 16 steps they cost 26 us instead of 79 us on a busy machine, an
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
@@ -64,6 +64,10 @@ class Counter(Collector):
             found = self._counts[values] = Count()
         return found
 
+    def total(self, of: Callable[[tuple[str, ...]], bool] = lambda _: True) -> float:
+        """Return the sum over all labels that `of` takes."""
+        return sum(each.value for labels, each in self._counts.items() if of(labels))
+
     def describe(self) -> Iterable[Metric]:
         return self._spec.families({})
 
@@ -84,6 +88,15 @@ class Histogram(Collector):
             assert len(values) == len(self._spec.labels), f"labels of {self._spec.name}"
             found = self._distributions[values] = Distribution(self._spec.buckets)
         return found
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return self._spec.buckets
+
+    def total(self) -> list[int]:
+        """Return how many values of all labels lie in each bucket, and beyond all bounds."""
+        every = [each.counts for each in self._distributions.values()]
+        return [sum(counts) for counts in zip(*every, strict=True)] or [0] * (len(self.bounds) + 1)
 
     def describe(self) -> Iterable[Metric]:
         return self._spec.families({})

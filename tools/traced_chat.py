@@ -26,6 +26,7 @@ import uvloop
 
 from baton.runtime.timing import Timing
 from router.main import http_server
+from router.server.app import create_app
 from tests.cluster import Plan, cluster
 from tools.trace_counts import Entry
 from tools.trace_hooks import ROOT, Entries, Instances, Profiler, Recorder
@@ -184,7 +185,7 @@ async def _quiet(profiler: Profiler, recorder: Recorder) -> None:
 async def _client(plan: Plan) -> AsyncGenerator[Client, None]:
     """A client of a cluster that serves HTTP."""
     async with cluster(plan) as parts:
-        server = http_server(parts.router.config, parts.router.services)
+        server = http_server(parts.router.config, create_app(parts.router.services))
         listener = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve([listener]))
         await server.began.wait()

@@ -7,15 +7,17 @@
     GET  /server_info      version, model, options (no secrets)
     GET  /metrics, /health
     GET  /v1/requests, /v1/requests/{id}/timeline   of all tenants: router/api/timelines.py
+    GET  /console...        the console: router/console/api.py
     POST /pause, /sleep, /v1/load_lora_adapter and their like: router/admin/control.py
 
-Every route but /health needs an operator's key (--admin-key, --admin-keys); API keys are refused.
+Every route but /health and the console's pages needs an operator's key (--admin-key, --admin-keys);
+API keys are refused. /console/api alone takes API keys: it is the public app.
 The public port serves /metrics as well, as vLLM's users expect, but none of the other routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Final
 
@@ -39,6 +41,9 @@ from router.api.http.reading import read_body
 from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.openai.bodies import object_of, struct_of
 from router.api.timelines import TimelinesApi
+from router.console.api import ConsoleApi, ConsoleDoors
+from router.console.pages import ConsolePages
+from router.console.stream import ConsoleFeed
 from router.nodes.registry import NodeStatus
 from router.request.trace import RequestTrace
 from router.server.auth import ApiKeyGuard
@@ -139,27 +144,44 @@ class AdminApi:
         return _json({"status": "ok"})
 
 
-def create_admin_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
+def create_admin_app(
+    services: RouterServices,
+    limits: HttpLimits | None = None,
+    *,
+    feed: ConsoleFeed | None = None,
+    public: ASGIApp | None = None,
+) -> ASGIApp:
     """Return the ASGI app of the admin port: head guard > operators' keys > routes.
 
+    `feed`: the console's, which somebody runs. `public`: the public app, for /console/api.
     Raises ConfigError if the keys cannot be used (RouterConfig.admin_ring)."""
     keys = services.config.admin_ring()
     assert len(keys), "RouterConfig.check: no admin port without a key"
-    routes = Starlette(
-        routes=[
+    feed = ConsoleFeed(services) if feed is None else feed
+    routes = _app(
+        [
             *AdminApi(services).routes(),
             *ControlApi(services).routes(),
             *TimelinesApi(services.timelines, everyone=True).routes(),
-        ],
+            *ConsoleApi(feed).routes(),
+        ]
+    )
+    guarded = ApiKeyGuard(routes, keys, services.events)
+    doors = ConsoleDoors(guarded, _app(ConsolePages().routes()), public)
+    return HeadGuard(doors, limits if limits is not None else HttpLimits())
+
+
+def _app(routes: Sequence[Route]) -> Starlette:
+    app = Starlette(
+        routes=routes,
         exception_handlers={
             BatonError: on_baton_error,
             HTTPException: on_http_exception,
             Exception: on_baton_error,
         },
     )
-    routes.router.redirect_slashes = False
-    guarded = ApiKeyGuard(routes, keys)
-    return HeadGuard(guarded, limits if limits is not None else HttpLimits())
+    app.router.redirect_slashes = False
+    return app
 
 
 def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:

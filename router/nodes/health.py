@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import InternalError
 from baton.protocol.events import NodeStep
 from baton.protocol.handles import Role
+from router.events import EventRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,15 @@ class Known:
 
 
 class NodeHealth:
-    def __init__(self, clock: Clock, settings: HealthSettings | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        settings: HealthSettings | None = None,
+        events: EventRing | None = None,
+    ) -> None:
         self._clock = clock
         self._settings = settings or HealthSettings()
+        self._events = EventRing() if events is None else events
         self._cases: dict[str, _Case] = {}
         self._last_until = 0.0  # when the last quarantine of all ends
         self._panicking: frozenset[Role] = frozenset()
@@ -88,7 +95,7 @@ class NodeHealth:
         now, settings = self._clock.monotonic(), self._settings
         self.stats.deaths += 1
         self.stats.stalls += stalled
-        due: list[_Case] = []
+        due: dict[str, _Case] = {}
         for key in keys:
             case = self._cases.setdefault(key, _Case())
             case.failures = 0
@@ -96,7 +103,7 @@ class NodeHealth:
             while now - case.deaths[0] > settings.window_s:
                 case.deaths.popleft()
             if len(case.deaths) >= settings.deaths:
-                due.append(case)
+                due[key] = case
         self._quarantine(due, now)
 
     def heard(self, keys: Sequence[str], step: NodeStep) -> None:
@@ -112,28 +119,33 @@ class NodeHealth:
                     if key in self._cases:
                         self._cases[key].failures = 0
             return
-        due: list[_Case] = []
+        due: dict[str, _Case] = {}
         for key in keys:
             case = self._cases.setdefault(key, _Case())
             case.failures += faults
             if case.failures >= self._settings.failures:
                 case.failures = 0
-                due.append(case)
+                due[key] = case
         self._quarantine(due, self._clock.monotonic())
 
-    def _quarantine(self, cases: Sequence[_Case], now: float) -> None:
+    def _quarantine(self, cases: Mapping[str, _Case], now: float) -> None:
         """Put the cases of one node into quarantine; its several names count as one quarantine."""
+        if not cases:
+            return
         settings = self._settings
-        self.stats.quarantines += bool(cases)
+        self.stats.quarantines += 1
         if now >= self._last_until:
             self._panicking = frozenset()  # the last panic ended with the last quarantine
-        for case in cases:
+        seconds = 0.0
+        for case in cases.values():
             if now - case.until > settings.window_s:
                 case.relapses = 0  # the node has behaved since its last quarantine
             seconds = min(settings.longest_s, settings.first_s * 2**case.relapses)
             case.relapses += 1
             case.until = now + seconds
             self._last_until = max(self._last_until, case.until)
+        text = f"no new requests for {seconds:g} s: it failed too often"
+        self._events.note("quarantine", text, node=[*cases][-1])
 
     # ---- judgement ----
 

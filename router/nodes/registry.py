@@ -16,10 +16,11 @@ from typing import Final
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import ConfigError, StoreUnavailable
-from baton.protocol.handles import NodeRecord, Role
+from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import PROTOCOL_VERSION
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
+from router.events import EventRing
 from router.nodes.directory import CouldServe, ExpectedNodes, NodeDirectory
 from router.nodes.health import Known, NodeHealth
 from router.nodes.policy import NodeSnapshot
@@ -59,18 +60,22 @@ class RegistryParts:
     store_away: Callable[[], bool] = lambda: False
     node_wait_s: float = 0.0  # for how long requests wait for a node that was here
     exact: bool = False  # all nodes of a role must compute in the same precision
+    events: EventRing = field(default_factory=EventRing)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One known address, for `baton status` and ServerInfo. `refused`: why this router does not use
-    the node, "" if it does."""
+    the node, "" if it does. `load`: as last reported."""
 
     address: str
     connected: bool
     record: NodeRecord | None
     refused: str
     assigned: int
+    load: NodeLoad
+    stalled: bool = False
+    quarantined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class NodeRegistry:
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._expected = ExpectedNodes(parts.clock, parts.node_wait_s)
-        self.health = NodeHealth(parts.clock)
+        self.health = NodeHealth(parts.clock, events=parts.events)
         self._context = SessionContext(
             router_id=parts.router_id,
             secret=parts.secret,
@@ -111,6 +116,7 @@ class NodeRegistry:
             reported=self._on_report,
             credentials=None if parts.tls is None else parts.tls.channel_credentials(),
             health=self.health,
+            events=parts.events,
         )
 
     # ---- life ----
@@ -203,10 +209,14 @@ class NodeRegistry:
 
     def statuses(self) -> list[NodeStatus]:
         """Return the status of every known address, connected or not."""
+        health = self.health
         return [
-            NodeStatus(s.address, s.connected, s.record, s.refused, s.assigned)
+            NodeStatus(
+                s.address, s.connected, s.record, s.refused, s.assigned, s.load, s.stalled,
+                health.holds_any and health.in_quarantine(s.keys),
+            )
             for s in self._sessions.values()
-        ]
+        ]  # fmt: skip
 
     def model(self) -> ServedModel | None:
         """Return the served model; the last known one while no node is up, None before the first

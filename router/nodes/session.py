@@ -31,6 +31,7 @@ from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2
+from router.events import EventRing
 from router.nodes.attachments import (
     Attachments,
     Attempt,
@@ -75,6 +76,7 @@ class SessionContext:
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
     health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
+    events: EventRing = field(default_factory=EventRing)
 
 
 class NodeSession:
@@ -108,6 +110,10 @@ class NodeSession:
     def record(self) -> NodeRecord | None:
         """The node's record as the node sent it last; None until its first Hello."""
         return self._record
+
+    @property
+    def _name(self) -> str:
+        return self.address if self._record is None else self._record.node_id
 
     @property
     def load(self) -> NodeLoad:
@@ -234,6 +240,7 @@ class NodeSession:
         except ConfigError as error:
             if error.message != self.refused:
                 logger.error("node %s is refused: %s", self.address, error.message)
+                self._context.events.note("node-refused", error.message, node=self.address)
             self.refused = error.message
             return error.message
         except InvalidRequest as error:
@@ -299,6 +306,8 @@ class NodeSession:
         self._watchdog.heard()
         self.boot_id = record.boot_id
         logger.info("%s node %s is up at %s", record.role.value, record.node_id, self.address)
+        text = f"{record.role.value} node is up at {self.address}"
+        self._context.events.note("node-joined", text, node=record.node_id)
         self._context.changed()
 
     async def _converse(self, call: Any) -> None:
@@ -408,12 +417,15 @@ class NodeSession:
     def _note(self, step: NodeStep) -> None:
         """Take what a step reports of the node itself: load, adapters, orders, block events."""
         if step.load is not None:
-            before, self._load = self.takes_requests, step.load
+            before, drained = self.takes_requests, self._load.draining
+            self._load = step.load
             self._doubted = False
             self._snapshot = None
             self._attached.load_reported()
             if before != self.takes_requests:
                 self._context.changed()
+            if step.load.draining and not drained:
+                self._context.events.note("drain", "takes no new requests", node=self._name)
         if step.controlled:
             self.orders.answered(step.controlled)
         if step.adapters is not None and self._record is not None:
@@ -444,7 +456,7 @@ class NodeSession:
         blamed = set[str]() if self._drained else self.suspects
         attached = self._attached.clear()
         self._snapshot = None
-        node_id = self.address if self._record is None else self._record.node_id
+        node_id = self._name
         self.orders.lost(NodeLost(f"node {node_id} is lost"))
         if was_connected and self._record is not None:
             self._context.lost(self._record)
@@ -459,11 +471,14 @@ class NodeSession:
             attempt.deliver(lost)
         if was_connected and self._drained:
             logger.info("node %s at %s has drained", node_id, self.address)
+            self._context.events.note("drain", "has drained and left", node=node_id)
         elif was_connected:
             logger.warning(
                 "node %s at %s is lost with %d requests: %s",
                 node_id, self.address, len(attached), reason,
             )  # fmt: skip
+            text = f"lost with {len(attached)} requests: {reason}"
+            self._context.events.note("node-lost", text, node=node_id)
 
 
 async def _read_steps(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:

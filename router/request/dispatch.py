@@ -358,6 +358,7 @@ class Journey:
     def _end_move(self, outcome: Outcome) -> None:
         if self._move:
             self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
+            self._parts.events.note("migration", outcome, request_id=self._request.id)
             self._move = None
 
     # ---- when a node fails ----
@@ -412,10 +413,9 @@ class Journey:
         self._mark(Milestone.FAILED, failure.error.message)
         if not (self.output.num_tokens or keeps_export or is_free(failure.error)):
             self._parts.retries.spend(failure.error)  # raises the error if no retry is left
-        logger.warning(
-            "request %s: epoch %d failed after %d tokens: %s",
-            self._request.id, ledger.epoch, self.output.num_tokens, failure.error.message,
-        )  # fmt: skip
+        self._parts.events.retried(
+            self._request.id, ledger.epoch, self.output.num_tokens, failure.error.message
+        )
         await self._leave_nodes(ledger, keeps_export)
         if self.output.finished:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.protocol.clock import Clock, SystemClock
+from router.events import EventRing
 from router.nodes.migration import MigrationStats
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry
@@ -38,3 +39,4 @@ class DispatchParts:
     slow_request_s: float = 0.0
     timelines: TimelineRing = field(default_factory=lambda: TimelineRing(0))
     tracing: RouterTracing | None = None  # None: traces are off
+    events: EventRing = field(default_factory=EventRing)

@@ -64,7 +64,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     direct = DirectRoutes(routes, {it.path: it.endpoint for it in every if it.path in BUSIEST})
     if services.batches is not None:
         services.batches.serve(Exchanges(direct, services.lifecycle))
-    guarded = ApiKeyGuard(direct, services.config.key_ring())
+    guarded = ApiKeyGuard(direct, services.config.key_ring(), services.events)
     limited = HeadGuard(guarded, limits if limits is not None else HttpLimits())
     asked = services.metrics.instruments
     meter = HttpMeter(asked.http_requests, asked.http_seconds, every)

@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.protocol.errors import Unauthenticated
 from router.api.http.web_errors import error_response
+from router.events import EventRing
 from router.request.terms import GRANT_KEY
 from router.tenants.keys import KeyRing, keys_of
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/readyz", "/ping"})
+MOST_PATH_CHARS: Final = 100
 _PROBE_METHODS: Final = frozenset({"GET", "HEAD"})
 
 
@@ -25,8 +27,11 @@ class ApiKeyGuard:
     """Wraps an ASGI app. Without any keys it lets every request through; the config allows that on
     loopback only."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] | KeyRing) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str] | KeyRing, events: EventRing | None = None
+    ) -> None:
         self._app = app
+        self._events = EventRing() if events is None else events
         self._keys = keys if isinstance(keys, KeyRing) else KeyRing.load(keys)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -36,6 +41,7 @@ class ApiKeyGuard:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            self._events.note("refused-key", _told(scope))
             error = Unauthenticated(
                 "missing or wrong API key (Authorization: Bearer ..., or x-api-key)"
             )
@@ -55,3 +61,11 @@ class ApiKeyGuard:
             return False
         scope[GRANT_KEY] = grant
         return True
+
+
+def _told(scope: Scope) -> str:
+    """Return what the console may show of a refused request: nothing of the key itself."""
+    client = scope.get("client")
+    who = client[0] if client else "a client"
+    how = "a wrong key" if keys_of(scope["headers"]) else "no key"
+    return f"{who} asked for {scope['method']} {scope['path'][:MOST_PATH_CHARS]!r} with {how}"

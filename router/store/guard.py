@@ -22,6 +22,7 @@ from baton.protocol.errors import StoreUnavailable, Unavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState
 from baton.runtime.timing import Timing
+from router.events import EventRing
 from router.store.base import (
     LogEntry,
     Move,
@@ -54,8 +55,11 @@ class StoreStats:
 
 
 class StoreGuard:
-    def __init__(self, store: RequestStore, timing: Timing) -> None:
+    def __init__(
+        self, store: RequestStore, timing: Timing, events: EventRing | None = None
+    ) -> None:
         self._store = store
+        self._events = EventRing() if events is None else events
         self._heartbeat_s = timing.heartbeat_s
         self._lease_s = timing.router_lease_s
         self.ledgers: dict[str, RequestLedger] = {}  # of requests under way, by id; read only
@@ -316,6 +320,7 @@ class StoreGuard:
         if self.stats.away:
             self.stats.away = False
             logger.warning("the store is back")
+            self._events.note("store", "the store is back")
 
     def lose(self, error: StoreUnavailable) -> None:
         """Note that the store did not answer: it counts as away until a heartbeat gets through."""
@@ -324,3 +329,4 @@ class StoreGuard:
             self.stats.away = True
             self.stats.outages += 1
             logger.warning("the store is away, requests go on unlogged: %s", error.message)
+            self._events.note("store", "the store is away: requests go on unlogged")

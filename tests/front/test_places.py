@@ -53,7 +53,7 @@ async def ask_over(path: str, body: dict[str, Any]) -> httpx.Response:
 async def serve_on(path: str) -> list[httpx.Response]:
     config = RouterConfig(uds=path)
     listener = listen(config)
-    server = http_server(config, Front(config=config).services)
+    server = http_server(config, Front(config=config).app())
     serving = asyncio.create_task(server.serve([listener]))
     try:
         await asyncio.wait_for(server.began.wait(), 30)

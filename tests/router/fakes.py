@@ -22,6 +22,7 @@ from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
+from router.events import EventRing
 from router.nodes.directory import NodeDirectory
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
@@ -212,6 +213,7 @@ class FakeRouter:
     guard: StoreGuard
     registry: NodeRegistry
     dispatcher: Dispatcher
+    events: EventRing = field(default_factory=EventRing)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -244,7 +246,8 @@ async def running_router(
     setup = RouterSetup(**changes)
     clock = SystemClock()
     kept = store or MemoryStore("router", FAST, clock)
-    guard = StoreGuard(kept, FAST)
+    events = EventRing()
+    guard = StoreGuard(kept, FAST, events)
     registry = NodeRegistry(
         RegistryParts(
             router_id="router",
@@ -257,6 +260,7 @@ async def running_router(
             store_away=lambda: guard.stats.away,
             node_wait_s=setup.node_wait_s,
             exact=setup.exact,
+            events=events,
         )
     )
     parts = DispatchParts(
@@ -266,8 +270,9 @@ async def running_router(
         setup.settings,
         max_live=setup.max_live,
         timeout_s=30.0,
+        events=events,
     )
-    router = FakeRouter(kept, guard, registry, Dispatcher(parts))
+    router = FakeRouter(kept, guard, registry, Dispatcher(parts), events)
     await guard.start()
     await registry.start()
     try:

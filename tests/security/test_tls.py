@@ -63,7 +63,7 @@ def options_of(files: TlsFiles, prefix: str = "tls", *, mutual: bool = True) -> 
 async def http(config: RouterConfig) -> AsyncIterator[str]:
     """A router's HTTP port as router/main.py opens it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = http_server(config, Front(config=config).services)
+    server = http_server(config, Front(config=config).app())
     serving = asyncio.create_task(server.serve([listener]))
     try:
         async with asyncio.timeout(PATIENCE_S):

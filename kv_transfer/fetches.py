@@ -30,6 +30,7 @@ from kv_transfer.protocol.base import Blocks, KVReady, Lane, LendingLane, Loan
 from kv_transfer.protocol.fetch_session import Intent, WantedExport
 from kv_transfer.protocol.messages import DIRECT, INT8, RAW
 from kv_transfer.protocol.shares import first_sent, meets, rows_bytes, share
+from kv_transfer.stats import NO_LANE
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +212,9 @@ class Fetches:
             loan = await self._borrow(call, parts[0], promise, started) if call.adopt else None
         except KVError as error:
             self._shared.stats.failed(error.code)
+            peer, lanes = call.handle.boot_id, call.handle.endpoint.lanes
+            lane = lanes[0].name if lanes else NO_LANE
+            self._shared.stats.peer_failed(peer, lane, self._clock.monotonic())
             log.info("request %s: KV fetch failed: %s", call.handle.request_id, error)
             raise
         return parts, loan
@@ -222,11 +226,15 @@ class Fetches:
         stats, lane = self._shared.stats, parts[0].lane
         stats.fetched(lane, seconds)
         stats.skipped(self._bytes_out_of_sight(call))
+        peer = call.handle.boot_id
+        waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
+        moved = self._all_bytes(call.handle) if call.adopt else num_bytes
+        busy_s = max(0.0, seconds - waited_ms / 1000)  # without the exporter's computing
+        stats.from_peer(peer, lane, self._clock.monotonic(), moved, busy_s)
         if call.adopt:
-            stats.adopted(lane, self._all_bytes(call.handle))
+            stats.adopted(lane, moved)
         else:
-            waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
-            self.links.observe(call.handle.boot_id, num_bytes, seconds - waited_ms / 1000)
+            self.links.observe(peer, num_bytes, seconds - waited_ms / 1000)
 
     async def _fetch_with_retry(self, call: FetchCall) -> list[Fetched]:
         """Fetch; after a corrupt frame fetch once more from the start, which is cheaper than a

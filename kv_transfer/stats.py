@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from baton.protocol.events import KVFlow
+
+MOST_PEERS: Final = 1024
+MOST_TOLD: Final = 64  # flows in one heartbeat: some 5 kB
+MOST_RECENT: Final = 64  # fetches of which the percentiles are
+TOLD_S: Final = 10.0  # a flow is told for so long after its last fetch
 NO_LANE: Final = "none"  # stands for the lane of an export that nobody has asked for
 
 
@@ -37,6 +44,17 @@ class LaneStats:
 
 
 @dataclass(slots=True)
+class PeerFlow:
+    """Fetches from one peer by one lane. `at`: when the last one ended, by the fetcher's clock."""
+
+    at: float = 0.0
+    num_bytes: int = 0
+    transfers: int = 0
+    faults: int = 0
+    recent_ms: deque[float] = field(default_factory=lambda: deque[float](maxlen=MOST_RECENT))
+
+
+@dataclass(slots=True)
 class TransferStats:
     """The counters of a connector. Fields are read without the lock; only the methods write them,
     from any thread.
@@ -47,6 +65,10 @@ class TransferStats:
     exports: int = 0
     held_back: int = 0  # exports that found no room in the byte budget, counted at each look
     window_bytes: int = 0  # not fetched: no later token would have seen them
+    # (boot id of the exporter, lane) -> the fetches from it, the least recent first
+    peers: OrderedDict[tuple[str, str], PeerFlow] = field(
+        default_factory=OrderedDict[tuple[str, str], PeerFlow]
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def lane(self, name: str) -> LaneStats:
@@ -144,6 +166,33 @@ class TransferStats:
             stats.fetches += 1
             stats.fetch_seconds += seconds
 
+    def from_peer(self, peer: str, lane: str, at: float, num_bytes: int, seconds: float) -> None:
+        """Count a fetch from `peer` (a boot id) that succeeded; `at`: the present time."""
+        with self._lock:
+            flow = self._peer(peer, lane, at)
+            flow.num_bytes += num_bytes
+            flow.transfers += 1
+            flow.recent_ms.append(seconds * 1000)
+
+    def peer_failed(self, peer: str, lane: str, at: float) -> None:
+        """Count a fetch from `peer` that failed."""
+        with self._lock:
+            self._peer(peer, lane, at).faults += 1
+
+    def _peer(self, peer: str, lane: str, at: float) -> PeerFlow:
+        flow = self.peers.pop((peer, lane), None) or PeerFlow()
+        self.peers[peer, lane] = flow
+        if len(self.peers) > MOST_PEERS:
+            self.peers.popitem(last=False)
+        flow.at = at
+        return flow
+
+    def flows(self, now: float) -> tuple[KVFlow, ...]:
+        """Return the flows of the last seconds, the most recent ones if there are many."""
+        with self._lock:
+            recent = [each for each in self.peers.items() if now - each[1].at <= TOLD_S]
+        return tuple(_told(*each) for each in recent[-MOST_TOLD:])
+
     def tail(self, lane: str, seconds: float) -> None:
         with self._lock:
             stats = self.lane(lane)
@@ -188,3 +237,10 @@ class TransferStats:
     def skipped(self, num_bytes: int) -> None:
         with self._lock:
             self.window_bytes += num_bytes
+
+
+def _told(name: tuple[str, str], flow: PeerFlow) -> KVFlow:
+    peer, lane = name
+    times = sorted(flow.recent_ms) or [0.0]
+    p50, p99 = (round(times[int(share * (len(times) - 1))], 3) for share in (0.5, 0.99))
+    return KVFlow(peer, lane, flow.num_bytes, flow.transfers, flow.faults, p50, p99)

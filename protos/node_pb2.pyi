@@ -131,7 +131,7 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens")
+    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens", "cached_blocks")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class Load(_message.Message):
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     swapped: int
@@ -188,7 +189,8 @@ class Load(_message.Message):
     asleep: bool
     steps: int
     step_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    cached_blocks: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
     __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "group", "rank", "leaving_adapters")
@@ -485,16 +487,18 @@ class RequestFailed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ...) -> None: ...
 
 class Controlled(_message.Message):
-    __slots__ = ("number", "code", "message", "field")
+    __slots__ = ("number", "code", "message", "field", "detail")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
     number: int
     code: str
     message: str
     field: str
-    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+    detail: bytes
+    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., detail: _Optional[bytes] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("held", "leaving")
@@ -504,8 +508,26 @@ class AdapterList(_message.Message):
     leaving: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, held: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class KvFlow(_message.Message):
+    __slots__ = ("peer", "lane", "bytes", "transfers", "faults", "ms_p50", "ms_p99")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
+    MS_P50_FIELD_NUMBER: _ClassVar[int]
+    MS_P99_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    lane: str
+    bytes: int
+    transfers: int
+    faults: int
+    ms_p50: float
+    ms_p99: float
+    def __init__(self, peer: _Optional[str] = ..., lane: _Optional[str] = ..., bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., faults: _Optional[int] = ..., ms_p50: _Optional[float] = ..., ms_p99: _Optional[float] = ...) -> None: ...
+
 class NodeStep(_message.Message):
-    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters", "no_logprobs")
+    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters", "flows", "no_logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
@@ -517,6 +539,7 @@ class NodeStep(_message.Message):
     POOLED_FIELD_NUMBER: _ClassVar[int]
     CONTROLLED_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
     NO_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
     handles: _containers.RepeatedCompositeFieldContainer[HandleReady]
@@ -529,8 +552,9 @@ class NodeStep(_message.Message):
     pooled: _containers.RepeatedCompositeFieldContainer[Pooled]
     controlled: _containers.RepeatedCompositeFieldContainer[Controlled]
     adapters: AdapterList
+    flows: _containers.RepeatedCompositeFieldContainer[KvFlow]
     no_logprobs: bool
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., no_logprobs: bool = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[KvFlow, _Mapping]]] = ..., no_logprobs: bool = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "step")

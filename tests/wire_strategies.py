@@ -15,6 +15,7 @@ from baton.protocol.events import (
     BlockEventKind,
     Controlled,
     HandleReady,
+    KVFlow,
     NodeStep,
     Pooled,
     RequestFailed,
@@ -194,6 +195,7 @@ loads = struct(
     swapped=counts,
     free_blocks=counts,
     total_blocks=counts,
+    cached_blocks=counts,
     waiting_tokens=st.integers(0, 2**64 - 1),
     fetching=counts,
     export_bytes=st.integers(0, 2**64 - 1),
@@ -287,7 +289,14 @@ steps = struct(
         st.builds(Pooled, names, epochs, st.lists(vectors, max_size=3).map(tuple)), max_size=2
     ).map(tuple),
     controlled=st.lists(
-        st.builds(Controlled, st.integers(0, 2**64 - 1), texts, texts, st.none() | names),
+        st.builds(
+            Controlled,
+            st.integers(0, 2**64 - 1),
+            texts,
+            texts,
+            st.none() | names,
+            st.binary(max_size=9),
+        ),
         max_size=2,
     ).map(tuple),
     adapters=st.none()
@@ -295,6 +304,9 @@ steps = struct(
         AdapterList, st.lists(names, max_size=3).map(tuple), st.lists(names, max_size=3).map(tuple)
     ),
     last=st.booleans(),
+    flows=st.lists(
+        st.builds(KVFlow, names, names, counts, counts, counts, floats, floats), max_size=2
+    ).map(tuple),
 )
 SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool)
 

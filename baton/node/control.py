@@ -5,6 +5,7 @@
                          On "hold" a decode node makes no step; else running requests may end
     sleep, wake          requests and exports end first; then weights and KV memory are given back
     load_adapter, unload_adapter     LoRA; running requests keep the weights they began with
+    inspect              changes nothing: answers what the engine holds, as JSON
 
 Orders run one after another; one Controlled answers each. The state ends with the process. Event
 loop only.
@@ -13,12 +14,14 @@ loop only.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from baton.engine.core import adapters, sleeping
+from baton.engine.core import adapters, inspection, sleeping
 from baton.engine.core.engine import Engine
 from baton.engine.thread import EngineThread
 from baton.node.config import NodeConfig
@@ -97,7 +100,17 @@ class NodeControl:
 
     def act(self, session: RouterSession, order: ControlNode) -> None:
         """Carry out an order and answer it on the session that sent it."""
-        self._spawn(self._answer(session, order))
+        inspects = order.action == "inspect"  # also while another order is carried out
+        self._spawn(self._tell(session, order) if inspects else self._answer(session, order))
+
+    async def _tell(self, session: RouterSession, order: ControlNode) -> None:
+        try:
+            copy = await self._shell.thread.call(inspection.look)
+            found = await asyncio.to_thread(inspection.detail_of, copy, time.time())
+            answer = Controlled(order.number, detail=json.dumps(found).encode())
+        except BatonError as error:
+            answer = Controlled(order.number, error.code, error.message, error.field)
+        session.send(NodeStep(controlled=(answer,)))
 
     def sweep(self) -> None:
         """Free adapters that are leaving and that no request has used for LEAVING_S."""

@@ -231,10 +231,10 @@ class NodeShell:
     def send_load(self, *, beat: bool = False) -> None:
         """Send the load with all counters. With `beat` it goes to all routers, which think that a
         silent node hangs; else to those that were sent another load last."""
-        load = self.load()
+        load, now = self.load(), self.clock.monotonic()
         for session in self._sessions:
             if beat or load != session.last_load:
-                session.send(NodeStep(load=load))
+                session.send(NodeStep(load=load, flows=self.connector.stats.flows(now)))
 
     def ask_engine(self) -> None:
         """Ask the engine for load and counters; during a long step, send the last known ones."""

@@ -41,7 +41,11 @@ def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
     """
     if _size(step) <= limit:
         return (step,)
-    parts = [NodeStep(load=step.load, controlled=step.controlled, adapters=step.adapters)]
+    parts = [
+        NodeStep(
+            load=step.load, controlled=step.controlled, adapters=step.adapters, flows=step.flows
+        )
+    ]
     parts += [NodeStep(handles=some) for some in _groups(step.handles, _handle, limit)]
     parts += [NodeStep(subscribed=some) for some in _groups(step.subscribed, _plain, limit)]
     parts += [NodeStep(tokens=some) for some in _groups(step.tokens, _tokens, limit)]

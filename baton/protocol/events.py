@@ -114,13 +114,30 @@ class BlockEvent:
 @dataclass(frozen=True, slots=True)
 class Controlled:
     """The answer to an order. `code` is empty if the order was carried out, else the
-    error's code.
+    error's code. `detail`: what was asked for, as JSON; empty if nothing was.
     """
 
     number: int
     code: str = ""
     message: str = ""
     field: str | None = None
+    detail: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class KVFlow:
+    """What a node has fetched from another one, `peer` (its boot id), by one lane.
+
+    Counters since the node's start; the percentiles are of the last fetches.
+    """
+
+    peer: str
+    lane: str
+    num_bytes: int = 0
+    transfers: int = 0
+    faults: int = 0
+    ms_p50: float = 0.0
+    ms_p99: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +169,4 @@ class NodeStep:
     pooled: tuple[Pooled, ...] = ()
     controlled: tuple[Controlled, ...] = ()
     adapters: AdapterList | None = None
+    flows: tuple[KVFlow, ...] = ()

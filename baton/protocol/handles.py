@@ -94,6 +94,7 @@ class NodeLoad:
     mfu: float = 0.0  # no counter: share of the rate of matrix products that the last steps used
     pause: str = ""  # no counter: "refuse" or "hold" while an operator has paused the node
     asleep: bool = False  # no counter: without weights and KV
+    cached_blocks: int = 0  # no counter: of free_blocks, those that hold a known prefix
 
     def without_counters(self) -> NodeLoad:
         """Return the load with all counters at 0: the part by which a router decides."""
@@ -112,6 +113,7 @@ class NodeLoad:
             kv_tail_seconds=0.0,
             mbu=0.0,
             mfu=0.0,
+            cached_blocks=0,
         )
 
 

@@ -139,8 +139,9 @@ class StopSample:
 
 
 ControlAction = Literal[
-    "reset_prefix_cache", "pause", "resume", "sleep", "wake", "load_adapter", "unload_adapter"
-]
+    "reset_prefix_cache", "pause", "resume", "sleep", "wake", "load_adapter", "unload_adapter",
+    "inspect",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ from baton.protocol.wire_control import (
     control_to_wire,
     controlled_from_wire,
     controlled_to_wire,
+    flow_from_wire,
+    flow_to_wire,
 )
 from baton.protocol.wire_sampling import sampling_from_wire, write_sampling
 from baton.protocol.wire_values import (
@@ -434,6 +436,7 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
         pooled=[pooled_to_wire(pooled) for pooled in value.pooled],
         controlled=map(controlled_to_wire, value.controlled),
         adapters=adapters_to_wire(value.adapters),
+        flows=map(flow_to_wire, value.flows),
         no_logprobs=not any(event.logprobs or event.prompt_logprobs for event in value.tokens),
     )
 
@@ -452,6 +455,7 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
         pooled=tuple(map(pooled_from_wire, message.pooled)),
         controlled=tuple(map(controlled_from_wire, message.controlled)),
         adapters=adapters_from_wire(message),
+        flows=tuple(map(flow_from_wire, message.flows)),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Final, cast
 
 from baton.protocol.errors import InvalidRequest
-from baton.protocol.events import AdapterList, Controlled
+from baton.protocol.events import AdapterList, Controlled, KVFlow
 from baton.protocol.messages import ControlAction, ControlNode
 from baton.protocol.wire_checks import one_of
 from protos import node_pb2
 
 ACTIONS: Final = (
     "reset_prefix_cache", "pause", "resume", "sleep", "wake", "load_adapter", "unload_adapter",
+    "inspect",
 )  # fmt: skip
 TAGS: Final = ("weights", "kv_cache")
 MODES: Final = ("refuse", "hold")
@@ -43,12 +44,37 @@ def control_from_wire(message: node_pb2.Control) -> ControlNode:
 
 def controlled_to_wire(value: Controlled) -> node_pb2.Controlled:
     return node_pb2.Controlled(
-        number=value.number, code=value.code, message=value.message, field=value.field or ""
+        number=value.number,
+        code=value.code,
+        message=value.message,
+        field=value.field or "",
+        detail=value.detail,
     )
 
 
 def controlled_from_wire(message: node_pb2.Controlled) -> Controlled:
-    return Controlled(message.number, message.code, message.message, message.field or None)
+    return Controlled(
+        message.number, message.code, message.message, message.field or None, message.detail
+    )
+
+
+def flow_to_wire(value: KVFlow) -> node_pb2.KvFlow:
+    return node_pb2.KvFlow(
+        peer=value.peer,
+        lane=value.lane,
+        bytes=value.num_bytes,
+        transfers=value.transfers,
+        faults=value.faults,
+        ms_p50=value.ms_p50,
+        ms_p99=value.ms_p99,
+    )
+
+
+def flow_from_wire(message: node_pb2.KvFlow) -> KVFlow:
+    return KVFlow(
+        message.peer, message.lane, message.bytes, message.transfers, message.faults,
+        message.ms_p50, message.ms_p99,
+    )  # fmt: skip
 
 
 def adapters_to_wire(value: AdapterList | None) -> node_pb2.AdapterList | None:

@@ -42,6 +42,7 @@ from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.openai.bodies import object_of, struct_of
 from router.api.timelines import TimelinesApi
 from router.console.api import ConsoleApi, ConsoleDoors
+from router.console.inspection import NodeInspection
 from router.console.pages import ConsolePages
 from router.console.stream import ConsoleFeed
 from router.nodes.registry import NodeStatus
@@ -164,6 +165,7 @@ def create_admin_app(
             *ControlApi(services).routes(),
             *TimelinesApi(services.timelines, everyone=True).routes(),
             *ConsoleApi(feed).routes(),
+            *NodeInspection(services.registry).routes(),
         ]
     )
     guarded = ApiKeyGuard(routes, keys, services.events)

@@ -3,6 +3,7 @@
     GET  /console, /console/{file}   pages, without a key: router/console/pages.py
     GET  /console/data/snapshot      the state now, as JSON
     GET  /console/data/stream        server-sent events: a snapshot, then a delta each second
+    GET  /console/data/nodes/{id}    what one node holds: router/console/inspection.py
     ANY  /console/api/...            the router's public app, with its own keys, not the operators'
 
 All of /console/data needs an operator's key (router/admin/server.py puts the guard around it).

@@ -10,7 +10,15 @@ from typing import Final
 from baton.protocol.handles import NodeLoad
 from baton.protocol.request import Request
 from router.api.timelines import summary_of
-from router.console.views import NodeCard, NodeState, RequestCard, RequestCards, StoreFacts
+from router.console.views import (
+    FlowCard,
+    NodeCard,
+    NodeState,
+    RequestCard,
+    RequestCards,
+    StoreFacts,
+)
+from router.nodes.flows import FlowRate
 from router.nodes.registry import NodeStatus
 from router.request.dispatcher import Dispatcher
 from router.request.timeline import GATE, STAGES, Milestone, TimelineRing
@@ -19,6 +27,7 @@ from router.store.guard import StoreGuard
 
 MOST_LIVE: Final = 100
 MOST_ENDED: Final = 50
+MOST_FLOWS: Final = 200
 MOST_CHARS: Final = 200
 RATE_LOOKS: Final = 5
 
@@ -62,6 +71,7 @@ def node_card(status: NodeStatus, rates: TokenRates) -> NodeCard:
         waiting=load.waiting,
         kv_used=load.total_blocks - load.free_blocks,
         kv_total=load.total_blocks,
+        kv_cached=load.cached_blocks,
         mbu=round(load.mbu, 4) or None,
         mfu=round(load.mfu, 4) or None,
         tokens_per_s=rates.of(record.boot_id),
@@ -125,6 +135,18 @@ def stage_of(trace: RequestTrace) -> str:
         if mark.milestone in STAGES:
             return STAGES[mark.milestone]
     return STAGES[Milestone.ADMITTED]
+
+
+def flow_cards(flows: Sequence[tuple[str, str, FlowRate]]) -> list[FlowCard]:
+    """Return the busiest flows, the busiest first."""
+    busiest = sorted(flows, key=lambda it: (-it[2].bytes_per_s, -it[2].faults))[:MOST_FLOWS]
+    return [
+        FlowCard(
+            source, target, rate.lane, rate.bytes_per_s, rate.transfers_per_s, rate.ms_p50,
+            rate.ms_p99, rate.faults,
+        )
+        for source, target, rate in busiest
+    ]  # fmt: skip
 
 
 def store_facts(store: StoreGuard) -> StoreFacts:

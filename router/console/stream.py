@@ -21,12 +21,13 @@ from router.console.deltas import MOST_EVENTS, after, delta_of, frame
 from router.console.rates import LoadRates
 from router.console.snapshot import (
     TokenRates,
+    flow_cards,
     loads_of,
     node_card,
     request_cards,
     store_facts,
 )
-from router.console.views import ConsoleSnapshot, FlowCard, NodeCard, RouterFacts
+from router.console.views import ConsoleSnapshot, NodeCard, RouterFacts
 from router.nodes.registry import NodeStatus
 from router.request.timeline import TimelineRing
 from router.services import RouterServices
@@ -125,7 +126,7 @@ class ConsoleFeed:
             totals=self._rates.totals(now),
             store=store_facts(services.store),
             nodes=nodes,
-            flows=self._flows(),
+            flows=flow_cards(services.registry.flows()),
             requests=request_cards(services.dispatcher, self._ring, now),
             events=services.events.newest(MOST_EVENTS),
         )
@@ -140,9 +141,6 @@ class ConsoleFeed:
                     cards[card.id] = card
             await asyncio.sleep(0)
         return list(cards.values())
-
-    def _flows(self) -> list[FlowCard]:
-        return []
 
     def _router(self, now: float) -> RouterFacts:
         services = self._services

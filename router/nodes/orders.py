@@ -19,11 +19,11 @@ class Orders:
 
     def __init__(self, send: Callable[[ControlNode], None]) -> None:
         self._send = send
-        self._open: dict[int, asyncio.Future[None]] = {}
+        self._open: dict[int, asyncio.Future[bytes]] = {}
         self._last = 0
 
-    async def give(self, order: ControlNode, timeout_s: float) -> None:
-        """Send an order and wait until the node has carried it out.
+    async def give(self, order: ControlNode, timeout_s: float) -> bytes:
+        """Send an order, wait until the node has carried it out, and return what it told.
 
         Raises the node's error, or NodeLost if the node is lost or does not answer in time.
         """
@@ -33,7 +33,7 @@ class Orders:
         self._send(replace(order, number=number))
         try:
             async with asyncio.timeout(timeout_s):
-                await done
+                return await done
         except TimeoutError as error:
             raise NodeLost(f"no answer to {order.action} within {timeout_s:g} s") from error
         finally:
@@ -47,7 +47,7 @@ class Orders:
             if answer.code:
                 done.set_exception(error_from_code(answer.code, answer.message, answer.field))
             else:
-                done.set_result(None)
+                done.set_result(answer.detail)
 
     def lost(self, error: BatonError) -> None:
         """Fail all open orders with `error`, because the session is over."""

@@ -22,6 +22,7 @@ from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from router.events import EventRing
 from router.nodes.directory import CouldServe, ExpectedNodes, NodeDirectory
+from router.nodes.flows import FlowRate
 from router.nodes.health import Known, NodeHealth
 from router.nodes.policy import NodeSnapshot
 from router.nodes.session import NodeSession, SessionContext, StepLog
@@ -217,6 +218,16 @@ class NodeRegistry:
             )
             for s in self._sessions.values()
         ]  # fmt: skip
+
+    def flows(self) -> list[tuple[str, str, FlowRate]]:
+        """Return what moves between nodes now: the names of exporter and fetcher, and the flow."""
+        links = self._known()
+        names = {record.boot_id: record.node_id for _, record in links.connected}
+        return [
+            (names.get(rate.peer, rate.peer), record.node_id, rate)
+            for session, record in links.connected
+            for rate in session.flows.rates()
+        ]
 
     def model(self) -> ServedModel | None:
         """Return the served model; the last known one while no node is up, None before the first

@@ -40,6 +40,7 @@ from router.nodes.attachments import (
     in_order,
     suspects,
 )
+from router.nodes.flows import FlowBook
 from router.nodes.health import NodeHealth, Watchdog
 from router.nodes.orders import Orders
 from router.nodes.policy import NodeSnapshot
@@ -98,6 +99,7 @@ class NodeSession:
         self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached.by_id))
         self.prefix = PrefixIndex()
         self.orders = Orders(self.send)
+        self.flows = FlowBook(context.clock)
 
     # ---- what it knows ----
 
@@ -426,6 +428,8 @@ class NodeSession:
                 self._context.changed()
             if step.load.draining and not drained:
                 self._context.events.note("drain", "takes no new requests", node=self._name)
+        if step.flows:
+            self.flows.note(step.flows)
         if step.controlled:
             self.orders.answered(step.controlled)
         if step.adapters is not None and self._record is not None:
@@ -453,6 +457,7 @@ class NodeSession:
         """Mark the session as down, detach all requests, and deliver SessionLost to each."""
         was_connected, self.boot_id = self.boot_id is not None, None
         self.prefix.clear()
+        self.flows.clear()
         blamed = set[str]() if self._drained else self.suspects
         attached = self._attached.clear()
         self._snapshot = None

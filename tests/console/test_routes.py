@@ -14,23 +14,27 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 
-from baton.protocol.errors import Overloaded
+from baton.protocol.errors import BatonError, Overloaded
+from baton.protocol.events import Controlled, KVFlow
 from baton.protocol.handles import NodeLoad
-from baton.protocol.messages import SubmitPrefill
+from baton.protocol.messages import ControlNode, SubmitPrefill
 from router.admin.server import create_admin_app
+from router.api.http.web_errors import on_baton_error
 from router.config import RouterConfig
 from router.console.deltas import after
+from router.console.inspection import NodeInspection
 from router.console.pages import POLICY, ConsolePages
 from router.console.rates import percentiles
 from router.console.stream import MOST_WATCHERS, UNREAD, ConsoleFeed
 from router.console.views import ConsoleDelta, ConsoleSnapshot, LatencyPercentiles
+from router.nodes.flows import MOST_FLOWS, FlowBook
 from router.request.timeline import TimelineRing
 from router.server.app import create_app
 from router.server.http_guard import HttpLimits
 from router.services import RouterServices
 from tests.front.fakes import Front, listening
 from tests.router.clients import Client, cluster
-from tests.router.fakes import FakeNode, FakeRouter, make_request
+from tests.router.fakes import FakeClock, FakeNode, FakeRouter, make_request
 from tests.waiting import eventually
 
 KEY = "sesame"
@@ -271,3 +275,65 @@ async def test_rates_count_what_ended_and_what_runs() -> None:
 def test_the_ring_of_a_router_without_timelines_is_empty() -> None:
     front = Front(config=RouterConfig(admin_key=(KEY,)))
     assert list(ConsoleFeed(front.services)._ring.newest()) == list(TimelineRing(0).newest()) == []
+
+
+async def test_a_node_is_asked_for_its_detail() -> None:
+    async with console("p", "d") as here:
+        p, d = here.nodes
+        async with here.client() as client:
+            asked = asyncio.create_task(client.get("/console/data/nodes/d"))
+            order = await d.hear(ControlNode)
+            assert order.action == "inspect"
+            d.say(controlled=(Controlled(order.number, detail=b'{"steps":[1,2]}'),))
+            reply = await asked
+            assert reply.json() == {"id": "d", "role": "decode", "steps": [1, 2]}
+            assert reply.headers["cache-control"] == "no-store"
+            unknown = await client.get("/console/data/nodes/nobody")
+            assert unknown.status_code == 404
+            asked = asyncio.create_task(client.get("/console/data/nodes/p"))
+            await p.hear(ControlNode)
+            await p.stop()
+            assert (await asked).status_code == 504
+    async with console("d") as here:
+        app = Starlette(
+            routes=NodeInspection(here.services.registry, ask_s=0.01).routes(),
+            exception_handlers={BatonError: on_baton_error},
+        )
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+            silent = await client.get("/console/data/nodes/d")
+            assert (silent.status_code, silent.json()["error"]["code"]) == (
+                504,
+                "deadline_exceeded",
+            )
+
+
+async def test_flows_are_told_by_the_fetching_node() -> None:
+    async with console("p", "d") as here:
+        _, d = here.nodes
+        flow = KVFlow("boot-p", "shm", num_bytes=5000, transfers=2, ms_p50=3.0, ms_p99=9.0)
+        d.say(flows=(flow, KVFlow("boot-x", "grpc", faults=1)), load=NodeLoad(draining=True))
+        await here.router.until(lambda: here.router.events.newest(1)[0].kind == "drain")
+        found = (await here.snapshot())["flows"]
+        first, second = found
+        assert (first["from"], first["to"], first["lane"]) == ("p", "d", "shm")
+        assert 0 < first["bytes_per_s"] <= 5000
+        assert (first["ms_p50"], first["ms_p99"], first["faults"]) == (3.0, 9.0, 0)
+        assert (second["from"], second["faults"], second["ms_p50"]) == ("boot-x", 1, None)
+
+
+def test_flows_end_when_they_are_told_no_more() -> None:
+    clock = FakeClock()
+    book = FlowBook(clock)
+    book.note([KVFlow("b", "shm", 100, 1)])
+    assert [each.bytes_per_s for each in book.rates()] == [100]
+    clock.advance(2.0)
+    book.note([KVFlow("b", "shm", 500, 3)])
+    (rate,) = book.rates()
+    assert (rate.transfers_per_s, rate.bytes_per_s) == (1.0, round(500 / 3))
+    for _ in range(8):
+        clock.advance(1.0)
+        book.note([KVFlow("b", "shm", 500, 3)])  # the same counters: nothing moves
+    assert list(book.rates()) == []
+    book.note([KVFlow(f"b{number}", "shm", 1, 1) for number in range(1000)])
+    assert len(list(book.rates())) == MOST_FLOWS

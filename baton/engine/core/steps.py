@@ -10,7 +10,9 @@ Between plan() and LiveRequests.step_ended() no sequence of the step loses its b
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.live_requests import LiveRequests
@@ -20,7 +22,11 @@ from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.state.interface import ChunkResult, Runner
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepPlan
+from baton.engine.state.work import Work
 from baton.protocol.clock import Clock
+
+MOST_STEPS: Final = 32  # kept for the console
+MOST_NAMES: Final = 16  # of each
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -38,6 +44,11 @@ class Steps:
     clock: Clock
     ahead: RunAhead | None = None
     prove: bool = False
+    # Of the last steps: when each ended, its seconds, prompt tokens, all tokens, the first requests
+    # and what it needed.
+    recent: deque[tuple[float, float, int, int, list[str], Work]] = field(
+        default_factory=lambda: deque(maxlen=MOST_STEPS), init=False
+    )
     last_plan: StepPlan | None = field(default=None, init=False)  # None while it is being made
     _next: Flight | None = field(default=None, init=False)  # a step that is under way already
     # monotonic seconds: when this step's plan() began
@@ -97,6 +108,12 @@ class Steps:
             return
         began = self._ended if flight.behind else self._started
         self._ended = self.clock.monotonic()
+        work, rows = self.stats.utilization.under_way, flight.plan.rows
+        names = [row.group.request.id for row in rows[:MOST_NAMES]]
+        tokens = flight.plan.num_prefill_tokens
+        self.recent.append(
+            (self._ended, self._ended - began, tokens, flight.plan.num_tokens, names, work)
+        )
         self.stats.step_done(self._ended - began, flight.plan.num_prefill_tokens)
         self.stats.num_steps_ahead += flight.behind
 

@@ -128,8 +128,8 @@ class BlockTables:
         if last is None:
             self.pool.unref(hits)
             return None
-        table = Table([*hits, *last], num_registered=len(hits))
-        return Taken([table], len(hits), len(hits))
+        self.pool.count_hits(hits)
+        return Taken([Table([*hits, *last], num_registered=len(hits))], len(hits), len(hits))
 
     def blocks_for_arrival(self, num_tokens: int) -> int:
         """Return how many blocks of all groups take_for_arrival() takes, hits included."""
@@ -164,6 +164,7 @@ class BlockTables:
         if fresh is None:
             self.pool.unref(hits)
             return None
+        self.pool.count_hits(hits)
         at = 0
         for table in tables:
             more = count - table.end

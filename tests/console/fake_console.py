@@ -31,9 +31,11 @@ KV_BLOCKS = 400
 MOST_FLOWS = 200
 SLOW_REQUEST = "chatcmpl-00000000000000000000000000000007"
 PARTS = (
-    ("gate", 0, 0.02, None, 0), ("placement", 0.02, 0.03, None, 0), ("prefill", 0.03, 0.2, "p0", 1),
+    ("gate", 0, 0.02, None, 0), ("placement", 0.02, 0.03, None, 0), ("prefill", 0.03, 0.2, "p0",
+    1),
     ("hand-over", 0.2, 0.27, "d0", 0), ("decode", 0.27, 0.55, "d0", 40),
-    ("retry", 0.55, 0.6, None, 0), ("prefill", 0.6, 0.68, "p1", 1), ("hand-over", 0.68, 0.72, "d1", 0),
+    ("retry", 0.55, 0.6, None, 0), ("prefill", 0.6, 0.68, "p1", 1), ("hand-over", 0.68, 0.72,
+    "d1", 0),
     ("decode", 0.72, 1.0, "d1", 58),
 )  # fmt: skip
 
@@ -112,7 +114,8 @@ def snapshot(console: FakeConsole, second: int) -> dict[str, Any]:
         "seq": second,
         "at": START + second,
         "router": {
-            "id": "router-1", "version": "0.1.0", "models": ["baton-demo"], "uptime_s": 60.0 + second,
+            "id": "router-1", "version": "0.1.0", "models": ["baton-demo"],
+            "uptime_s": 60.0 + second,
             "draining": False, "demo": console.demo, "needs_api_key": False,
         },
         "totals": totals(second),
@@ -141,7 +144,8 @@ def delta(console: FakeConsole, second: int) -> dict[str, Any]:
 def totals(second: int) -> dict[str, Any]:
     wave = (second * 7) % 11
     return {
-        "running": 12, "waiting": 3, "requests_per_s": 4.2, "prompt_tokens_per_s": 5200.0 + 90 * wave,
+        "running": 12, "waiting": 3, "requests_per_s": 4.2,
+        "prompt_tokens_per_s": 5200.0 + 90 * wave,
         "output_tokens_per_s": 1310.0 + 35 * wave, "refused_per_s": 0.0,
         "retried_per_s": 0.2 if wave > 8 else 0.0, "failed_per_s": 0.0,
         "ttft_ms": {"p50": 84.0 + wave, "p95": 190.0 + 5 * wave, "p99": 320.0 + 9 * wave},
@@ -156,9 +160,11 @@ def node_of(number: int, second: int, console: FakeConsole) -> dict[str, Any]:
     lost = console.num_nodes > 4 and index % 97 == 13
     return {
         "id": f"{'p' if prefills else 'd'}{index}", "role": "prefill" if prefills else "decode",
-        "state": "lost" if lost else "serving", "address": f"10.0.{number // 250}.{number % 250}:7001",
+        "state": "lost" if lost else "serving",
+        "address": f"10.0.{number // 250}.{number % 250}:7001",
         "instance": f"{number:08x}", "model": "baton-demo", "running": 2 + (index + second) % 9,
-        "waiting": index % 3, "kv_used": (index * 53 + second * 7) % KV_BLOCKS, "kv_total": KV_BLOCKS,
+        "waiting": index % 3, "kv_used": (index * 53 + second * 7) % KV_BLOCKS,
+        "kv_total": KV_BLOCKS,
         "kv_cached": 60, "mbu": None if prefills else 0.61, "mfu": 0.43 if prefills else 0.05,
         "tokens_per_s": 2600.0 if prefills else 640.0, "precision": "bfloat16", "ranks": 1,
         "text": "no answer for 5 s" if lost else "",
@@ -170,7 +176,8 @@ def flows(num_nodes: int, second: int) -> list[dict[str, Any]]:
     return [
         {
             "from": f"p{number % half}", "to": f"d{(number * 3 + number // half) % half}",
-            "lane": ("shm", "grpc")[number % 2], "bytes_per_s": 4.1e6 * (1 + (number * 5 + second) % 8),
+            "lane": ("shm", "grpc")[number % 2],
+            "bytes_per_s": 4.1e6 * (1 + (number * 5 + second) % 8),
             "transfers_per_s": 3.5, "ms_p50": 4.1, "ms_p99": 18.0 + number % 7,
             "faults": 2 if number == 3 else 0,
         }
@@ -180,9 +187,12 @@ def flows(num_nodes: int, second: int) -> list[dict[str, Any]]:
 
 def live(number: int, second: int) -> dict[str, Any]:
     return {
-        "request_id": f"chatcmpl-live{number:028d}", "age_ms": 480.0 * number + 1000.0 * (second % 3),
-        "stage": ("prefill", "hand-over", "decode", "decode")[number % 4], "prompt_tokens": 210 + number,
-        "output_tokens": 17 * number, "prefill_node": f"p{number % 2}", "decode_node": f"d{number % 2}",
+        "request_id": f"chatcmpl-live{number:028d}",
+        "age_ms": 480.0 * number + 1000.0 * (second % 3),
+        "stage": ("prefill", "hand-over", "decode", "decode")[number % 4],
+        "prompt_tokens": 210 + number,
+        "output_tokens": 17 * number, "prefill_node": f"p{number % 2}",
+        "decode_node": f"d{number % 2}",
         "retries": int(number == 5), "migrations": 0, "tenant": None,
     }  # fmt: skip
 
@@ -193,7 +203,8 @@ def summary(number: int) -> dict[str, Any]:
         "request_id": f"chatcmpl-{number:032d}", "arrived_at": START - 40 + number,
         "total_ms": 8210.0 if slow else 640.0 + 31 * (number % 13), "ttft_ms": 92.0 + number % 17,
         "outcome": "stop", "error": None, "tenant": None, "prompt_tokens": 180 + number,
-        "cached_tokens": 64, "output_tokens": 98, "prefill_node": "p1" if slow else f"p{number % 2}",
+        "cached_tokens": 64, "output_tokens": 98,
+        "prefill_node": "p1" if slow else f"p{number % 2}",
         "decode_node": "d1" if slow else f"d{number % 2}", "retries": int(slow), "migrations": 0,
         "preemptions": 0,
     }  # fmt: skip
@@ -257,11 +268,13 @@ def detail(node: str) -> dict[str, Any]:
     ]  # fmt: skip
     points = [
         {"intensity": 180.0 if number % 9 == 0 else 3.0 + number / 8,
-         "gflops": 690.0 if number % 9 == 0 else 90.0 + number, "kind": "prefill" if number % 9 == 0 else "decode"}
+         "gflops": 690.0 if number % 9 == 0 else 90.0 + number,
+         "kind": "decode" if number % 9 else "prefill"}
         for number in range(32)
     ]  # fmt: skip
     return {
-        "id": node, "role": "decode", "blocks": {"size": 16, "total": KV_BLOCKS, "states": states},
+        "id": node, "role": "decode", "blocks": {"size": 16, "total": KV_BLOCKS,
+        "states": states},
         "prefixes": prefixes, "steps": steps,
         "roofline": {"peak_gbs": 42.0, "peak_gflops": 1100.0, "points": points},
         "tiers": [{"name": "host", "used_bytes": 3.1e9, "total_bytes": 8e9, "hits": 41}],

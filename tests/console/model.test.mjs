@@ -1,0 +1,154 @@
+// What the console computes, without a browser: `node --test tests/console/model.test.mjs`.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { test } from "node:test";
+
+// Read as text: Node takes a .js file without a package.json for CommonJS.
+const source = readFileSync(new URL("../../router/console/static/model.js", import.meta.url), "utf8");
+const model = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+
+const STATE = {
+  seq: 1, at: 10, router: { id: "r" }, totals: { running: 1 }, store: { ok: true },
+  nodes: [{ id: "p0", role: "prefill", kv_used: 1, kv_total: 4 }, { id: "d0", role: "decode", kv_used: 0, kv_total: 4 }],
+  flows: [], requests: { live: [], num_live: 0, ended: [{ request_id: "a", arrived_at: 1 }] },
+  events: [{ seq: 1, text: "one" }],
+};
+
+test("a delta changes only what it names", () => {
+  const next = model.merged(STATE, { seq: 2, at: 11, totals: { running: 5 }, nodes: [{ id: "d0", role: "decode", kv_used: 3, kv_total: 4 }], gone: [] });
+  assert.equal(next.totals.running, 5);
+  assert.deepEqual(next.nodes.map((node) => [node.id, node.kv_used]), [["p0", 1], ["d0", 3]]);
+  assert.equal(next.requests, STATE.requests);
+  assert.equal(next.router, STATE.router);
+  assert.equal(STATE.nodes[1].kv_used, 0);
+});
+
+test("nodes come and go", () => {
+  const next = model.merged(STATE, { seq: 2, nodes: [{ id: "d1", role: "decode" }], gone: ["p0"] });
+  assert.deepEqual(next.nodes.map((node) => node.id), ["d0", "d1"]);
+});
+
+test("ended requests and events are added once", () => {
+  const delta = { requests: { live: null, num_live: 2, ended: [{ request_id: "b", arrived_at: 2 }, { request_id: "a", arrived_at: 1 }] }, events: [{ seq: 1 }, { seq: 2 }] };
+  const next = model.merged(model.merged(STATE, delta), delta);
+  assert.deepEqual(next.requests.ended.map((each) => each.request_id), ["a", "b"]);
+  assert.equal(next.requests.num_live, 2);
+  assert.deepEqual(next.requests.live, []);
+  assert.deepEqual(next.events.map((event) => event.seq), [1, 2]);
+});
+
+test("lists stay bounded", () => {
+  let state = STATE;
+  for (let at = 0; at < 800; at++) {
+    state = model.merged(state, { requests: { ended: [{ request_id: `n${at}`, arrived_at: at }] }, events: [{ seq: at + 10 }] });
+  }
+  assert.equal(state.events.length, model.EVENTS_KEPT);
+  assert.equal(state.requests.ended.length, model.ENDED_KEPT);
+  assert.equal(state.requests.ended.at(-1).request_id, "n799");
+});
+
+test("server-sent events however they are cut", () => {
+  const text = 'event: snapshot\ndata: {"a":1}\n\n: a comment\n\nevent: delta\ndata: one\ndata: two\n\ndata:x\n\n';
+  for (let size = 1; size <= text.length; size++) {
+    const read = model.sseReader();
+    const found = [];
+    for (let at = 0; at < text.length; at += size) found.push(...read(text.slice(at, at + size)));
+    assert.deepEqual(found, [{ event: "snapshot", data: '{"a":1}' }, { event: "delta", data: "one\ntwo" }, { event: "message", data: "x" }]);
+  }
+});
+
+test("figures stay short", () => {
+  assert.deepEqual([0, 0.4167, 3, 12.34, 999.6, 4200, 12_345, 3.4e6, null].map(model.count), ["0", "0.42", "3", "12.3", "1000", "4200", "12.3k", "3.4M", "–"]);
+  assert.deepEqual([0, 0.5, 42.04, 480.2, 1234, 42_000, 90_000, null].map(model.millis), ["0 ms", "0.50 ms", "42.0 ms", "480 ms", "1.23 s", "42.0 s", "1.5 min", "–"]);
+  assert.deepEqual([0, 900, 4.1e6, 2.5e10].map(model.bytes), ["0 B", "900 B", "4.1 MB", "25 GB"]);
+  assert.deepEqual([0, 0.054, 0.61, null].map(model.percent), ["0.0 %", "5.4 %", "61 %", "–"]);
+});
+
+const TIMELINE = {
+  request_id: "chatcmpl-x", arrived_at: 100, total_ms: 100, ttft_ms: 20, output_tokens: 10,
+  stages: [
+    { stage: "gate", start_ms: 0, end_ms: 5, epoch: 0 },
+    { stage: "prefill", start_ms: 5, end_ms: 20, epoch: 0, node: "p0", tokens: [0, 1] },
+    { stage: "decode", start_ms: 20, end_ms: 50, epoch: 0, node: "d0", tokens: [1, 6] },
+    { stage: "retry", start_ms: 50, end_ms: 60, epoch: 0, why: "d0 is gone" },
+    { stage: "prefill", start_ms: 60, end_ms: 70, epoch: 1, node: "p0" },
+    { stage: "decode", start_ms: 70, end_ms: 100, epoch: 1, node: "d1", tokens: [6, 10] },
+  ],
+  transfers: [{ stage: "transfer", start_ms: 8, end_ms: 20, epoch: 0, node: "d0" }],
+};
+
+test("a timeline has a track per process", () => {
+  const found = model.tracks(TIMELINE);
+  assert.deepEqual(found.map((track) => track.name), ["router", "p0", "d0", "d1", "KV transfer"]);
+  assert.equal(found.reduce((sum, track) => sum + track.spans.length, 0), 7);
+});
+
+test("every token has its node", () => {
+  const made = model.makers(TIMELINE);
+  assert.deepEqual([0, 1, 5, 6, 9, 10].map((index) => model.makerOf(made, index)), ["p0", "d0", "d0", "d1", "d1", null]);
+});
+
+test("a failure names who failed, why, and who went on", () => {
+  assert.deepEqual(model.failures(TIMELINE), [{ epoch: 0, node: "d0", why: "d0 is gone", next: "d1" }]);
+});
+
+test("the time of each stage, and the trace for other viewers", () => {
+  assert.deepEqual([...model.byStage(TIMELINE)], [["gate", 5], ["prefill", 25], ["decode", 60], ["retry", 10], ["transfer", 12]]);
+  const { traceEvents } = model.chromeTrace(TIMELINE);
+  assert.equal(traceEvents.filter((event) => event.ph === "M").length, 5);
+  const spans = traceEvents.filter((event) => event.ph === "X");
+  assert.equal(spans.length, 7);
+  assert.equal(spans.find((span) => span.name === "decode").ts, 100e6 + 20e3);
+  assert.equal(Math.max(...spans.map((span) => span.ts + span.dur)), 100e6 + 100e3);
+});
+
+test("an axis has round steps", () => {
+  assert.deepEqual(model.ticks(100, 5), [0, 20, 40, 60, 80, 100]);
+  assert.deepEqual(model.ticks(8210, 8), [0, 2000, 4000, 6000, 8000]);
+  assert.deepEqual(model.ticks(0, 8), [0]);
+});
+
+test("flows: width follows bytes per second", () => {
+  const flows = [{ from: "p0", to: "d0", bytes_per_s: 100 }, { from: "p0", to: "d1", bytes_per_s: 50 }, { from: "p9", to: "d0", bytes_per_s: 900 }];
+  const lines = model.flowLines(flows, new Map([["p0", 0]]), new Map([["d0", 0], ["d1", 1]]), 16);
+  assert.deepEqual(lines.map((line) => [line.from, line.to, line.width]), [[0, 0, 16], [0, 1, 8]]);
+});
+
+test("the matrix keeps the busiest rows and columns, in order", () => {
+  const flows = [["p10", "d0", 5], ["p2", "d0", 4], ["p1", "d1", 1]].map(([from, to, bytes_per_s]) => ({ from, to, bytes_per_s }));
+  const found = model.matrix(flows, 2);
+  assert.deepEqual([found.rows, found.columns], [["p2", "p10"], ["d0", "d1"]]);
+  assert.equal(found.cell("p10", "d0").bytes_per_s, 5);
+  assert.equal(found.cell("p2", "d1"), undefined);
+});
+
+test("cards: some unwell nodes, the ends of busy flows, the fullest", () => {
+  const nodes = Array.from({ length: 40 }, (_, index) => ({ id: `p${index}`, state: index < 9 ? "lost" : "serving", kv_used: index, kv_total: 40 }));
+  const found = model.busiest(nodes, [{ from: "p20", to: "d0", bytes_per_s: 1 }], 8).map((node) => node.id);
+  assert.deepEqual(found, ["p0", "p1", "p20", "p39", "p38", "p37", "p36", "p35"]);
+});
+
+test("a node's blocks and prefixes", () => {
+  assert.deepEqual(model.blockCounts([["used", 3, "a"], ["free", 2, null], ["used", 1, "b"]]), { used: 4, free: 2 });
+  const rows = model.prefixRows([{ key: "root", parent: null }, { key: "a", parent: 0 }, { key: "other", parent: null }, { key: "b", parent: 1 }]);
+  assert.deepEqual(rows.map((row) => [row.key, row.level]), [["root", 0], ["a", 1], ["b", 2], ["other", 0]]);
+});
+
+test("pieces of a stream's chunk", () => {
+  const told = (choice) => model.pieces({ choices: [choice] });
+  const two = [{ token: "a", logprob: -1 }, { token: "b", logprob: -2 }];
+  assert.deepEqual(told({ delta: { content: "ab" }, logprobs: { content: two } }).map((piece) => [piece.text, piece.logprob, piece.num]), [["a", -1, 1], ["b", -2, 1]]);
+  assert.deepEqual(told({ delta: { content: "é" }, logprobs: { content: two } }), [{ text: "é", logprob: -1.5, part: "answer", num: 2 }]);
+  assert.deepEqual(told({ text: "x", logprobs: { tokens: ["x"], token_logprobs: [null] } }), [{ text: "x", logprob: null, part: "answer", num: 1 }]);
+  assert.deepEqual(told({ delta: { reasoning_content: "hm" } }), [{ text: "hm", logprob: null, part: "reasoning", num: 1 }]);
+  assert.deepEqual(told({ delta: { tool_calls: [{ function: { name: "f", arguments: "{}" } }] } }), [{ text: "f{}", logprob: null, part: "call", num: 1 }]);
+  assert.deepEqual(told({ delta: { role: "assistant" } }), []);
+  assert.deepEqual(model.pieces({ choices: [], usage: {} }), []);
+});
+
+test("log-probabilities in five steps; times of a stream", () => {
+  assert.deepEqual([0, -0.2, -0.8, -2, -9, null].map(model.sureness), [0, 1, 2, 3, 4, null]);
+  assert.deepEqual(model.streamTimes(10, [30, 40, 70], 5), { ttft: 20, tpot: 10, gap: 30 });
+  assert.deepEqual(model.streamTimes(10, [], 0), { ttft: null, tpot: null, gap: null });
+});

@@ -5,6 +5,7 @@ A module that only one command needs is imported by that command.
 baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
 baton chat | status              talk to a running router
+baton console                    the pages of a router's console, in the browser
 baton trace                      where the time of one request went
 baton top                        nodes and requests, live, on the whole terminal
 baton batch                      a file of requests, for a router or one engine here
@@ -31,7 +32,7 @@ from rich.console import Console
 
 from baton.engine.config import EngineConfig
 from baton.node.config import NodeConfig
-from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError, ConfigError, Unavailable
 from baton.runtime.config import add_config, add_options, load, parse
 from baton.runtime.config import given as given_options
 from baton.runtime.tls import TlsFiles
@@ -84,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "probe the KV lanes between two nodes, and this machine"
     _add_doctor(commands.add_parser("doctor", help=text))
     _add_top(commands.add_parser("top", help="nodes and requests, live, on the whole terminal"))
+    _add_console(commands.add_parser("console", help="open a router's console in the browser"))
     text = "where the time of one request went: by its id, or of the slowest one"
     _add_trace(commands.add_parser("trace", help=text))
     text = "an older checkpoint, or FILE.gguf, as a folder that is served: DIR [--out DIR2]"
@@ -141,10 +143,20 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
+    _add_console_address(parser)
+    parser.set_defaults(handler=run_top)
+
+
+def _add_console(parser: argparse.ArgumentParser) -> None:
+    _add_console_address(parser)
+    parser.add_argument("--no-browser", action="store_true", help="only print the URL")
+    parser.set_defaults(handler=run_console)
+
+
+def _add_console_address(parser: argparse.ArgumentParser) -> None:
     text = "URL of the console: http://HOST:ADMIN_PORT/console (default: of the newest `baton up`)"
     parser.add_argument("console", nargs="?", metavar="URL", help=text)
     _add_admin_key(parser)
-    parser.set_defaults(handler=run_top)
 
 
 def _add_admin_key(parser: argparse.ArgumentParser) -> None:
@@ -293,6 +305,26 @@ def run_top(arguments: argparse.Namespace) -> int:
             await TopApp(feed).run_async()
 
     asyncio.run(show())
+    return 0
+
+
+def run_console(arguments: argparse.Namespace) -> int:
+    """Run `baton console`: print the URL of the pages, and open them. Raises Unavailable if nothing
+    answers there."""
+    import webbrowser
+
+    from deploy.console_feed import console_address
+
+    address = console_address(arguments.console, arguments.admin_key, os.environ)
+    try:
+        reply = httpx.get(f"{address.origin}/console", trust_env=False)
+    except httpx.HTTPError as error:
+        raise Unavailable(f"no router answers at {address.origin}: {error}") from error
+    if not reply.is_success:
+        raise Unavailable(f"{address.origin} has no console: it answered {reply.status_code}")
+    print(address.page)
+    if not arguments.no_browser:
+        webbrowser.open(address.page)
     return 0
 
 

@@ -125,7 +125,7 @@ def snapshot(console: FakeConsole, second: int) -> dict[str, Any]:
         "requests": {
             "live": [live(number, second) for number in range(12)],
             "num_live": 12,
-            "ended": [summary(number) for number in range(30)],
+            "ended": [summary(number) for number in reversed(range(30))],
         },
         "events": [event(number) for number in range(14)],
     }  # fmt: skip

@@ -33,10 +33,10 @@ export function merged(state, delta) {
   return next;
 }
 
+/** The newest first, as the router tells them. */
 function withNew(ended, fresh) {
   const ids = new Set(fresh.map((each) => each.request_id));
-  const all = [...ended.filter((each) => !ids.has(each.request_id)), ...fresh];
-  return all.sort((a, b) => a.arrived_at - b.arrived_at).slice(-ENDED_KEPT);
+  return [...fresh, ...ended.filter((each) => !ids.has(each.request_id))].slice(0, ENDED_KEPT);
 }
 
 /** Server-sent events of a text that comes in pieces: feed(text) gives [{event, data}]. */
@@ -114,7 +114,7 @@ export const shortId = (id) => id.replace(/^[a-z]+-/, "").slice(0, 13);
 
 export const isWell = (node) => node.state === "serving";
 
-/** Nodes of one role: the unwell first, else by name with numbers in their order. */
+/** Nodes of one role (null: not told yet): the unwell first, else by name, numbers in their order. */
 export function byRole(nodes, role) {
   const order = new Intl.Collator("en", { numeric: true });
   return nodes

@@ -58,6 +58,7 @@ function Nodes({ nodes, flows }) {
     return { role, all, grouped, cards: grouped ? busiest(all, flows, GROUP_CARDS) : all };
   });
   const [left, right] = sides;
+  const unknown = byRole(found, null).slice(0, MOST_CARDS);
   const rows = (side) => new Map(side.cards.map((node, index) => [node.id, index]));
   const lines = flowLines(flows, rows(left), rows(right), WIDEST);
   const moved = flows.reduce((sum, flow) => sum + flow.bytes_per_s, 0);
@@ -76,6 +77,9 @@ function Nodes({ nodes, flows }) {
         <${Lines} lines=${lines} tall=${tall} />
         <${Column} side=${right} />
       </div>
+      ${unknown.length > 0 && html`
+        <h3>Not connected</h3>
+        <ul class="plain-list">${unknown.map((node) => html`<li key=${node.id}><span class="id">${node.address}</span> <${State} node=${node} /> ${node.text}</li>`)}</ul>`}
     <//>`;
 }
 

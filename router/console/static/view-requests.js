@@ -29,7 +29,7 @@ function List({ state, consoleKey }) {
     } catch { /* the head of the page says that the router is away */ }
   }, SLOWEST_EVERY_MS, [shown]);
   const { live, num_live, ended } = state.requests;
-  const all = shown === "live" ? live : shown === "ended" ? [...ended].reverse() : slowest ?? [];
+  const all = shown === "live" ? live : shown === "ended" ? ended : slowest ?? [];
   const rows = search ? all.filter((each) => [each.request_id, each.prefill_node, each.decode_node, each.tenant, each.error].some((text) => text?.includes(search))) : all;
   const open = (event) => {
     event.preventDefault();

@@ -92,12 +92,15 @@ const Column = ({ side }) => html`
 const Card = ({ node }) => html`
   <a class=${`card ${isWell(node) ? "" : "away"}`} href=${`#/node/${encodeURIComponent(node.id)}`}>
     <span class="row"><b class="id">${node.id}</b><${State} node=${node} /></span>
-    <${Bar} share=${kvShare(node)} label="KV blocks in use" />
-    <span class="row num"><span>KV ${percent(kvShare(node))}</span><span class="wide">${count(node.tokens_per_s)} tok/s</span></span>
-    <span class="row num">
-      <span>${node.running} run${node.waiting ? html` · ${node.waiting} wait` : ""}</span>
-      <span class="wide">MBU ${percent(node.mbu)} · MFU ${percent(node.mfu)}</span>
-    </span>
+    ${node.state !== "lost" && html`<${Bar} share=${kvShare(node)} label="KV blocks in use" />`}
+    ${node.state === "lost"
+      ? html`<span class="row">${node.text}</span>`
+      : html`
+        <span class="row num"><span>KV ${percent(kvShare(node))}</span><span class="wide">${count(node.tokens_per_s)} tok/s</span></span>
+        <span class="row num">
+          <span>${node.running} run${node.waiting ? html` · ${node.waiting} wait` : ""}</span>
+          <span class="wide">MBU ${percent(node.mbu)} · MFU ${percent(node.mfu)}</span>
+        </span>`}
   </a>`;
 
 function Lines({ lines, tall }) {

@@ -3,7 +3,7 @@
 import { clock } from "./model.js";
 import { Empty, html, NodeLink, Panel, RequestLink, useMemo, useState } from "./parts.js";
 
-const BAD = new Set(["node-lost", "quarantine", "refused-key", "store"]);
+const BAD = new Set(["node-lost", "node-refused", "quarantine", "refused-key", "store", "broken"]);
 const WARN = new Set(["retry", "migration", "drain"]);
 const level = (kind) => (BAD.has(kind) ? "bad" : WARN.has(kind) ? "warn" : "");
 

@@ -82,6 +82,7 @@ class Visit:
 
     async def open(self, key: str, view: str = "cluster") -> None:
         """Open the console with a key, and wait until the view has its data."""
+        await self.page.goto("about:blank")  # else a page that is open already would stay
         reply = await self.page.goto(f"{self.origin}/console#key={key}")
         assert reply is not None
         assert reply.status == 200

@@ -28,6 +28,8 @@ ROUTER_FLAGS: Final = (
     "--prefill-placement", "remote",
 )  # fmt: skip
 TIMEOUT_S: Final = 120.0
+LONG_TOKENS: Final = 1200
+TOKENS_BEFORE: Final = 120
 
 
 @dataclass(slots=True)
@@ -86,6 +88,19 @@ class LiveConsole:
             turn += 1
             prompt = f"Request {number} {turn}: " + "prefill and decode " * (10 + 9 * (turn % 5))
             await self.complete(prompt, 50 + 20 * (number % 3))
+
+
+async def kill_in_mid_stream(live: LiveConsole, max_tokens: int = LONG_TOKENS) -> tuple[str, str]:
+    """Stream an answer, kill the node that decodes it, read to the end: (id, the node)."""
+    name, killed, num_tokens = "", "", 0
+    async for chunk in live.stream("Disaggregated serving", max_tokens):
+        name, num_tokens = chunk["id"], num_tokens + 1
+        if num_tokens == TOKENS_BEFORE:
+            (request,) = (await live.asked("/debug"))["requests"]
+            killed = request["decode_node"]
+            await live.node(killed).kill()
+    assert killed
+    return name, killed
 
 
 def body(prompt: str, max_tokens: int) -> dict[str, Any]:

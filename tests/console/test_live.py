@@ -15,13 +15,11 @@ from typing import Final
 import pytest
 
 from tests.console.browser import Visit, browser, visit
-from tests.console.live import KEY, LiveConsole, live_console
+from tests.console.live import KEY, LONG_TOKENS, kill_in_mid_stream, live_console
 
 pytestmark = pytest.mark.long
 logger = logging.getLogger(__name__)
 
-LONG_TOKENS: Final = 1200
-TOKENS_BEFORE: Final = 20
 LOADED: Final = {
     "cluster": ".card", "requests": "tbody tr", "node": ".figures", "transfer": ".panel",
     "events": "tbody tr", "playground": ".ask",
@@ -79,19 +77,6 @@ async def test_who_went_on_when_a_decode_node_was_killed(tmp_path: Path) -> None
             await tab.page.keyboard.press("1")
             await tab.page.wait_for_selector(f".card.away:has-text('{killed}')")
             tab.clean()
-
-
-async def kill_in_mid_stream(live: LiveConsole) -> tuple[str, str]:
-    """Stream an answer, kill the node that decodes it, read to the end: (id, the node)."""
-    name, killed, num_tokens = "", "", 0
-    async for chunk in live.stream("Disaggregated serving", LONG_TOKENS):
-        name, num_tokens = chunk["id"], num_tokens + 1
-        if num_tokens == TOKENS_BEFORE:
-            (request,) = (await live.asked("/debug"))["requests"]
-            killed = request["decode_node"]
-            await live.node(killed).kill()
-    assert killed
-    return name, killed
 
 
 async def test_a_chat_is_played(tmp_path: Path) -> None:

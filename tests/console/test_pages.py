@@ -99,9 +99,12 @@ async def test_a_key_is_asked_for_taken_and_refused() -> None:
 
 
 async def test_the_address_loses_its_key() -> None:
-    async with console() as tab:
+    async with console(view="events") as tab:
         assert KEY not in tab.page.url
         assert await tab.page.evaluate("sessionStorage.length") == 1
+        await tab.page.evaluate(f"location.hash = '#key={KEY}'")  # pasted once more
+        await tab.page.wait_for_selector("main[data-view=cluster]")
+        assert KEY not in tab.page.url
 
 
 async def test_the_keyboard_alone() -> None:

@@ -85,7 +85,10 @@ function Console({ console_key: key, ended }) {
   useEffect(() => {
     feed.current = new Feed(key, ended);
     const unwatch = feed.current.watch(() => redraw((number) => number + 1));
-    const moved = () => setAt(route());
+    const moved = () => {
+      if (takeKey() === key) setAt(route());
+      else location.reload(); // another key was pasted into the address
+    };
     addEventListener("hashchange", moved);
     return () => {
       removeEventListener("hashchange", moved);

@@ -34,7 +34,7 @@ NO_LIMITS: Final = SloLimits(float("inf"), float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RankRun:
     """One run: output tokens per second, and milliseconds of CPU time per token."""
 
     tokens_per_s: float
@@ -50,7 +50,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-async def serve_once(size: int, given: argparse.Namespace, seed: int) -> Served:
+async def serve_once(size: int, given: argparse.Namespace, seed: int) -> RankRun:
     """Start a cluster of `size` ranks and send it all requests at once."""
     flags = ("--model", given.model, "--colocated", "--data-parallel-size", str(size))
     async with cluster(flags) as ready:
@@ -64,10 +64,10 @@ async def serve_once(size: int, given: argparse.Namespace, seed: int) -> Served:
         summary = summarize(str(size), run.samples, NO_LIMITS)
     if summary.failed:
         raise ConfigError(f"{summary.failed} of {summary.requests} requests failed")
-    return Served(summary.token_rate, 1e3 * cpu / summary.output_tokens)
+    return RankRun(summary.token_rate, 1e3 * cpu / summary.output_tokens)
 
 
-def compared(rounds: Sequence[Mapping[int, Served]]) -> list[dict[str, Any]]:
+def compared(rounds: Sequence[Mapping[int, RankRun]]) -> list[dict[str, Any]]:
     """Return a row per size: medians, and both ratios to one rank, above 1 if it is faster."""
     return [
         {
@@ -87,7 +87,7 @@ def compared(rounds: Sequence[Mapping[int, Served]]) -> list[dict[str, Any]]:
 
 async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all rounds; the sizes take turns."""
-    rounds: list[dict[int, Served]] = []
+    rounds: list[dict[int, RankRun]] = []
     for index in range(given.rounds):
         order = (1, 2)[:: -1 if index % 2 else 1]
         found = {size: await serve_once(size, given, index) for size in order}

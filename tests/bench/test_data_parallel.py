@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from bench.data_parallel import Served, compared, cpu_seconds
+from bench.data_parallel import RankRun, compared, cpu_seconds
 from bench.start_up import processes
 
 
 def test_ratios_are_of_rounds() -> None:
     rounds = [
-        {1: Served(100.0, 2.0), 2: Served(50.0, 4.0)},
-        {1: Served(120.0, 3.0), 2: Served(180.0, 4.0)},
-        {1: Served(80.0, 2.0), 2: Served(80.0, 1.0)},
+        {1: RankRun(100.0, 2.0), 2: RankRun(50.0, 4.0)},
+        {1: RankRun(120.0, 3.0), 2: RankRun(180.0, 4.0)},
+        {1: RankRun(80.0, 2.0), 2: RankRun(80.0, 1.0)},
     ]
     one, two = compared(rounds)
     assert one == {

@@ -7,6 +7,9 @@ weights and with shared ones, in turns:
     memory   sum of both processes' proportional set sizes (PSS), MB: what the host really holds
     decode   milliseconds per token of one greedy sequence in the second process, the first one idle
 
+`--model-impl transformers` measures the universal route. With `--data-parallel` the two processes
+are ranks 0 and 1 of a node with `--data-parallel-size 2`; they load and do not decode.
+
 Other work on the machine shows in the figures, so they are medians of `--rounds`, with their range;
 ratios are within a round. `--model` is a checkpoint of at least 64 MiB (`python -m bench.models
 FOLDER` writes one).
@@ -20,17 +23,23 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from baton.engine.config import EngineConfig
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.parallel.data_rank import DataRank
+from baton.engine.state.place import RankPlace
 from baton.llm import LLM
 from baton.protocol.sampling import SamplingParams
 
 PROMPT: Final = list(range(5, 37))
 SHORT, LONG = 8, 40  # tokens
+NUM_RANKS: Final = 2
 PROGRAM: Final = "bench.shared_weights"
 
 
@@ -51,14 +60,34 @@ class SharingFigures:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class SharingCase:
+    """What both processes load, as the command line names it."""
+
+    model: Path
+    quantization: str
+    model_impl: str
+    data_parallel: bool
+
+    def arguments(self) -> list[str]:
+        """Return the options of a child."""
+        named = {
+            "--model": str(self.model),
+            "--quantization": self.quantization,
+            "--model-impl": self.model_impl,
+        }
+        ranks = ["--data-parallel"] if self.data_parallel else []
+        return [part for pair in named.items() for part in pair] + ranks
+
+
 class Loaded:
     """A process with the model in memory."""
 
-    def __init__(self, model: Path, quantization: str, shared: bool) -> None:
-        more = ["--shared"] if shared else []
-        command = [sys.executable, "-m", PROGRAM, "--child", "--model", str(model)]
+    def __init__(self, case: SharingCase, shared: bool, rank: int = 0) -> None:
+        command = [sys.executable, "-m", PROGRAM, "--child", *case.arguments()]
+        more = ["--rank", str(rank), *(["--shared"] if shared else [])]
         self._process = subprocess.Popen(
-            [*command, "--quantization", quantization, *more],
+            [*command, *more],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.load_s = float(self._told()["load_s"])
@@ -84,37 +113,62 @@ class Loaded:
         return json.loads(self._process.stdout.readline())
 
 
-def one_round(model: Path, quantization: str, found: SharingFigures) -> None:
+def one_round(case: SharingCase, found: SharingFigures) -> None:
     """Measure private weights, then shared ones."""
     memory: dict[str, float] = {}
     decode: dict[str, float] = {}
     for name in ("private", "shared"):
-        first = Loaded(model, quantization, name == "shared")
-        second = Loaded(model, quantization, name == "shared")
+        shared = name == "shared"
+        first, second = Loaded(case, shared), Loaded(case, shared, rank=1)
         found.add(f"{name}: first load, s", first.load_s)
         found.add(f"{name}: second load, s", second.load_s)
         memory[name] = first.pss() + second.pss()
         found.add(f"{name}: memory of both, MB", memory[name])
-        decode[name] = second.decode_ms()
-        found.add(f"{name}: decode, ms", decode[name])
+        if not case.data_parallel:
+            decode[name] = second.decode_ms()
+            found.add(f"{name}: decode, ms", decode[name])
         for each in (first, second):
             each.end(signal.SIGKILL)
-        if name == "shared":
-            again = Loaded(model, quantization, shared=True)
+        if shared:
+            again = Loaded(case, shared)
             found.add("shared: load after kill, s", again.load_s)
             again.end()
     found.add("memory, shared / private", memory["shared"] / memory["private"])
-    found.add("decode, shared / private", decode["shared"] / decode["private"])
+    if decode:
+        found.add("decode, shared / private", decode["shared"] / decode["private"])
 
 
-def child(model: Path, quantization: str, shared: bool) -> None:
+def child(case: SharingCase, shared: bool, rank: int) -> None:
     """Load the model, report it, then decode at every line of stdin."""
     start = time.perf_counter()
-    options: dict[str, Any] = {"quantization": quantization, "shared_weights": shared}
-    llm = LLM(str(model), dtype="bfloat16", num_kv_blocks=64, measure_limits=False, **options)
+    if case.data_parallel:
+        loaded = _load_rank(case, shared, rank)
+        _say(load_s=time.perf_counter() - start)
+        sys.stdin.read()
+        del loaded
+        return
+    options: dict[str, Any] = {
+        "quantization": case.quantization,
+        "model_impl": case.model_impl,
+        "shared_weights": shared,
+    }
+    llm = LLM(str(case.model), dtype="bfloat16", num_kv_blocks=64, measure_limits=False, **options)
     _say(load_s=time.perf_counter() - start)
     for _ in sys.stdin:
         _say(decode_ms=_decode_ms(llm))
+
+
+def _load_rank(case: SharingCase, shared: bool, rank: int) -> LoadedModel:
+    """Load what rank `rank` of two holds."""
+    options: dict[str, Any] = {"quantization": case.quantization, "shared_weights": shared}
+    config = EngineConfig(
+        str(case.model), dtype="bfloat16", device="cpu", data_parallel_size=NUM_RANKS, **options
+    )
+    with tempfile.TemporaryDirectory() as meeting:
+        data = DataRank(RankPlace(rank, NUM_RANKS), Path(meeting))
+        loaded = load_model(config, data=data)
+        data.close()
+    return loaded
 
 
 def _decode_ms(llm: LLM) -> float:
@@ -139,15 +193,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model-impl", default="auto")
+    parser.add_argument("--data-parallel", action="store_true")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    case = SharingCase(
+        options.model, options.quantization, options.model_impl, options.data_parallel
+    )
     if options.child:
-        child(options.model, options.quantization, options.shared)
+        child(case, options.shared, options.rank)
         return 0
     found = SharingFigures()
     for _ in range(options.rounds):
-        one_round(options.model, options.quantization, found)
+        one_round(case, found)
     sys.stdout.write("\n".join(found.lines()) + "\n")
     return 0
 

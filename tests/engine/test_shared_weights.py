@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.parallel.group import RankGroup
 from tests.engine.quantized_models import MIXTURE, SHAPE, make_quantized
 from tests.engine.running import load, logits_of
-from tests.engine.tensor_parallel_ranks import by_threads
+from tests.engine.tensor_parallel_ranks import CHUNKS, NEXT, by_threads, config_of
 from tests.engine.tensor_parallel_ranks import logits_of as rank_logits
+from tests.engine.test_data_parallel import MODELS as DATA_PARALLEL
+from tests.engine.test_data_parallel import by_ranks
+from tests.engine.test_data_parallel import logits_of as data_logits
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -34,6 +38,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4 in float32": {"quantization": "int4"}, "int8 in float32": {"quantization": "int8"},
     "a rounded head": {"lm_head_quantization": "w8a8"},
 }  # fmt: skip
+DEEPSEEK = "deepseek_v3: latents, a dense layer"
 
 
 @pytest.fixture
@@ -156,6 +161,35 @@ def test_shares_of_experts_and_whole_ones_are_other_weights(folder: Path, tmp_pa
 
         held += by_threads(2, loaded)
     assert len(files(folder)) == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", DEEPSEEK, "w8a8", "int4 on load"])
+def test_data_parallel_ranks_share_all_but_their_experts(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of what all ranks have, one of each rank's experts; bit for bit the same logits."""
+    if name == "int4 on load":
+        path = save_random(tmp_path / "m", "qwen3_moe", **SHAPE, **MIXTURE)
+    else:
+        path = DATA_PARALLEL[name](tmp_path / "m")
+    options: dict[str, Any] = {"quantization": "int4"} if name == "int4 on load" else {}
+    config = config_of(path, data_parallel_size=2, **options)
+
+    def ranks(config: EngineConfig) -> list[tuple[LoadedModel, list[torch.Tensor]]]:
+        return by_ranks(config, tmp_path, lambda loaded: data_logits(loaded, (CHUNKS, NEXT)))
+
+    private = ranks(replace(config, shared_weights=False))
+    assert not files(folder)
+    written = ranks(config)
+    assert len(files(folder)) == 3
+    without_checkpoint(monkeypatch)
+    mapped = ranks(config)
+    assert len(files(folder)) == 3
+    for first, second, third in zip(private, written, mapped, strict=True):
+        assert all(map(torch.equal, first[1], second[1]))
+        assert all(map(torch.equal, first[1], third[1]))
+        assert first[0].weight_bytes == second[0].weight_bytes == third[0].weight_bytes
+        assert first[0].rounded_head_bytes == third[0].rounded_head_bytes
 
 
 def test_the_last_one_removes_it(folder: Path, model: Path) -> None:

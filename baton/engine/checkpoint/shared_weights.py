@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -57,12 +58,21 @@ class CannotShare(Exception):
     """These weights stay private; the text says why."""
 
 
+class Part(Enum):
+    """Which tensors of a model a file has."""
+
+    ALL = "all"
+    DENSE = "all but routed experts"
+    ROUTED = "routed experts"
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsKey:
     """Everything that the bytes of packed weights depend on, except for the machine.
 
-    `digest`: of the checkpoint and of how it is rounded. `rank`, `num_ranks`: which share of the
-    model it is. `whole_experts`: how shares are cut (parallel/sharding.py).
+    `digest`: of the checkpoint and of how it is rounded. `part`: which tensors of the model they
+    are. `rank`, `num_ranks`: which share of these. `whole_experts`: how shares are cut
+    (parallel/sharding.py).
     """
 
     digest: str
@@ -70,6 +80,7 @@ class WeightsKey:
     rank: int = 0
     num_ranks: int = 1
     whole_experts: bool = False
+    part: Part = Part.ALL
 
     @property
     def name(self) -> str:
@@ -78,7 +89,7 @@ class WeightsKey:
         integers = integer_kernels_for(self.dtype, torch.device("cpu"))
         parts = (
             VERSION, self.digest, self.dtype, self.rank, self.num_ranks, self.whole_experts,
-            torch.__version__, kernels and kernels.identity, integers is not None,
+            self.part.value, torch.__version__, kernels and kernels.identity, integers is not None,
         )  # fmt: skip
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

@@ -15,6 +15,7 @@ of tied embeddings is a copy: tokens are looked up in the table that was stored.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -111,6 +112,13 @@ class Weights:
     def num_bytes(self) -> int:
         """Bytes of all weights read so far, in the form in which they are kept."""
         return sum(self._tensor_bytes.values())
+
+    def counting_anew(self) -> Weights:
+        """Return the same weights with a count of their own, which begins at 0."""
+        other = copy.copy(self)
+        other._tensor_bytes = {}
+        other.rounded_head_bytes = 0
+        return other
 
     def tensor(self, *names: str) -> Tensor:
         """Read tensors, stacked along their first dimension, in the model's dtype; integers are

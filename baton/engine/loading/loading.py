@@ -23,6 +23,7 @@ from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoi
 from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.shared_weights import (
     LEAST_BYTES,
+    Part,
     WeightsKey,
     WeightSource,
     shared_weights,
@@ -282,37 +283,59 @@ def _build_lean(
     weights: Weights,
     at: Placement,
 ) -> _Built:
+    if at.data is not None:
+        return _build_data_rank(config, checkpoint, lean, weights, at)
     with _once_per_host(config, checkpoint, weights, at) as source:
         if at.group is not None:  # this rank's share
             from baton.engine.parallel.rank import RankModel
 
             model: CausalModel = RankModel.of(_cuts(config, lean, at.group), source, at.group)
-        elif at.data is not None:
-            model = at.data.model(lean, source)
         else:
             decoder = Decoder(lean, source.tensor, source, config.deterministic)
             model = FixedTiles(decoder) if config.deterministic else decoder
     return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
 
 
+def _build_data_rank(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    lean: DecoderConfig,
+    weights: Weights,
+    at: Placement,
+) -> _Built:
+    """Build a data-parallel rank's model, from a file of the weights that all ranks have and from
+    one of its own experts."""
+    from baton.engine.parallel.data_weights import DenseWeights, RankWeights
+
+    assert at.data is not None
+    with _once_per_host(config, checkpoint, weights, at, Part.DENSE) as source:
+        dense = DenseWeights.of(lean, source)
+    experts = weights.counting_anew()
+    with _once_per_host(config, checkpoint, experts, at, Part.ROUTED) as source:
+        own = RankWeights(dense, source)
+        model = at.data.model(lean, own)
+    return _Built("lean", model, own.num_bytes, own.rounded_head_bytes)
+
+
 def _once_per_host(
-    config: EngineConfig, checkpoint: Checkpoint, weights: Weights, at: Placement
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    weights: Weights,
+    at: Placement,
+    part: Part = Part.ALL,
 ) -> AbstractContextManager[WeightSource]:
     """Return the weights to build from: shared with other processes of this host if the
-    configuration, the device and the size allow it, else `weights`.
-
-    Data-parallel ranks share no weights yet: each reads everything but other ranks' experts."""
-    group = at.group
+    configuration, the device and the size allow it, else `weights`. `part`: what is read of
+    them."""
     small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
-    if not config.shared_weights or weights.device.type != "cpu" or small or at.data is not None:
+    if not config.shared_weights or weights.device.type != "cpu" or small:
         return nullcontext(weights)
-    digest = _digest(checkpoint, config)
-    if group is None:
-        return shared_weights(weights, WeightsKey(digest, weights.dtype))
-    key = WeightsKey(
-        digest, weights.dtype, group.place.rank, group.place.size, config.enable_expert_parallel
-    )
-    return shared_weights(weights, key, exchange=group)
+    key = WeightsKey(_digest(checkpoint, config), weights.dtype, part=part)
+    ranks = at.group if at.group is not None else at.data
+    if ranks is not None and part != Part.DENSE:
+        place, whole = ranks.place, config.enable_expert_parallel
+        key = replace(key, rank=place.rank, num_ranks=place.size, whole_experts=whole)
+    return shared_weights(weights, key, exchange=at.group)
 
 
 def _build_universal(

@@ -10,7 +10,8 @@ file holds a shared lock on it; the last process that unmaps it removes it. A fi
 process has left is used by the next process with the same key, or removed by the next one with
 another key. Digests are checked when a file is mapped. Layers whose memory is not torch's own
 (those packed by oneDNN) are not shared, nor are those on a GPU. If no file can be made, each
-process holds its own weights.
+process holds its own weights. A file is one of the whole model, of a part of it (`WeightsPart`), or
+of a rank's share.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ class CannotShare(Exception):
     """These weights stay private; the text says why."""
 
 
-class Part(Enum):
+class WeightsPart(Enum):
     """Which tensors of a model a file has."""
 
     ALL = "all"
     DENSE = "all but routed experts"
     ROUTED = "routed experts"
+    MODULES = "parameters of transformers' modules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class WeightsKey:
     rank: int = 0
     num_ranks: int = 1
     whole_experts: bool = False
-    part: Part = Part.ALL
+    part: WeightsPart = WeightsPart.ALL
 
     @property
     def name(self) -> str:
@@ -102,22 +104,33 @@ def shared_weights(
     exchange: RankSums | None = None,
 ) -> Iterator[WeightSource]:
     """Yield the weights to build a model from: shared ones, or `source` itself if sharing is not
-    possible. While one process builds, other processes of this user that need the same weights wait
-    here. `exchange`: the rank's sums over ranks, which its layers call."""
+    possible. `exchange`: the rank's sums over ranks, which its layers call. For the rest see
+    shared_file."""
+    with shared_file(key, folder, exchange) as file:
+        yield source if file is None else Shared(source, file)
+        if isinstance(file, WritingFile):
+            file.seal(source.num_bytes, source.rounded_head_bytes)
+            heap.trim()  # give back the memory of private copies that were packed
+
+
+@contextmanager
+def shared_file(
+    key: WeightsKey, folder: Path | None = None, exchange: RankSums | None = None
+) -> Iterator[ReadingFile | WritingFile | None]:
+    """Yield the file of `key`: to read if it is there, else to write and seal; None if sharing is
+    not possible. Other processes of this user that need the same weights wait here until it is
+    done."""
     try:
         place = _own_folder(folder or FOLDER)
         lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (OSError, CannotShare) as error:
         log.info("weights are not shared: %s", error)
-        yield source
+        yield None
         return
     try:
         _lock(lock, key)
         with _opened(place, key, exchange) as file:
-            yield source if file is None else Shared(source, file)
-            if isinstance(file, WritingFile):
-                file.seal(source.num_bytes, source.rounded_head_bytes)
-                heap.trim()  # give back the memory of private copies that were packed
+            yield file
     finally:
         os.close(lock)
 
@@ -127,18 +140,19 @@ def _opened(
     place: Path, key: WeightsKey, exchange: RankSums | None
 ) -> Iterator[ReadingFile | WritingFile | None]:
     """Yield the file of `key`: to read if it is there, else to write; None if it cannot be
-    written."""
+    written. Modelling code that is not ours may write to its parameters."""
+    own_copies = key.part == WeightsPart.MODULES
     path = place / f"{key.name}.weights"
     for other in place.iterdir():
         if other != path and other.name != "lock":
             remove_if_unheld(other)  # a killed process left it
-    reading = ReadingFile.attach(path, key.dtype, exchange)
+    reading = ReadingFile.attach(path, key.dtype, exchange, own_copies)
     if reading is not None:
         log.info("weights: mapped, %.1f MB that this host holds once", reading.num_bytes / 1e6)
         yield reading
         return
     try:
-        writing = WritingFile(path, key.dtype, exchange)
+        writing = WritingFile(path, key.dtype, exchange, own_copies)
     except OSError as error:
         log.info("weights are not shared: %s", error)
         yield None

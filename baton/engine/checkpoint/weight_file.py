@@ -72,9 +72,13 @@ class WritingFile:
     never gets its name."""
 
     def __init__(
-        self, path: Path, dtype: torch.dtype, exchange: linear.RankSums | None = None
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        exchange: linear.RankSums | None = None,
+        copy_on_write: bool = False,
     ) -> None:
-        """Make the file. Raises OSError if that fails."""
+        """Make the file. `copy_on_write`: see SharedArea.seal. Raises OSError if that fails."""
         self.num_bytes = self.rounded_head_bytes = 0  # once sealed
         self._path = path
         self._unfinished = path.with_suffix(".unfinished")
@@ -92,6 +96,7 @@ class WritingFile:
         self._area.when_gone(partial(_let_go, self._fd, path))
         self._kernels = _kernels(dtype, exchange)
         self._exchange = exchange
+        self._copy_on_write = copy_on_write
         self._index: dict[str, Any] = {}
         self._places: dict[tuple[int, str, tuple[int, ...]], list[Any]] = {}
         self._end = 0
@@ -116,10 +121,10 @@ class WritingFile:
         return cast("T", _read(written, self._area, self._kernels))
 
     def seal(self, num_bytes: int, rounded_head_bytes: int) -> None:
-        """Finish the file, so that other processes can map it. This process can only read it from
+        """Finish the file, so that other processes can map it. This process cannot change it from
         now on."""
         self.num_bytes, self.rounded_head_bytes = num_bytes, rounded_head_bytes
-        self._area.seal(self._end)
+        self._area.seal(self._end, self._copy_on_write)
         if self._full:
             return
         index = {
@@ -201,10 +206,13 @@ class ReadingFile:
 
     @staticmethod
     def attach(
-        path: Path, dtype: torch.dtype, exchange: linear.RankSums | None = None
+        path: Path,
+        dtype: torch.dtype,
+        exchange: linear.RankSums | None = None,
+        copy_on_write: bool = False,
     ) -> ReadingFile | None:
-        """Map the file at `path`. Return None if there is none, or if it is broken; a broken file
-        is removed."""
+        """Map the file at `path`. `copy_on_write`: see SharedArea.seal. Return None if there is no
+        file, or if it is broken; a broken file is removed."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -216,7 +224,7 @@ class ReadingFile:
                 raise OSError("no whole file of weights")
             index, end = found
             area = SharedArea(fd, max(end, 1), writable=False)
-            area.seal(end)
+            area.seal(end, copy_on_write)
             if _digests(area, end) != index["digests"]:
                 raise OSError("its contents have changed")
         except (OSError, ValueError, KeyError) as error:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,9 +24,9 @@ from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoi
 from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.shared_weights import (
     LEAST_BYTES,
-    Part,
     WeightsKey,
     WeightSource,
+    WeightsPart,
     shared_weights,
 )
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
@@ -247,7 +248,7 @@ def _build(
             if not classifies(checkpoint.config):
                 return built
             return replace(built, classifier=weights.tensor(CLASSIFIER))
-    return _build_universal(checkpoint, dtype, device, config.deterministic)
+    return _build_universal(config, checkpoint, at)
 
 
 def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str, Any]) -> None:
@@ -308,10 +309,10 @@ def _build_data_rank(
     from baton.engine.parallel.data_weights import DenseWeights, RankWeights
 
     assert at.data is not None
-    with _once_per_host(config, checkpoint, weights, at, Part.DENSE) as source:
+    with _once_per_host(config, checkpoint, weights, at, WeightsPart.DENSE) as source:
         dense = DenseWeights.of(lean, source)
     experts = weights.counting_anew()
-    with _once_per_host(config, checkpoint, experts, at, Part.ROUTED) as source:
+    with _once_per_host(config, checkpoint, experts, at, WeightsPart.ROUTED) as source:
         own = RankWeights(dense, source)
         model = at.data.model(lean, own)
     return _Built("lean", model, own.num_bytes, own.rounded_head_bytes)
@@ -322,30 +323,38 @@ def _once_per_host(
     checkpoint: Checkpoint,
     weights: Weights,
     at: Placement,
-    part: Part = Part.ALL,
+    part: WeightsPart = WeightsPart.ALL,
 ) -> AbstractContextManager[WeightSource]:
-    """Return the weights to build from: shared with other processes of this host if the
-    configuration, the device and the size allow it, else `weights`. `part`: what is read of
-    them."""
-    small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
-    if not config.shared_weights or weights.device.type != "cpu" or small:
+    """Return the weights to build from: shared with other processes of this host, or `weights`.
+    `part`: what is read of them."""
+    if not _shares(config, checkpoint, weights.device):
         return nullcontext(weights)
     key = WeightsKey(_digest(checkpoint, config), weights.dtype, part=part)
     ranks = at.group if at.group is not None else at.data
-    if ranks is not None and part != Part.DENSE:
+    if ranks is not None and part != WeightsPart.DENSE:
         place, whole = ranks.place, config.enable_expert_parallel
         key = replace(key, rank=place.rank, num_ranks=place.size, whole_experts=whole)
     return shared_weights(weights, key, exchange=at.group)
 
 
-def _build_universal(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, deterministic: bool
-) -> _Built:
+def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether configuration, device and size allow to share weights with other processes."""
+    large = sum(path.stat().st_size for path in checkpoint.weight_files) >= LEAST_BYTES
+    return config.shared_weights and device.type == "cpu" and large
+
+
+def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement) -> _Built:
     # Imported here: transformers takes seconds, and the lean route must start without it.
     from baton.engine.models.universal import load_universal
 
-    model = load_universal(checkpoint, dtype, device, deterministic)
-    if not deterministic:
+    key = None
+    if _shares(config, checkpoint, at.device):
+        made_by = (
+            f"{_digest(checkpoint, config, lean=False)} transformers {version('transformers')}"
+        )
+        key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
+    model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, key)
+    if not config.deterministic:
         return _Built("transformers", model, model.weight_bytes)
     tiles = FixedTiles(model, 1) if model.has_experts else FixedTiles(model)
     return _Built("transformers", tiles, model.weight_bytes)

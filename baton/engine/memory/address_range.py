@@ -71,6 +71,14 @@ class AddressRange:
         flags = mmap.MAP_SHARED | _MAP_FIXED
         self._mmap(self.address + offset, num_bytes, access, flags, descriptor)
 
+    def map_copy_on_write(self, descriptor: int, offset: int, num_bytes: int) -> None:
+        """Map the first `num_bytes` of a file at `offset`. What this process writes there, it alone
+        sees. Raises OSError."""
+        self._check(offset, num_bytes)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+        self._mmap(self.address + offset, num_bytes, access, flags, descriptor)
+
     def unmap(self, offset: int, num_bytes: int) -> None:
         """Remove the mapping of these bytes; their addresses stay reserved."""
         self._check(offset, num_bytes)

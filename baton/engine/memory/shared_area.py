@@ -42,15 +42,20 @@ class SharedArea:
         self._range.when_gone(call)
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor over the numbers at `offset`. Writing to a sealed area is a fault."""
+        """Return a tensor over the numbers at `offset`. Writing to an area that is sealed read-only
+        is a fault."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
         return self._range.tensor(self._start + offset, size).view(dtype).view(shape)
 
-    def seal(self, size: int) -> None:
-        """Make the area read-only, its first `size` bytes in large pages where that works."""
-        self._range.map_file(self._fd, self._start, self._capacity, writable=False)
+    def seal(self, size: int, copy_on_write: bool = False) -> None:
+        """Make the area read-only, its first `size` bytes in large pages where that works. With
+        `copy_on_write` a page that is written becomes this process's own instead."""
+        if copy_on_write:
+            self._range.map_copy_on_write(self._fd, self._start, self._capacity)
+        else:
+            self._range.map_file(self._fd, self._start, self._capacity, writable=False)
         whole = size // HUGE * HUGE
         if whole:
             pages.collapse(self._range.address + self._start, whole)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -114,8 +114,11 @@ def _unquantized(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "quantization_config"}
 
 
-def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """Return transformers' own model on the CPU in `dtype`; each tensor is read once.
+def read_causal(
+    checkpoint: Checkpoint, dtype: torch.dtype, given: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Return transformers' own model on the CPU in `dtype`; each tensor is read once. `given`: what
+    it is made of instead of the checkpoint's tensors, by the names of its own state.
 
     transformers makes the model without memory, renames and merges tensors as the family needs it,
     makes the buffers that no file holds, and ties weights. It gets lazy tensors, which are still in
@@ -127,11 +130,11 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     family, config = causal_class(_unquantized(checkpoint.config))
     refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
-    lazy = _lazy_tensors(checkpoint, dtype)
+    tensors = _lazy_tensors(checkpoint, dtype) if given is None else dict(given)
     loaded: Any = family.from_pretrained(
         None,
         config=config,
-        state_dict=lazy,
+        state_dict=tensors,
         dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below: its own error does not name them

@@ -3,7 +3,7 @@
 Baton's attention function is registered in transformers' AttentionInterface under its own name. It
 gets the step's batch as a keyword of the forward call, so there is no global. At load:
 
-    read_causal (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
+    causal_once (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
     -> the same tokens through the paged path, in two chunks -> the model is refused unless these
     logits equal the native ones
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,7 +26,9 @@ from transformers import AttentionInterface, DynamicCache
 
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
-from baton.engine.models.causal import named_refusals, read_causal
+from baton.engine.checkpoint.shared_weights import WeightsKey, shared_file
+from baton.engine.models.causal import named_refusals
+from baton.engine.models.causal_once import causal_once
 from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.lora import Adapter, rows_by_adapter
@@ -243,22 +246,26 @@ class UniversalModel:
         )
 
 
+@torch.inference_mode()
 def load_universal(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     fixed_shapes: bool = False,
+    key: WeightsKey | None = None,
 ) -> UniversalModel:
-    """Load a checkpoint. Raises ModelRefused with the architecture and the reason."""
+    """Load a checkpoint. `key`: of the file in which this host holds the weights once, None = they
+    are this process's own. Raises ModelRefused with the architecture and the reason."""
     with named_refusals(checkpoint.config):
-        return _load(checkpoint, dtype, device, fixed_shapes)
+        with nullcontext() if key is None else shared_file(key) as file:
+            causal = causal_once(checkpoint, dtype, file)
+        return _checked(causal, dtype, device, fixed_shapes)
 
 
-@torch.inference_mode()
-def _load(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, fixed_shapes: bool
+def _checked(
+    causal: Any, dtype: torch.dtype, device: torch.device, fixed_shapes: bool
 ) -> UniversalModel:
-    causal = read_causal(checkpoint, dtype)
+    """Make the model that serves `causal`. Raises ModelRefused if it computes something else."""
     causal.requires_grad_(False).eval().to(device)
     text_config = causal.config.get_text_config()
     ids = (torch.arange(_CHECK_TOKENS, device=device) * 37 + 5) % text_config.vocab_size

@@ -148,6 +148,8 @@ class NodeControl:
 
     async def _do(self, order: ControlNode) -> None:
         match order.action:
+            case "inspect":
+                raise InternalError("inspect is no order to the engine")
             case "reset_prefix_cache":
                 await self._shell.thread.call(self._clear)
             case "pause":

@@ -43,7 +43,7 @@ def causal_once(
 def _state(causal: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the buffers that belong to the state."""
     state = causal.state_dict(keep_vars=True)
-    parameters = dict(causal.named_parameters())
+    parameters: dict[str, Tensor] = dict(causal.named_parameters())
     return parameters | {n: t for n, t in state.items() if not isinstance(t, nn.Parameter)}
 
 
@@ -63,7 +63,7 @@ def _mapped(checkpoint: Checkpoint, dtype: torch.dtype, file: ReadingFile) -> An
     """Return the model made of the file's tensors; None if transformers does not take all of them
     as they are."""
     names: tuple[str, ...] = file.take(NAMES, tuple)
-    given = {name: file.take(name, _absent) for name in names}
+    given: dict[str, Tensor | None] = {name: file.take(name, _absent) for name in names}
     parts = {name: tensor for name, tensor in given.items() if tensor is not None}
     try:
         causal = read_causal(checkpoint, dtype, parts)

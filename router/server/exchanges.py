@@ -49,25 +49,23 @@ class HttpMeter:
                 self._templates[route.endpoint] = _CONVERTER.sub("}", route.path)
             else:
                 self._paths.add(route.path)
-        self._tallies = dict[tuple[str, str, int], tuple[Count, Distribution]]()
+        # Of known methods and routes without parameters, so there is a bounded number.
+        self.known = dict[tuple[str, str, int], tuple[Count, Distribution]]()
 
-    def answered(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count the answer to the request of `scope`, which took so many seconds."""
-        path: str = scope["path"]
-        if path not in self._paths:  # Starlette notes which endpoint it has called
-            path = self._templates.get(scope.get("endpoint"), OTHER)
-        key = (scope["method"], path, status)
-        found = self._tallies.get(key)
-        if found is None:
-            method = key[0] if key[0] in METHODS else OTHER
-            found = (
-                self._requests.labels(method, path, str(status)),
-                self._seconds.labels(method, path),
-            )
-            if method != OTHER:  # of the others there may be any number
-                self._tallies[key] = found
-        found[0].value += 1.0
-        found[1].observe(seconds)
+    def tally(self, scope: Scope, status: int) -> tuple[Count, Distribution]:
+        """Return where an answer to the request of `scope` counts, and its seconds."""
+        method, path = scope["method"], scope["path"]
+        # Starlette notes which endpoint it has called.
+        route = path if path in self._paths else self._templates.get(scope.get("endpoint"), OTHER)
+        if method not in METHODS:
+            method = OTHER
+        found = (
+            self._requests.labels(method, route, str(status)),
+            self._seconds.labels(method, route),
+        )
+        if route == path and method != OTHER:
+            self.known[method, path, status] = found
+        return found
 
 
 class Exchanges:
@@ -114,6 +112,9 @@ class Exchanges:
                 await app(scope, receive, send_with_id)
             finally:
                 if self._meter is not None:
-                    self._meter.answered(scope, status, perf_counter() - began)
+                    key = (scope["method"], path, status)
+                    tally = self._meter.known.get(key) or self._meter.tally(scope, status)
+                    tally[0].value += 1.0
+                    tally[1].observe(perf_counter() - began)
                 level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
                 log.log(level, "%s %s %s", scope["method"], path, status)

@@ -88,7 +88,9 @@ def router_page(loop: asyncio.AbstractEventLoop) -> bytes:
     metrics.pooled("m", 12, "ok")
     asked = metrics.instruments
     meter = HttpMeter(asked.http_requests, asked.http_seconds, [Route("/v1/models", _nothing)])
-    meter.answered({"method": "GET", "path": "/v1/models"}, 200, 0.02)
+    answers, seconds = meter.tally({"method": "GET", "path": "/v1/models"}, 200)
+    answers.inc()
+    seconds.observe(0.02)
     watch_tasks(metrics.registry, loop)
     return metrics.render()
 

@@ -89,8 +89,9 @@ def test_made_up_methods_and_paths_make_no_series() -> None:
     meter = HttpMeter(asked.http_requests, asked.http_seconds, [route])
     for index in range(100):
         scope = {"method": f"M{index}", "path": f"/v1/models/{index}", "endpoint": route.endpoint}
-        meter.answered(scope, 405, 0.5)
-        meter.answered({"method": "GET", "path": f"/{index}"}, 404, 0.5)
+        meter.tally(scope, 405)[0].inc()
+        meter.tally({"method": "GET", "path": f"/{index}"}, 404)[0].inc()
+    assert meter.known == {}
     text = metrics.render().decode()
     name = ROUTER["baton_http_requests"].names[0]
     assert f'{name}{{method="{OTHER}",route="/v1/models/{{name}}",status="405"}} 100.0' in text

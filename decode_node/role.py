@@ -31,6 +31,7 @@ from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import MakeThread, RoleContext
 from baton.node.tracing import FETCH, PREFILLING
+from baton.protocol.clock import Clock
 from baton.protocol.errors import InvalidRequest, KVTimeout, UnsupportedFeature
 from baton.protocol.events import FirstToken, NodeStep, Subscribed, TokenEvent
 from baton.protocol.handles import KVHandle
@@ -46,8 +47,9 @@ T = TypeVar("T")
 class Seat:
     """What one request holds in the engine. Used on the engine thread only, so in order."""
 
-    def __init__(self, entry: NodeRequest) -> None:
+    def __init__(self, entry: NodeRequest, clock: Clock) -> None:
         self._entry = entry
+        self._clock = clock
         self._reservation: Reservation | None = None
         self._adoption: Adoption | None = None
         self._added = False
@@ -55,6 +57,7 @@ class Seat:
     def add(self, engine: Engine) -> None:
         """Let the engine compute the prompt. Raises InvalidRequest."""
         engine.add(self._entry.wanted, Task.LOCAL)
+        engine.stats.queue_seconds += self._clock.monotonic() - self._entry.request.arrival
         self._added = True
 
     def reserve(
@@ -69,6 +72,8 @@ class Seat:
         # A request of several samples cannot adopt: forks share blocks of this pool only.
         adopting = adopting and engine.may_adopt and request.params.width == 1
         self._reservation = engine.reserve(request, num_tokens, precision, adopting)
+        if self._reservation is not None:
+            engine.stats.queue_seconds += self._clock.monotonic() - request.arrival
         return self._reservation
 
     def adopt(self, adoption: Adoption) -> None:
@@ -118,7 +123,7 @@ class DecodeRole:
     async def serve(self, entry: NodeRequest) -> None:
         if entry.pool is not None:
             return await self._pooling.serve(entry, entry.pool)
-        seat = Seat(entry)
+        seat = Seat(entry, self._context.clock)
         try:
             grammar = await prepared(self.thread.engine.grammars, entry.request.params.guided)
             if entry.handle is None:

@@ -25,6 +25,7 @@ from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import MakeThread, RoleContext
+from baton.protocol.clock import Clock
 from baton.protocol.errors import BatonError, KVStale, UnsupportedFeature
 from baton.protocol.events import FirstToken, HandleReady, NodeStep, TokenEvent
 from baton.protocol.handles import KVHandle
@@ -140,8 +141,9 @@ def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
     return tuple(tokens)
 
 
-def _add(engine: Engine, request: Request) -> None:
+def _add(engine: Engine, request: Request, clock: Clock) -> None:
     engine.add(request, Task.PREFILL)
+    engine.stats.queue_seconds += clock.monotonic() - request.arrival
     FAILPOINTS.hit("p.queued")
 
 
@@ -176,7 +178,7 @@ class PrefillRole:
         self._serving[request.id] = entry
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
-            await self.thread.call(lambda engine: _add(engine, request))
+            await self.thread.call(lambda engine: _add(engine, request, self._context.clock))
             del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)
             entry.export = None  # from now on the export outlives the request

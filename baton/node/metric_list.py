@@ -66,8 +66,8 @@ NODE: Final = MetricList(
     counter("baton_engine_requests", "Requests that came to the engine", "requests", OF_NODE),
     counter(
         "baton_queue_seconds",
-        "Time that requests waited for their place in a step, all added up: its rate is how many"
-        " waited on average",
+        "Time that requests waited here for room or for their place in a step, all added up: its"
+        " rate is how many waited on average",
         "seconds",
         OF_NODE,
     ),

@@ -36,7 +36,8 @@ class EngineStats:
     # count is of steps beyond all bounds.
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     num_counted_tokens: int = 0  # of these steps
-    # Sum over requests of the time that each waited for its place in a step.
+    # Sum over requests of the time that each waited: the node adds what passed before the engine
+    # had it, or had room for its KV, and the engine what passes until it has a place in a step.
     queue_seconds: float = 0.0
     num_layers: int = 0  # layers computed for prompts, those of the current step included
     num_preemptions: int = 0  # requests preempted, by swapping or for recomputation

@@ -124,7 +124,9 @@ def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
     registry = SimpleNamespace(
         records=lambda: nodes,
         snapshots=lambda: snapshots,
-        statuses=lambda: [NodeStatus("a", each.node_id == "d", each, "", 3) for each in nodes],
+        statuses=lambda: [
+            NodeStatus("a", each.node_id == "d", each, "", 3, each.load) for each in nodes
+        ],
         health=SimpleNamespace(stats=numbered(HealthStats, 7)),
     )
     retries = SimpleNamespace(granted=1, refused=2)

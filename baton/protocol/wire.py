@@ -185,8 +185,7 @@ def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
 
 
 def handle_to_bytes(value: KVHandle) -> bytes:
-    """Serialize a handle, for messages and for the request's record in the store. Mutates
-    `value.encoded`."""
+    """Serialize a handle, once for all messages that carry it. Mutates `value.encoded`."""
     if not value.encoded:
         message = kv_pb2.KVHandle()
         _write_handle(message, value)

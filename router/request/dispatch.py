@@ -24,7 +24,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from baton.protocol import wire
 from baton.protocol.errors import (
     BatonError,
     Cancelled,
@@ -276,8 +275,7 @@ class Journey:
         if node is None or self._parts.registry.session(node.boot_id) is None:
             node = choice.decode_node(self._ask, self._parts, self._trace, handle)
         self._trace.decode_node = node.node_id
-        exported = wire.handle_to_bytes(handle).hex()
-        ledger.post(RequestState.TRANSFER, decode_node=node.node_id, kv_handle=exported)
+        ledger.post(RequestState.TRANSFER, decode_node=node.node_id)
         message = SubmitDecode(self._request, handle, prefilling=not self._attempts.prefilled)
         self._attempts.decode = self._attempts.submit(node, message, 0)
 

@@ -47,6 +47,10 @@ async def test_the_way_of_a_request() -> None:
         assert decode.handle == handle
         assert decode.request.prompt_ids == request.prompt_ids
         assert await state_of(router) == (RequestState.TRANSFER, 1)
+        record = await router.store.read("r")
+        assert record is not None
+        # The store never gets the handle, whose secret is the right to fetch.
+        assert not any(handle.secret.hex() in value for value in record.fields.values())
         # Token 1 is shown while the decode node has not even subscribed.
         p.tokens(prefill.request, 0, 41, num_cached_tokens=4)
         first = await client.next()

@@ -229,16 +229,21 @@ def make_quantized(
 
 
 def quantized_pair(
-    name: str, quantized: Path, twin: Path, ignored: tuple[str, ...] = ()
+    name: str,
+    quantized: Path,
+    twin: Path,
+    ignored: tuple[str, ...] = (),
+    products: tuple[str, ...] = ("_proj",),
 ) -> tuple[Path, Path]:
-    """As make_quantized, out of two copies of one plain checkpoint, which are overwritten."""
+    """As make_quantized, out of two copies of one plain checkpoint, which are overwritten; modules
+    ending in one of `products` become integers."""
     recipe = RECIPES[name]
     plain = load_file(twin / "model.safetensors")
     packed = dict(plain)
     generator = torch.Generator().manual_seed(1)
     for key, weight in list(plain.items()):
         module = key.removesuffix(".weight")
-        if not module.endswith("_proj") or module.endswith(ignored or ("\0",)):
+        if not module.endswith(products) or module.endswith(ignored or ("\0",)):
             continue
         group = recipe.group or weight.shape[1]
         groups = torch.arange(weight.shape[1]) // group

@@ -23,6 +23,7 @@ GGUF_KEPT_BYTES: Final[Mapping[str, float]] = {
     "Q4_0": 0.625, "Q4_1": 0.75, "Q4_K": 0.75, "Q5_0": 1.125, "Q5_1": 1.25, "Q5_K": 1.25,
     "Q6_K": 1.25, "Q8_0": 1.125,
 }  # fmt: skip
+MXFP4_KEPT_BYTES: Final = 0.5625  # of a weight of gpt-oss's experts, whose scales are float16
 _MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from baton.engine.checkpoint.kinds import GGUF_KEPT_BYTES, WIDENED_BITS, widened_kind
+from baton.engine.checkpoint.kinds import (
+    GGUF_KEPT_BYTES,
+    MXFP4_KEPT_BYTES,
+    WIDENED_BITS,
+    widened_kind,
+)
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 
@@ -27,6 +32,7 @@ class ExpertsShape:
     routed: int  # experts of one MoE layer
     per_token: int  # of them, how many a token meets
     parameters: int  # of all routed experts of all layers
+    plain: int = 0  # of these, how many no quantization shrinks
 
     @property
     def idle_parameters(self) -> int:
@@ -51,6 +57,7 @@ class StoredWeights:
     mean_bytes: float | None = None  # mean bytes of a weight, if matrices differ in format
     integers: StoredWeights | None = None  # the integers that are kept unless widening is asked for
     head: StoredWeights | None = None  # the integers that are kept of the head
+    only_experts: bool = False  # matrices other than routed experts are kept in the model's dtype
 
     @property
     def bytes_per_weight(self) -> float:
@@ -67,8 +74,8 @@ class StoredWeights:
 class ModelShape:
     """Sizes of a model. `embedding`: parameters of the input table. `matrices`: parameters of the
     projections in the layers. Quantization shrinks them, except for the `plain` ones among them
-    (routers, and kv_b_proj of latents). `replicated`: of the parameters that it shrinks, those that
-    every tensor-parallel rank holds whole."""
+    (routers, and kv_b_proj of latents). Every tensor-parallel rank holds whole: `replicated` of the
+    parameters that it shrinks, and the `routers`."""
 
     model_type: str
     parameters: int
@@ -85,6 +92,7 @@ class ModelShape:
     stored: StoredWeights | None = None
     plain: int = 0
     replicated: int = 0
+    routers: int = 0
     note: str = ""  # what is not certain about these numbers
     refused: str | None = None  # why no route serves the model, if its layers show a reason
 
@@ -126,13 +134,14 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Parameters of one layer: `matrices` in its projections, `vectors` in norms and biases;
-    `plain`, `replicated`: see ModelShape."""
+    `plain`, `replicated`, `routers`: see ModelShape."""
 
     matrices: int
     vectors: int
     experts: int = 0  # the part of `matrices` that belongs to routed experts
     plain: int = 0
     replicated: int = 0
+    routers: int = 0
 
 
 def _attention(c: dict[str, Any], *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> _Layer:
@@ -165,7 +174,7 @@ def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
     routed_parameters = routed * 3 * hidden * inner
     router = routed * hidden
     matrices = routed_parameters + router + 3 * hidden * shared
-    return _Layer(matrices, 0, routed_parameters, plain=router)
+    return _Layer(matrices, 0, routed_parameters, plain=router, routers=router)
 
 
 def _heads(c: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -205,6 +214,7 @@ def _sum(
         stored=stored_weights(c),
         plain=num_layers * attention.plain + sum(mlp.plain for mlp in mlps),
         replicated=num_layers * attention.replicated,
+        routers=sum(mlp.routers for mlp in mlps),
     )
 
 
@@ -284,8 +294,11 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
 def _kept_integers(
     c: dict[str, Any], given: dict[str, Any]
 ) -> tuple[StoredWeights | None, StoredWeights | None]:
-    """Return the integers that are kept of a GGUF file's matrices, and of its head; None for
-    matrices or a head that are kept as floating-point numbers."""
+    """Return what is kept narrow of the matrices (of a GGUF file's, of gpt-oss's experts), and of
+    the head; None for matrices or a head that are kept in the model's dtype."""
+    if c.get("model_type") == "gpt_oss" and given["quant_method"] == "mxfp4":
+        named = "mxfp4 (experts)"
+        return StoredWeights(named, 4, mean_bytes=MXFP4_KEPT_BYTES, only_experts=True), None
     counts: dict[str, int] = dict(given.get("types") or {})
     head: str | None = given.get("head")
     if head is None:
@@ -332,7 +345,8 @@ def _qwen_moe(c: dict[str, Any]) -> ModelShape:
     shared = 0 if third else c["shared_expert_intermediate_size"]
     sparse = _experts(hidden, c["moe_intermediate_size"], routed, shared)
     if not third:  # one more row in front of the shared expert: its gate
-        sparse = _Layer(sparse.matrices + hidden, 0, sparse.experts, sparse.plain + hidden)
+        whole = sparse.plain + hidden
+        sparse = _Layer(sparse.matrices + hidden, 0, sparse.experts, plain=whole, routers=whole)
     dense = _mlp(hidden, c["intermediate_size"])
     step = c.get("decoder_sparse_step", 1)
     only: set[int] = set(c.get("mlp_only_layers") or ())
@@ -365,9 +379,14 @@ def _gpt_oss(c: dict[str, Any]) -> ModelShape:
     sparse = _experts(hidden, inner, routed)
     biases = routed * (2 * inner + hidden)  # stacked: counted with the experts' matrices
     sparse = _Layer(
-        sparse.matrices + biases, c["num_attention_heads"] + routed, sparse.experts + biases
-    )
-    return _sum(c, attention, [sparse] * c["num_hidden_layers"], _paged(c))
+        sparse.matrices + biases, c["num_attention_heads"] + routed, sparse.experts + biases,
+        plain=sparse.plain + biases, routers=sparse.routers,
+    )  # fmt: skip
+    shape = _sum(c, attention, [sparse] * c["num_hidden_layers"], _paged(c))
+    if shape.experts is None:
+        return shape
+    experts = replace(shape.experts, plain=biases * c["num_hidden_layers"])
+    return replace(shape, experts=experts)
 
 
 FAMILIES: Final[dict[str, Callable[[dict[str, Any]], ModelShape]]] = {

@@ -43,8 +43,9 @@ def causal_once(
 def _state(causal: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the buffers that belong to the state."""
     state = causal.state_dict(keep_vars=True)
-    parameters: dict[str, Tensor] = dict(causal.named_parameters())
-    return parameters | {n: t for n, t in state.items() if not isinstance(t, nn.Parameter)}
+    found: dict[str, Tensor] = dict(causal.named_parameters())
+    found.update({n: t for n, t in state.items() if not isinstance(t, nn.Parameter)})
+    return found
 
 
 def _move(causal: nn.Module, file: WritingFile) -> None:
@@ -62,9 +63,11 @@ def _move(causal: nn.Module, file: WritingFile) -> None:
 def _mapped(checkpoint: Checkpoint, dtype: torch.dtype, file: ReadingFile) -> Any | None:
     """Return the model made of the file's tensors; None if transformers does not take all of them
     as they are."""
-    names: tuple[str, ...] = file.take(NAMES, tuple)
-    given: dict[str, Tensor | None] = {name: file.take(name, _absent) for name in names}
-    parts = {name: tensor for name, tensor in given.items() if tensor is not None}
+    parts: dict[str, Tensor] = {}
+    for name in file.take(NAMES, tuple[str, ...]):
+        tensor = file.take(name, _absent)
+        if tensor is not None:
+            parts[name] = tensor
     try:
         causal = read_causal(checkpoint, dtype, parts)
     except ModelRefused as reason:

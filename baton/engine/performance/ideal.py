@@ -150,6 +150,7 @@ class Precision:
     def of_device(self, shape: ModelShape, num_bytes: int, size: int) -> int:
         """Of `num_bytes` of the model's weights what one of `size` devices has."""
         everywhere = shape.replicated * self.matrix_bytes
+        everywhere += shape.routers * WEIGHT_BYTES[self.dtype]
         return int(everywhere + (num_bytes - everywhere) / size)
 
     def held_bytes(self, shape: ModelShape) -> int:
@@ -177,7 +178,10 @@ class Precision:
         plain = WEIGHT_BYTES[self.dtype]
         if self.stored is None:
             return parameters * plain
-        narrow = min(shape.matrices - shape.plain, parameters)
+        narrow = shape.matrices - shape.plain
+        if self.stored.only_experts:
+            narrow = 0 if shape.experts is None else shape.experts.parameters - shape.experts.plain
+        narrow = min(narrow, parameters)
         return (parameters - narrow) * plain + narrow * self.stored.bytes_per_weight
 
     def _head(self, shape: ModelShape, replaced: int) -> float:
@@ -367,6 +371,8 @@ def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
     stored, own_head = shape.stored, None
     if stored is not None and stored.widened:
         kept = options.quantization == "none"
+        if stored.integers is not None and stored.integers.only_experts:
+            kept = kept and dtype == "bfloat16"  # the dtype of the kernels for 4-bit floats
         stored, own_head = (stored.integers, stored.head) if kept else (None, None)
     if options.quantization in QUANTIZED:
         stored = QUANTIZED[options.quantization]

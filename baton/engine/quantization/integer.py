@@ -77,11 +77,12 @@ class IntWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight as layers keep it: packed integers, scales, zeros and order."""
+        """Bytes of the weight as layers keep it: packed integers, scales, zeros and order. Only
+        compiled kernels keep 4-bit floats, and their scales are float16."""
         parts = (self.zeros, self.order)
         return (
             self.values.numel() * self.bits // 8
-            + self.scales.nbytes
+            + self.scales.nbytes // (2 if self.floats else 1)
             + sum(part.nbytes for part in parts if part is not None)
         )
 

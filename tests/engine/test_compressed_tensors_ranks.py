@@ -8,6 +8,7 @@ config.json.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.config import EngineConfig
-from baton.engine.loading.loading import load_model
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.running.attention_choice import choose_attention
+from baton.engine.state.batch import flatten
+from baton.engine.state.place import rank_layers
 from baton.llm import LLM
 from baton.protocol.request import Request
 from tests.engine.quantized_models import SHAPE
 from tests.engine.running import relative_error
-from tests.engine.tensor_parallel_ranks import by_threads, engine_of_ranks, logits_of
+from tests.engine.tensor_parallel_ranks import BLOCK, CHUNKS, NEXT, by_threads, engine_of_ranks
 from tests.engine.test_tensor_parallel_engine import GREEDY, PROMPTS, answers
 from tests.tiny_models import make_tiny_model
 
@@ -68,18 +74,43 @@ def saved(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("head", ["none", "w8a8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [2, 4])
 @torch.inference_mode()
-def test_ranks_compute_the_numbers_of_one(size: int, dtype: Any, tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    whole = EngineConfig(str(path), device="cpu", dtype=dtype)
-    expected = logits_of(load_model(whole), 1)
-    config = EngineConfig(str(path), device="cpu", dtype=dtype, tensor_parallel_size=size)
-    found, *_ = by_threads(size, lambda group: logits_of(load_model(config, group), size))
-    # Hidden states are equal bit for bit; the plain head's product is made of slices.
-    assert relative_error(found, expected) < (1e-5 if dtype == "float32" else 1e-2)
-    assert found.argmax(-1).equal(expected.argmax(-1))
+def test_ranks_compute_the_numbers_of_one(size: int, dtype: Any, head: Any, tmp_path: Path) -> None:
+    """Of two ranks hidden states bit for bit, and the logits of a w8a8 head; a plain head's product
+    is made of slices, which may round otherwise. Four ranks share KV heads: a rank attends with
+    fewer queries per KV head, and those products may round otherwise."""
+    bound = 1e-5 if dtype == "float32" else 1e-2
+    config = EngineConfig(
+        str(saved(tmp_path)), device="cpu", dtype=dtype, lm_head_quantization=head
+    )
+    hidden, expected = _computed(load_model(config), 1)
+    config = replace(config, tensor_parallel_size=size)
+    ranks = by_threads(size, lambda group: _computed(load_model(config, group), size))
+    for found, _ in ranks:
+        assert relative_error(found, hidden) < bound
+        assert size == 4 or torch.equal(found, hidden)
+    logits = ranks[0][1]
+    assert relative_error(logits, expected) < bound
+    if (size, head) == (2, "w8a8"):
+        assert torch.equal(logits, expected)
+    assert logits.argmax(-1).equal(expected.argmax(-1))
+
+
+def _computed(loaded: LoadedModel, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and logits of all rows of CHUNKS, then NEXT, on this rank."""
+    info = loaded.info
+    arena = KVArena(one_group(rank_layers(info.layers, size)), 8, BLOCK, info.kv_dtype)
+    attention = choose_attention(loaded, arena)
+    hidden: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
+    for chunks in (CHUNKS, NEXT):
+        step = flatten(chunks, attention, BLOCK, loaded.device)
+        hidden.append(loaded.forward(step.token_ids, step.positions, step.batch))
+        logits.append(loaded.logits(hidden[-1]))
+    return torch.cat(hidden), torch.cat(logits)
 
 
 def test_an_engine_of_two_ranks_writes_what_one_writes(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.checkpoint.kinds import MXFP4_KEPT_BYTES
 from baton.engine.config import AUTO_HEADS
 from baton.engine.kernels.cpu import library
 from baton.engine.kernels.cpu.experts import ExpertKernels
@@ -23,8 +24,12 @@ from baton.engine.loading.loading import load_model
 from baton.engine.models.experts import Experts
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
+from baton.engine.parallel.group import RankGroup
+from baton.engine.performance.estimate import sized
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.quantization.integer import SCHEMES, Scheme, quantize
 from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.place import RankPlace
 from baton.llm import LLM
 from baton.protocol.errors import ModelRefused
 from baton.protocol.sampling import SamplingParams
@@ -280,6 +285,43 @@ def test_mxfp4_stays_in_four_bits(cpu_kernels: CpuKernels, tmp_path: Path) -> No
     [shared, _] = by_threads(2, lambda group: rank_logits(load_model(config, group), 2))
     alone = rank_logits(packed, 1)
     assert relative_error(shared, alone) < 1.5 * near + 0.01
+
+
+BIG = {
+    "hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def test_the_estimate_counts_experts_in_four_bits(cpu_kernels: CpuKernels, tmp_path: Path) -> None:
+    """Of what ranks hold, and of the memory of the packed layers."""
+    if integer_kernels_for(torch.bfloat16, torch.device("cpu")) is None:
+        pytest.skip("no integer kernels here")
+    path, _ = packed_experts(tmp_path, save_gpt_oss(tmp_path / "twin", **BIG))
+    for size, whole_experts in ((1, False), (2, False), (2, True), (4, False), (4, True)):
+        options: dict[str, Any] = {
+            "tensor_parallel_size": size, "enable_expert_parallel": whole_experts,
+        }  # fmt: skip
+        found = sized(EstimateOptions(model=path, dtype="bfloat16", **options))
+        assert found.refused is None
+        assert found.quantization == "mxfp4 (experts)"
+        config = replace(config_of(path, **options), dtype="bfloat16")
+        for rank in range(size):
+            group = None if size == 1 else RankGroup(RankPlace(rank, size), "gloo")
+            held = load_model(config, group).weight_bytes
+            assert 0.95 < held / found.weight_bytes < 1.1, (size, whole_experts, rank)
+    alone = load(path, dtype="bfloat16")
+    layers = [layer.mlp.experts for layer in alone.model._layers]  # type: ignore[attr-defined]
+    products = [each for experts in layers for e in experts for each in (e.gate_up, e.down)]
+    packed = sum(each.packed.panels.nbytes + each.packed.peaks.nbytes for each in products)
+    weights = len(layers) * 4 * 3 * 256 * 256
+    assert packed == pytest.approx(MXFP4_KEPT_BYTES * weights, rel=0.1)
+    for wide in ({"quantization": "widened"}, {"dtype": "float32"}):
+        options: dict[str, Any] = {"dtype": "bfloat16", **wide}
+        found = sized(EstimateOptions(model=path, **options))
+        held = load(path, **options).weight_bytes
+        assert found.quantization is None
+        assert 0.95 < held / found.weight_bytes < 1.1
 
 
 def test_scales_too_far_apart_for_the_kernels_are_widened(

@@ -45,6 +45,7 @@ class Collector:
     endpoint: str = ""
     requests: list[trace_service_pb2.ExportTraceServiceRequest] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    arrived: threading.Event = field(default_factory=threading.Event)
 
     @property
     def spans(self) -> list[SeenSpan]:
@@ -84,6 +85,7 @@ def grpc_collector() -> Iterator[Collector]:
     class Service(trace_service_pb2_grpc.TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
             collector.requests.append(request)
+            collector.arrived.set()
             return trace_service_pb2.ExportTraceServiceResponse()
 
     server = grpc.server(futures.ThreadPoolExecutor(2))
@@ -107,6 +109,7 @@ def http_collector() -> Iterator[Collector]:
             request = trace_service_pb2.ExportTraceServiceRequest.FromString(body)
             collector.paths.append(self.path)
             collector.requests.append(request)
+            collector.arrived.set()
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()

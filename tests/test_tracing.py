@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from baton.runtime.tracing.sender import ExportPlan, SpanSender, check_endpoint
 from baton.runtime.tracing.spans import SpanEvent, TraceContext, TraceSpan
 from router.config import RouterConfig
 from tests.collector import grpc_collector, only
+from tests.waiting import WAIT_S
 
 ROOT = TraceContext("ab" * 16, "cd" * 8)
 PLAN = ExportPlan("http://127.0.0.1:4317", None, "baton-test", "test-0")
@@ -121,7 +123,11 @@ def test_the_child_sends_what_it_has_got() -> None:
     with grpc_collector() as collector:
         plan = msgspec.structs.replace(PLAN, endpoint=collector.endpoint)
         made = SpanSender(plan)
-        made.send(msgspec.msgpack.encode([span("one"), span("two")]))
+        made.send(msgspec.msgpack.encode([span("one")]))
+        assert collector.arrived.wait(WAIT_S), "it has begun"
+        made._child.send_signal(signal.SIGTERM)  # from a service manager
+        made._child.send_signal(signal.SIGINT)
+        made.send(msgspec.msgpack.encode([span("two")]))
         made.close()
         made.close()
         assert only(collector.spans, "one").instance == "test-0"

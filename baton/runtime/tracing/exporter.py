@@ -130,8 +130,10 @@ def exporter_of(plan: ExportPlan, variables: Sequence[str | None] = ()) -> SpanE
 
 def main(argv: Sequence[str], spans_of: SpansOf = decode_spans) -> int:
     """Export what comes on stdin until its end; return the exit status."""
-    # Ctrl-C reaches all processes of a terminal: this one goes after its parent.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches all processes of a terminal, systemd's SIGTERM all of a service: this one goes
+    # after its parent.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     plan = msgspec.json.decode(argv[0], type=ExportPlan)
     logs.setup(f"{plan.instance} traces", plan.log_level, plan.log_format)

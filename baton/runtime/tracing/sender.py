@@ -30,7 +30,7 @@ PACKAGES: Final = (
     "opentelemetry.exporter.otlp.proto.grpc",
     "opentelemetry.exporter.otlp.proto.http",
 )
-STOP_S: Final = 5.0  # the child gives up sending a little earlier
+STOP_S: Final = 3.0  # the child gives up sending a little earlier
 
 
 class ExportPlan(msgspec.Struct, frozen=True):

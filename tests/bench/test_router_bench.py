@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,13 +10,19 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace.export import SpanExportResult
+from rich.console import Console
 
+from baton.runtime.tracing.exporter import SpanPump, decode_spans, exporter_of
+from baton.runtime.tracing.sender import ExportPlan
+from baton.runtime.tracing.spans import TraceContext, TraceSpan
 from baton.text.tokenizer import Tokenizer
-from bench import router, router_trees
+from bench import router, router_traces, router_trees
 from bench.measure import median_and_range
 from bench.router_load import LoadPlan, RouterFigures, Stream
 from bench.router_nodes import NUM_WORDS, some_words
 from bench.router_processes import redis_binary
+from bench.router_traces import TraceFigures
 from bench.router_trees import TreeFigures
 from deploy.plan import DEMO_MODEL
 
@@ -116,3 +123,25 @@ async def test_streams_beside_slow_readers_are_measured(tmp_path: Path) -> None:
         assert 0 < run["lag_ms"]["p50"] <= run["lag_ms"]["p99"]
         assert 0 < run["memory_mb"]["before"] <= run["memory_mb"]["peak"]
     assert {goal["name"] for goal in found["goals"]} >= {"steady: lag p99, ms"}
+
+
+def test_what_traces_cost_is_compared_turn_by_turn() -> None:
+    figures = TraceFigures()
+    for turn, router_us in (("off", 100.0), ("unsampled", 101.0), ("traced", 103.0)):
+        figures.add(turn, {"router": router_us, "exporters": 20.0 * (turn == "traced")})
+    assert figures.ratios("traced", "router") == [1.03]
+    assert figures.ratios("traced", "all") == [1.23]
+    text = io.StringIO()
+    router_traces.show(figures, Console(file=text, width=120))
+    assert "1.030 (1.030-1.030)" in text.getvalue()
+
+
+def test_the_collector_of_traces_takes_spans() -> None:
+    with router_traces.collector() as endpoint:
+        context = TraceContext("ab" * 16, "cd" * 8)
+        plan = ExportPlan(endpoint, "grpc", "baton-test", "test")
+        made = exporter_of(plan)
+        pump = SpanPump(plan, made, decode_spans)
+        span = pump.readable(TraceSpan("one", "baton.test", context, 1, 2))
+        assert made.export([span]) is SpanExportResult.SUCCESS
+        pump.close()

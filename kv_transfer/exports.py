@@ -35,6 +35,7 @@ from kv_transfer.protocol.leases import Leases
 from kv_transfer.stats import NO_LANE
 
 log = logging.getLogger(__name__)
+LEASE_OVER: Final = "the lease is over"
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +208,7 @@ class ExportTable:
             lanes = [self._live[seq].lane for seq in due]
             kept = [export for export in self._draining.values() if self._freeable(export, now)]
         for seq in due:
-            self.release(seq, KVStale("the lease is over"))
+            self.release(seq, KVStale(LEASE_OVER))
         for export in kept:
             self._free(export)
         return lanes
@@ -356,7 +357,7 @@ class ExportTable:
         if self._fenced(export, epoch):
             raise KVStale(f"epoch {epoch} of request {export.handle.request_id} is over")
         if not self._leases.held(export.handle.export_seq, self._clock.monotonic()):
-            raise KVStale("the lease is over")
+            raise KVStale(LEASE_OVER)
 
     def _published(self, export: Export) -> None:
         """Count a change, and wake readers only if a whole burst is published.

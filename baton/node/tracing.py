@@ -31,12 +31,12 @@ from baton.protocol.handles import KVHandle, Role
 from baton.protocol.request import Request
 from baton.runtime.tracing.sender import ExportPlan, SpanSender, SpanSink
 from baton.runtime.tracing.spans import Attributes, SpanEvent, TraceContext, TraceSpan
+from kv_transfer.exports import LEASE_OVER
 from kv_transfer.protocol.base import KVReady
 
 TRANSFER: Final = "baton.kv_transfer"  # the scope of both halves of a transfer
 MOST_EVENTS: Final = 128  # chunks of a span; OpenTelemetry's own limit
 MOST_EXPORTS: Final = 4096  # traced exports at once; the oldest are forgotten
-ACKNOWLEDGED: Final = "acknowledged"
 QUEUE: Final = "queue"
 COMPUTE: Final = "compute"
 PREFILLING: Final = "prefilling"
@@ -176,9 +176,12 @@ class NodeTracing:
             "baton.kv.bytes": num_bytes,
             "baton.kv.released": why,
         }
-        error = None if why == ACKNOWLEDGED else why
-        start, end = self.at_ns(began_at), self.at_ns(self.now())
-        span = TraceSpan("kv export", TRANSFER, above.child(), start, end, attributes, error)
+        error = why if why == LEASE_OVER else None  # nobody wanted it
+        lasted_ns = round((self.now() - began_at) * 1e9)
+        end = time.time_ns()
+        span = TraceSpan(
+            "kv export", TRANSFER, above.child(), end - lasted_ns, end, attributes, error
+        )
         self.send([span])
 
     def at_ns(self, at: float) -> int:

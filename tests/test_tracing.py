@@ -21,7 +21,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.tracing import sender
 from baton.runtime.tracing.exporter import SpanPump, decode_spans, exporter_of
 from baton.runtime.tracing.sender import ExportPlan, SpanSender, check_endpoint
 from baton.runtime.tracing.spans import SpanEvent, TraceContext, TraceSpan
@@ -30,7 +29,7 @@ from tests.collector import grpc_collector, only
 from tests.waiting import WAIT_S
 
 ROOT = TraceContext("ab" * 16, "cd" * 8)
-PLAN = ExportPlan("http://127.0.0.1:4317", None, "baton-test", "test-0")
+PLAN = ExportPlan("http://127.0.0.1:4317", None, "baton-test", "test-0", stop_s=WAIT_S)
 
 
 def span(name: str, **more: Any) -> TraceSpan:
@@ -141,8 +140,7 @@ def test_a_child_that_is_busy_or_gone_holds_up_nobody(
 ) -> None:
     (tmp_path / "deaf.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(sender, "STOP_S", 0.1)
-    made = SpanSender(PLAN, "deaf")
+    made = SpanSender(msgspec.structs.replace(PLAN, stop_s=0.1), "deaf")
     for _ in range(1000):  # more than a socket holds
         made.send(b"x" * 4096)
     assert 0 < made.num_dropped < 1000

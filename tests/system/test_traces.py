@@ -1,6 +1,6 @@
 """Traces over OTLP: one connected trace per request, whatever happened to it, in a real collector.
 
-Routers and nodes send what they have when they stop, so the tests look after that: nothing waits.
+A process that stops waits only some seconds for its child, so the tests wait for the spans first.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from baton.protocol.sampling import SamplingParams
 from router.server.app import create_app
 from tests.cluster import Cluster, Plan, cluster
 from tests.collector import (
+    Collector,
     SeenSpan,
     assert_connected,
     edges,
@@ -92,6 +94,19 @@ def whole(root: SeenSpan) -> set[tuple[str, str, str]]:
     return rows | {("", "baton-router", root.name)}
 
 
+async def arrived(collector: Collector, number: int, **counts: int) -> None:
+    """Wait until a trace has a root, the spans that end last, and so many of other names."""
+    wanted = {"prefill_node": 1, "decode_node": 1, "kv_export": 1} | counts
+
+    async def look() -> bool:
+        spans = collector.trace(f"{number:032x}")
+        names = Counter(span.name.replace(" ", "_") for span in spans)
+        has_root = any(span.parent_id == CLIENT for span in spans)
+        return has_root and all(names[name] >= count for name, count in wanted.items())
+
+    await eventually(look)
+
+
 @pytest.mark.parametrize("collecting", [grpc_collector, http_collector])
 async def test_a_trace_goes_through_router_prefill_transfer_and_decode(
     model: Path, collecting: Any
@@ -100,9 +115,12 @@ async def test_a_trace_goes_through_router_prefill_transfer_and_decode(
     with collecting() as collector:
         plan = Plan(model, [CHUNKED], traces=collector.endpoint, traces_protocol=protocol)
         async with cluster(plan) as c:
-            answers = [await ask(c, traced(1)), await ask(c, {}), await ask(c, traced(2, "00"))]
+            cached = {"prompt": PROMPT[::-1]}
+            answers = [await ask(c, {}, **cached), await ask(c, traced(2, "00"), **cached)]
+            answers.append(await ask(c, traced(1)))
             assert [answer.status_code for answer in answers] == [200, 200, 200]
             await c.settle()
+            await arrived(collector, 1)  # and so what was asked before
     assert set(collector.paths) <= {"/v1/traces"}
     assert not collector.trace(f"{2:032x}"), "its client wants no trace"
     spans = collector.trace(f"{1:032x}")
@@ -161,6 +179,7 @@ async def test_the_grpc_front_door_and_a_migration(model: Path) -> None:
             assert await asyncio.wait_for(move, WAIT_S)
             await asyncio.wait_for(task, WAIT_S)
             await c.settle()
+            await arrived(collector, 3, decode_node=2, kv_export=2)
     spans = collector.trace(f"{3:032x}")
     root = assert_connected(spans, CLIENT)
     assert root.attributes["baton.migrations"] == 1
@@ -198,6 +217,7 @@ async def test_a_decode_node_dies_in_mid_stream(
             prefill, decode = await processes.nodes(1, 2, node_flags)
             router = await processes.router(prefill, decode, flags)
             await stream_through_a_kill(router, decode)
+            await arrived(collector, 4, attempt=2)
     spans = collector.trace(f"{4:032x}")
     root = assert_connected(spans, CLIENT)
     assert root.error is None

@@ -30,7 +30,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from baton.runtime import log as logs
-from baton.runtime.tracing.sender import PROTOCOLS, STOP_S, ExportPlan
+from baton.runtime.tracing.sender import PROTOCOLS, ExportPlan
 from baton.runtime.tracing.spans import TraceSpan
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ MESSAGE_BYTES: Final = 1 << 20  # no message is longer
 QUEUED_SPANS: Final = 1 << 14
 BATCH_SPANS: Final = 512
 DELAY_MS: Final = 1000.0  # the most that a span waits for others
-FLUSH_S: Final = STOP_S - 1.0
+FLUSHING: Final = 2 / 3  # of the time to stop
 NICE: Final = 10  # serving goes first
 HTTP_PATH: Final = "/v1/traces"
 # The SDK's own variables, the more special one first.
@@ -80,11 +80,11 @@ class SpanPump:
                 log.exception("a message of traces cannot be read")
 
     def close(self) -> None:
-        """Send what is queued, for at most FLUSH_S."""
+        """Send what is queued; give up before the parent does."""
         # The SDK's shutdown has no limit below 30 s.
         thread = threading.Thread(target=self._processor.shutdown, daemon=True)
         thread.start()
-        thread.join(FLUSH_S)
+        thread.join(FLUSHING * self._plan.stop_s)
 
     def readable(self, span: TraceSpan) -> ReadableSpan:
         """Return `span` as the SDK's exporters want it."""

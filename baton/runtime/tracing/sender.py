@@ -30,14 +30,15 @@ PACKAGES: Final = (
     "opentelemetry.exporter.otlp.proto.grpc",
     "opentelemetry.exporter.otlp.proto.http",
 )
-STOP_S: Final = 3.0  # the child gives up sending a little earlier
+STOP_S: Final = 3.0
 
 
 class ExportPlan(msgspec.Struct, frozen=True):
     """Where a process's spans go, and whose they are.
 
     `protocol` None: as OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says, else grpc. `service` and `instance`
-    name the process in traces.
+    name the process in traces. `stop_s`: how long a stopping process waits for its child, which
+    gives up sending a little earlier.
     """
 
     endpoint: str
@@ -47,6 +48,7 @@ class ExportPlan(msgspec.Struct, frozen=True):
     version: str = baton.__version__
     log_level: str = "info"
     log_format: str = "text"
+    stop_s: float = STOP_S
 
 
 def check_endpoint(endpoint: str | None) -> None:
@@ -90,6 +92,7 @@ class SpanSender:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self.num_dropped = 0
+        self._stop_s = plan.stop_s
         with theirs:
             command = [sys.executable, "-m", module, msgspec.json.encode(plan).decode()]
             self._child = subprocess.Popen(
@@ -113,7 +116,7 @@ class SpanSender:
         """Let the child send what it has got, and wait for its end. Calling it twice is safe."""
         self._socket.close()
         try:
-            self._child.wait(STOP_S)
+            self._child.wait(self._stop_s)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()

@@ -42,6 +42,7 @@ REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("node_tls_cert", "node_tls_key", "node_tls_ca"), _NO_TLS),
     **dict.fromkeys(("kv_tls_cert", "kv_tls_key", "kv_tls_ca"), _NO_TLS),
     "advertise_host": "nodes of `baton up` meet on this machine alone",
+    "break_socket": "`baton up --demo` makes it",
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",
     "node_id": _NAMES,
     "reuse_port": "routers of one `baton up` share its ports by --workers",

@@ -28,6 +28,7 @@ from typing import Any
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.redis_keys import without_password
 from baton.runtime.socket_folder import SocketFolder
+from deploy.breaking import BreakServer
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,
@@ -117,6 +118,8 @@ class Cluster:
         self._tell = tell
         self._events: SimpleQueue[Ready | Exited | Stop | Failed] = SimpleQueue()
         self._socket_folder: SocketFolder | None = None
+        self._breaker: BreakServer | None = None
+        self._break_socket: Path | None = None
         self._moved = False  # whether the router had its second try, with ports of its own choice
 
     @property
@@ -135,6 +138,15 @@ class Cluster:
         """The URL of each member's Prometheus metrics, by the member's name."""
         urls = {node.name: f"http://127.0.0.1:{node.metrics_port}" for node in self.plan.nodes}
         return {name: f"{url}/metrics" for name, url in (urls | self.routers).items()}
+
+    @property
+    def console(self) -> str | None:
+        """The URL of the console, without a key; None before a router is ready."""
+        router = self.members.get("router")
+        details = {} if router is None else router.details
+        admin = details.get("admin_address") or next(iter(details.get("admin_addresses", [])), None)
+        scheme = self.url.partition("://")[0]
+        return None if admin is None else f"{scheme}://{admin}/console"
 
     @property
     def routers(self) -> dict[str, str]:
@@ -165,6 +177,7 @@ class Cluster:
         StopRequested.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
+        self._start_breaker()
         self._start_redis(deadline)
         if self.redis_url is None and grouped(self._flags):
             raise StartFailed(
@@ -187,6 +200,22 @@ class Cluster:
         self._launch("router", self._command("router"), variables, self.options.router_stop_s)
         self._wait_all_ready(deadline)
 
+    def _start_breaker(self) -> None:
+        """With --demo: listen for what the console wants to break."""
+        if self.options.demo:
+            self._break_socket = self._sockets() / "break.sock"
+            self._breaker = BreakServer(self._break_socket, self._pid_of_node)
+
+    def _pid_of_node(self, name: str) -> int | None:
+        """Return the process of a node; None if it does not run. Any thread."""
+        child = self.members[name].child if name in self.members else None
+        return None if child is None or name in ("router", "redis") else child.pid
+
+    def _sockets(self) -> Path:
+        if self._socket_folder is None:
+            self._socket_folder = SocketFolder(SOCKET_PREFIX)
+        return self._socket_folder.path
+
     def _start_redis(self, deadline: float) -> None:
         if self.redis_url is not None:
             self._tell(Report("redis", f"using {without_password(self.redis_url)}"))
@@ -198,8 +227,7 @@ class Cluster:
             text = "no Redis server found: request states live in the router's memory only"
             self._tell(Report("redis", text, trouble=True))
             return
-        self._socket_folder = SocketFolder(SOCKET_PREFIX)
-        address = self._socket_folder.path / "redis.sock"
+        address = self._sockets() / "redis.sock"
         data = self.run_dir / "redis"
         data.mkdir(parents=True, exist_ok=True)
         spec = redis_spec(binary, data, address)
@@ -209,7 +237,8 @@ class Cluster:
 
     def _command(self, name: str) -> list[str]:
         if name == "router":
-            return router_command(self.plan, self.options, self._flags, self.redis_url)
+            socket = self._break_socket
+            return router_command(self.plan, self.options, self._flags, self.redis_url, socket)
         return node_command(self.plan.node(name), self.options, self._flags, self.redis_url)
 
     def _launch(
@@ -281,6 +310,8 @@ class Cluster:
         if name == "router":
             grpc_port = port_of(details["grpc_address"])
             self.plan = replace(self.plan, router_port=port, grpc_port=grpc_port)
+            if admin := details.get("admin_address"):
+                self.options = replace(self.options, admin_port=port_of(admin))
         else:
             node = replace(
                 self.plan.node(name), port=port, metrics_port=int(details["metrics_port"])
@@ -317,6 +348,8 @@ class Cluster:
         """
         now = time.monotonic()
         member.ended_at = [at for at in member.ended_at if now - at < RESTART_WINDOW_S] + [now]
+        if self.options.demo:  # it is killed on purpose, as often as somebody likes
+            member.ended_at = member.ended_at[-1:]
         if len(member.ended_at) > MAX_RESTARTS:
             raise StartFailed(f"{member.spec.name} keeps ending; {last_words(event)}")
         pause = 2.0 ** (len(member.ended_at) - 1)
@@ -329,6 +362,8 @@ class Cluster:
     def stop(self) -> None:
         """Stop router, nodes and Redis. Stopping twice is safe."""
         self.stopping = True
+        if self._breaker is not None:
+            self._breaker.stop()
         names = list(self.members)
         nodes = [name for name in names if name not in ("router", "redis")]
         for group in (["router"], nodes, ["redis"]):

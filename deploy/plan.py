@@ -83,6 +83,7 @@ class UpOptions:
         "without a node that serves: requests wait so long for one that was here, seconds; above"
         " the time that nodes need to start",
     )
+    demo: bool = option(False, "let the console kill, stop and slow nodes, to see what follows")
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
     log_level: str = option(
         "info", "log level of every process", choices=("debug", "info", "warning", "error")
@@ -313,7 +314,11 @@ def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str,
 
 
 def router_command(
-    plan: ClusterPlan, options: UpOptions, flags: Mapping[str, object], redis_url: str | None
+    plan: ClusterPlan,
+    options: UpOptions,
+    flags: Mapping[str, object],
+    redis_url: str | None,
+    break_socket: Path | None = None,
 ) -> list[str]:
     """Return the router's command line. Without Redis it contains the nodes' addresses."""
     values = router_options(options, flags) | {
@@ -321,6 +326,7 @@ def router_command(
         "grpc_port": plan.grpc_port,
         "workers": options.workers if options.workers > 1 else None,
         "redis_url": redis_url,
+        "break_socket": break_socket,
         "cpu_cores": ",".join(str(core) for core in plan.router_cores),
     }
     if redis_url is None:

@@ -38,6 +38,8 @@ from deploy.redis_server import require_answer
 from deploy.trust import trusting
 
 READY_TIMEOUT_S = 30.0
+CONSOLE_KEY = "BATON_CONSOLE_KEY"
+CONSOLE_FILE = "console_url"  # in the run's folder, while it runs
 YOUR_CERT, YOUR_KEY = "CLIENT.pem", "CLIENT.key"  # placeholders: only the user knows the paths
 FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
@@ -148,6 +150,8 @@ def up(
     began = time.monotonic()
     cores = wanted_cores(options)
     options = with_own_key(options)
+    if options.admin_port is None:
+        options = replace(options, admin_port=0)  # any: for the console
     variables = child_variables(options)
     if options.redis_url is not None:
         require_answer(options.redis_url)
@@ -159,7 +163,7 @@ def up(
 
     cluster = Cluster(options, flags, cores, run_dir, tell)
     status = 0
-    introduction = Introduction(cluster, console, began)
+    introduction = Introduction(cluster, console, began, variables[CONSOLE_KEY])
     with Interrupts(cluster.request_stop, cluster.kill) as interrupts:
         try:
             announce_start(cluster, flags, console)
@@ -177,6 +181,7 @@ def up(
             console.print("stopping ...", style="dim")
             cluster.stop()
             introduction.join()
+            (run_dir / CONSOLE_FILE).unlink(missing_ok=True)
             console.print("stopped", style="dim")
     return status
 
@@ -209,7 +214,10 @@ def made_run_dir(options: UpOptions, environ: Mapping[str, str]) -> Path:
 
 def child_variables(options: UpOptions) -> dict[str, str]:
     """Return the secrets for the environment of processes, where `ps` does not show them."""
-    variables = {"BATON_SECRET": options.secret or secrets.token_hex(32)}
+    variables = {
+        "BATON_SECRET": options.secret or secrets.token_hex(32),
+        CONSOLE_KEY: secrets.token_urlsafe(32),
+    }
     for name, keys in options.keys.items():
         if any("," in key for key in keys):
             flag = name.replace("_", "-")
@@ -244,8 +252,10 @@ class Introduction:
     meanwhile.
     """
 
-    def __init__(self, cluster: Cluster, console: Console, began: float) -> None:
+    def __init__(self, cluster: Cluster, console: Console, began: float, key: str) -> None:
+        """`key`: of the console."""
         self._cluster = cluster
+        self._key = key
         self._console = console
         self._began = began
         # A daemon, because it may wait for an answer that never comes.
@@ -263,12 +273,12 @@ class Introduction:
 
     def _run(self) -> None:
         try:
-            introduce(self._cluster, self._console, self._began)
+            introduce(self._cluster, self._console, self._began, self._key)
         except Exception as error:  # noqa: BLE001 - raised by the launcher's thread
             self._cluster.fail(error)
 
 
-def introduce(cluster: Cluster, console: Console, began: float) -> None:
+def introduce(cluster: Cluster, console: Console, began: float, key: str) -> None:
     """Wait until the router serves, ask the first question, and print how to go on.
 
     Raises StreamError if the router never becomes ready.
@@ -282,6 +292,7 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
     seconds = time.monotonic() - began
     console.print()
     console.print(f"[bold green]ready[/bold green]  {cluster.url}   gRPC {grpc}", highlight=False)
+    show_console(cluster, console, key)
     if first_answer_s is not None:
         text = f"first token of the first answer {first_answer_s:.1f} s after the start"
         console.print(text, highlight=False)
@@ -295,12 +306,25 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
     console.print("\nCtrl-C stops everything.", style="dim")
     fields = {"ready": True, "url": cluster.url, "grpc": grpc, "model": model,
               "seconds": round(seconds, 3), "first_answer_s": first_answer_s,
-              "logs": str(cluster.run_dir), "metrics": cluster.metrics}  # fmt: skip
+              "logs": str(cluster.run_dir), "metrics": cluster.metrics,
+              "console": cluster.console}  # fmt: skip
     line = json.dumps(fields) + "\n"
     (cluster.run_dir / "ready.json").write_text(line)
     if not console.is_terminal:
         console.file.write(line)
         console.file.flush()
+
+
+def show_console(cluster: Cluster, console: Console, key: str) -> None:
+    """Print the console's URL with its key, and keep it in a file that only this user reads."""
+    if cluster.console is None:
+        return
+    url = f"{cluster.console}#key={key}"
+    file = cluster.run_dir / CONSOLE_FILE
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)
+    file.write_text(f"{url}\n")
+    console.print(f"console  {url}", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:

@@ -214,7 +214,7 @@ class Fetches:
             self._shared.stats.failed(error.code)
             peer, lanes = call.handle.boot_id, call.handle.endpoint.lanes
             lane = lanes[0].name if lanes else NO_LANE
-            self._shared.stats.peer_failed(peer, lane, self._clock.monotonic())
+            self._shared.stats.from_peer((peer, lane), self._clock.monotonic(), 0, None)
             log.info("request %s: KV fetch failed: %s", call.handle.request_id, error)
             raise
         return parts, loan
@@ -230,7 +230,7 @@ class Fetches:
         waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
         moved = self._all_bytes(call.handle) if call.adopt else num_bytes
         busy_s = max(0.0, seconds - waited_ms / 1000)  # without the exporter's computing
-        stats.from_peer(peer, lane, self._clock.monotonic(), moved, busy_s)
+        stats.from_peer((peer, lane), self._clock.monotonic(), moved, busy_s)
         if call.adopt:
             stats.adopted(lane, moved)
         else:

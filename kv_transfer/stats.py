@@ -166,26 +166,22 @@ class TransferStats:
             stats.fetches += 1
             stats.fetch_seconds += seconds
 
-    def from_peer(self, peer: str, lane: str, at: float, num_bytes: int, seconds: float) -> None:
-        """Count a fetch from `peer` (a boot id) that succeeded; `at`: the present time."""
+    def from_peer(
+        self, name: tuple[str, str], at: float, num_bytes: int, seconds: float | None
+    ) -> None:
+        """Count a fetch. `name`: the exporter's boot id and the lane. `at`: the present time.
+        `seconds`: that it took; None: it failed."""
         with self._lock:
-            flow = self._peer(peer, lane, at)
-            flow.num_bytes += num_bytes
-            flow.transfers += 1
-            flow.recent_ms.append(seconds * 1000)
-
-    def peer_failed(self, peer: str, lane: str, at: float) -> None:
-        """Count a fetch from `peer` that failed."""
-        with self._lock:
-            self._peer(peer, lane, at).faults += 1
-
-    def _peer(self, peer: str, lane: str, at: float) -> PeerFlow:
-        flow = self.peers.pop((peer, lane), None) or PeerFlow()
-        self.peers[peer, lane] = flow
-        if len(self.peers) > MOST_PEERS:
-            self.peers.popitem(last=False)
-        flow.at = at
-        return flow
+            flow = self.peers[name] = self.peers.pop(name, None) or PeerFlow()
+            flow.at = at
+            if seconds is None:
+                flow.faults += 1
+            else:
+                flow.num_bytes += num_bytes
+                flow.transfers += 1
+                flow.recent_ms.append(seconds * 1000)
+            if len(self.peers) > MOST_PEERS:
+                self.peers.popitem(last=False)
 
     def flows(self, now: float) -> tuple[KVFlow, ...]:
         """Return the flows of the last seconds, the most recent ones if there are many."""

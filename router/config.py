@@ -111,6 +111,12 @@ class RouterConfig:
         (), "key of operators, for the admin server and gRPC's ServerInfo (repeatable)"
     )
     admin_keys: str | None = option(None, "file of operators' keys, in the form of --api-keys")
+    console_key: str = option(
+        "", "key of the admin server alone; `baton up` draws one (BATON_CONSOLE_KEY)", secret=True
+    )
+    break_socket: str | None = option(
+        None, "Unix socket of `baton up --demo`, whose nodes the console may kill and stop"
+    )
     health_port: int | None = option(
         None, "port of /livez, /readyz and /startupz, plain HTTP, open to all (default: none)"
     )
@@ -310,11 +316,21 @@ class RouterConfig:
             raise ConfigError("a key of operators is also an API key", field="admin_key")
         return ring
 
+    def console_ring(self) -> KeyRing:
+        """Return the keys of the admin server: the operators', and the console's own if it has one.
+
+        Raises ConfigError as `admin_ring`."""
+        ring = KeyRing.load((*self.admin_key, self.console_key), self.admin_keys)
+        if self.console_key and not ring.overlaps(self.key_ring()):
+            return ring
+        return self.admin_ring()
+
     def _check_keys(self) -> None:
         for name in ("api_key", "admin_key"):
             if not all(key.strip() for key in getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty", field=name)
-        if self.admin_port is not None and not self.admin_key and self.admin_keys is None:
+        has_key = self.admin_key or self.admin_keys is not None or self.console_key
+        if self.admin_port is not None and not has_key:
             message = "--admin-port needs --admin-key (BATON_ADMIN_KEY) or --admin-keys"
             raise ConfigError(message, field="admin_key")
         if not is_loopback(self.host) and not self.api_key and self.api_keys is None:

@@ -42,7 +42,7 @@ from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.openai.bodies import object_of, struct_of
 from router.api.timelines import TimelinesApi
 from router.console.api import ConsoleApi, ConsoleDoors
-from router.console.inspection import NodeInspection
+from router.console.nodes import BreakApi, NodeInspection
 from router.console.pages import ConsolePages
 from router.console.stream import ConsoleFeed
 from router.nodes.registry import NodeStatus
@@ -156,7 +156,7 @@ def create_admin_app(
 
     `feed`: the console's, which somebody runs. `public`: the public app, for /console/api.
     Raises ConfigError if the keys cannot be used (RouterConfig.admin_ring)."""
-    keys = services.config.admin_ring()
+    keys = services.config.console_ring()
     assert len(keys), "RouterConfig.check: no admin port without a key"
     feed = ConsoleFeed(services) if feed is None else feed
     routes = _app(
@@ -166,6 +166,7 @@ def create_admin_app(
             *TimelinesApi(services.timelines, everyone=True).routes(),
             *ConsoleApi(feed).routes(),
             *NodeInspection(services.registry).routes(),
+            *BreakApi(services.config.break_socket, services.events).routes(),
         ]
     )
     guarded = ApiKeyGuard(routes, keys, services.events)

@@ -3,7 +3,8 @@
     GET  /console, /console/{file}   pages, without a key: router/console/pages.py
     GET  /console/data/snapshot      the state now, as JSON
     GET  /console/data/stream        server-sent events: a snapshot, then a delta each second
-    GET  /console/data/nodes/{id}    what one node holds: router/console/inspection.py
+    GET  /console/data/nodes/{id}    what one node holds: router/console/nodes.py
+    POST /console/data/break         kill, stop, slow a node: router/console/nodes.py
     ANY  /console/api/...            the router's public app, with its own keys, not the operators'
 
 All of /console/data needs an operator's key (router/admin/server.py puts the guard around it).

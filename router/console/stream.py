@@ -151,6 +151,6 @@ class ConsoleFeed:
             models=() if model is None else model_names(services, model),
             uptime_s=round(now - self._began),
             draining=services.lifecycle.draining,
-            demo=False,
+            demo=services.config.break_socket is not None,
             needs_api_key=self._needs_key,
         )

@@ -22,7 +22,7 @@ from router.admin.server import create_admin_app
 from router.api.http.web_errors import on_baton_error
 from router.config import RouterConfig
 from router.console.deltas import after
-from router.console.inspection import NodeInspection
+from router.console.nodes import NodeInspection
 from router.console.pages import POLICY, ConsolePages
 from router.console.rates import percentiles
 from router.console.stream import MOST_WATCHERS, UNREAD, ConsoleFeed

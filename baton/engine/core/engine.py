@@ -375,7 +375,7 @@ class Engine:
             # Routers count blocks of tokens; here such a block takes one block per layer group.
             free_blocks=self.pool.num_free // self.tables.num_groups,
             total_blocks=self.pool.num_blocks // self.tables.num_groups,
-            cached_blocks=self.pool.num_idle // self.tables.num_groups,
+            cached_blocks=len(self.pool.idle) // self.tables.num_groups,
             waiting_tokens=self.scheduler.num_waiting_tokens,
             step_seconds=self.stats.step_seconds,
             prefill_tokens_per_s=self.stats.prefill_tokens_per_s,

@@ -17,7 +17,7 @@ layer groups the group's number is appended. No event reports those, as only thi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from baton.protocol.errors import InternalError
 from baton.protocol.events import BlockEvent, BlockEventKind
@@ -44,6 +44,7 @@ class BlockPool:
         self._hits = [0] * num_blocks  # of each block since it entered the prefix map
         self._plain = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.idle: Collection[int] = self._cached  # free blocks that the prefix map still knows
         self._events = _EventLog(limit=max(1024, 4 * num_blocks))
 
     @property
@@ -59,11 +60,6 @@ class BlockPool:
     def num_cached(self) -> int:
         """The number of blocks in the prefix map, used or free."""
         return len(self._by_hash)
-
-    @property
-    def num_idle(self) -> int:
-        """The number of free blocks that the prefix map still knows."""
-        return len(self._cached)
 
     def copy_of_state(self) -> tuple[list[int], list[bytes | None], list[bytes | None], list[int]]:
         """Return copies per block: references, key in the prefix map, its parent's key, hits."""

@@ -79,6 +79,9 @@ class NodeConfig:
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1" or "4-7"')
     insecure: bool = option(False, "allow a non-loopback bind without TLS")
     metrics_port: int | None = option(None, "port of /metrics for Prometheus (default: none)")
+    profiling: bool = option(
+        False, "POST /debug/profile?seconds= on the metrics port: a trace of the engine's steps"
+    )
     health_port: int | None = option(
         None, "port of /livez, /readyz and /startupz, plain HTTP, open to all (default: none)"
     )

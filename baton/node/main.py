@@ -30,6 +30,7 @@ from baton.node.data_ranks import RANK, Alone, FirstRank, NodeGroup, OtherRank, 
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
+from baton.node.profiling import EngineProfiler
 from baton.node.role import MakeThread, NodeParts, NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeShell
@@ -146,7 +147,9 @@ class NodeProcess:
             watch_process(registry, asyncio.get_running_loop())
             token = "" if is_loopback(config.host) else metrics_token(config.secret)
             place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
-            self._metrics = start_metrics(registry, place)
+            loop = asyncio.get_running_loop()
+            profiler = EngineProfiler(self.shell.thread, loop) if config.profiling else None
+            self._metrics = start_metrics(registry, place, profiler)
         self.address = join_address(config.announced_host, self._server.bind())
         await self.shell.start(self.address)
         await self._server.start()

@@ -1,4 +1,5 @@
-"""A node's /metrics endpoint, on threads of its own. Its values: baton/node/metrics.py.
+"""A node's /metrics endpoint, on threads of its own. Its values: baton/node/metrics.py. Beside it
+/debug/profile, if that is asked for (baton/node/profiling.py).
 
 Whatever format a scraper prefers, it gets Prometheus' plain text: in OpenMetrics, which Prometheus
 2 prefers, prometheus-client writes the colon of vLLM's names as an underscore.
@@ -61,12 +62,30 @@ def _plain(app: WSGIApplication) -> WSGIApplication:
     return plain
 
 
-def start_metrics(registry: CollectorRegistry, place: MetricsPlace) -> RunningServer:
-    """Start the endpoint. Raises ConfigError if the port cannot be bound or the TLS files are
-    unusable.
+def _with_debug(app: WSGIApplication, profiler: WSGIApplication | None) -> WSGIApplication:
+    """Return `app` with /debug/profile beside it. prometheus_client answers any path itself."""
+
+    def routed(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = str(environ.get("PATH_INFO", ""))
+        if not path.startswith("/debug/"):
+            return app(environ, start_response)
+        if profiler is not None and path == "/debug/profile":
+            return profiler(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain")])
+        return [b"no such route; --profiling serves POST /debug/profile"]
+
+    return routed
+
+
+def start_metrics(
+    registry: CollectorRegistry, place: MetricsPlace, profiler: WSGIApplication | None = None
+) -> RunningServer:
+    """Start the endpoint. `profiler`: serves /debug/profile; None: there is none.
+
+    Raises ConfigError if the port cannot be bound or the TLS files are unusable.
     """
     context = None if place.tls is None else place.tls.server_context()
-    app = _guarded(_plain(make_wsgi_app(registry)), place.token)
+    app = _guarded(_with_debug(_plain(make_wsgi_app(registry)), profiler), place.token)
     try:
         return RunningServer.start(app, place.host, place.port, context)
     except OSError as error:

@@ -92,6 +92,7 @@ class ConsoleFeed:
             self._seq += 1
             now = await self.snapshot()
             delta = delta_of(self._told, now)
+            await asyncio.sleep(0)
             self._told = after(self._told, delta)
             data = frame(delta)
             self._watchers = {each for each in self._watchers if each.offer(data)}
@@ -119,15 +120,20 @@ class ConsoleFeed:
         statuses = services.registry.statuses()
         self._tokens.look(loads_of(statuses), now)
         nodes = await self._nodes(statuses)
+        flows = flow_cards(services.registry.flows())
+        await asyncio.sleep(0)
+        totals = self._rates.totals(now)
+        requests = request_cards(services.dispatcher, self._ring, now)
+        await asyncio.sleep(0)
         return ConsoleSnapshot(
             seq=self._seq,
             at=round(time.time(), 3),
             router=self._router(now),
-            totals=self._rates.totals(now),
+            totals=totals,
             store=store_facts(services.store),
             nodes=nodes,
-            flows=flow_cards(services.registry.flows()),
-            requests=request_cards(services.dispatcher, self._ring, now),
+            flows=flows,
+            requests=requests,
             events=services.events.newest(MOST_EVENTS),
         )
 

@@ -81,11 +81,11 @@ class ConsoleDoors:
     """Sends each request of the admin port to its app: the pages and the public app have no guard
     of operators' keys in front of them, everything else has.
 
-    `public`: the router's public app; None: /console/api is no route.
+    `app`: with the guard. `public`: the public app; None: /console/api is no route.
     """
 
-    def __init__(self, guarded: ASGIApp, pages: ASGIApp, public: ASGIApp | None) -> None:
-        self._guarded = guarded
+    def __init__(self, app: ASGIApp, pages: ASGIApp, public: ASGIApp | None) -> None:
+        self._app = app
         self._pages = pages
         self._public = public
 
@@ -104,4 +104,4 @@ class ConsoleDoors:
         is_page = path == "/console" or path.startswith("/console/")
         if is_page and not path.startswith(DATA_PREFIX):
             return self._pages(scope, receive, send)
-        return self._guarded(scope, receive, send)
+        return self._app(scope, receive, send)

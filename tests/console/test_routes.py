@@ -149,7 +149,7 @@ async def test_a_snapshot_tells_what_is_under_way_without_its_content() -> None:
         assert found.router.needs_api_key
         assert found.router.models == ("tiny",)
         assert str(list(SECRET_IDS))[1:-1] not in str(raw)
-        assert raw["nodes"][0]["kv_cached"] is None
+        assert raw["nodes"][0]["kv_cached"] == 0
         client.task.cancel()
         await asyncio.gather(client.task, return_exceptions=True)
         await p.stop()

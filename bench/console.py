@@ -35,7 +35,7 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
 from router.config import RouterConfig
-from router.console.stream import ConsoleFeed
+from router.console.stream import StateFeed
 from router.events import EventRing
 from router.metrics.router import RouterMetrics
 from router.nodes.flows import FlowRate
@@ -159,7 +159,7 @@ class Simulated:
     registry: ConsoleRegistry
     ring: TimelineRing
     events: EventRing
-    feed: ConsoleFeed
+    feed: StateFeed
     coming: list[TimelineEntry]  # requests that end, made before
 
     @classmethod
@@ -183,7 +183,7 @@ class Simulated:
             "events": events,
         }
         coming = [_ended(num_ended + index) for index in range(num_ended)]
-        return cls(registry, ring, events, ConsoleFeed(RouterServices(**parts)), coming)
+        return cls(registry, ring, events, StateFeed(RouterServices(**parts)), coming)
 
     def go_on(self, count: int) -> None:
         """Let one request end, and now and then something happen."""

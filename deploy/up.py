@@ -32,6 +32,7 @@ from baton.runtime.cache_folder import cache_folder
 from baton.runtime.cores import check_cores, parse_cores
 from bench.sse import StreamError
 from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
+from deploy.console_feed import URL_FILE
 from deploy.local import Cluster, Report, StopRequested
 from deploy.plan import UpOptions
 from deploy.redis_server import require_answer
@@ -39,7 +40,6 @@ from deploy.trust import trusting
 
 READY_TIMEOUT_S = 30.0
 CONSOLE_KEY = "BATON_CONSOLE_KEY"
-CONSOLE_FILE = "console_url"  # in the run's folder, while it runs
 YOUR_CERT, YOUR_KEY = "CLIENT.pem", "CLIENT.key"  # placeholders: only the user knows the paths
 FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
@@ -181,7 +181,7 @@ def up(
             console.print("stopping ...", style="dim")
             cluster.stop()
             introduction.join()
-            (run_dir / CONSOLE_FILE).unlink(missing_ok=True)
+            (run_dir / URL_FILE).unlink(missing_ok=True)
             console.print("stopped", style="dim")
     return status
 
@@ -320,7 +320,7 @@ def show_console(cluster: Cluster, console: Console, key: str) -> None:
     if cluster.console is None:
         return
     url = f"{cluster.console}#key={key}"
-    file = cluster.run_dir / CONSOLE_FILE
+    file = cluster.run_dir / URL_FILE
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(f"{url}\n")

@@ -214,7 +214,7 @@ class Fetches:
             self._shared.stats.failed(error.code)
             peer, lanes = call.handle.boot_id, call.handle.endpoint.lanes
             lane = lanes[0].name if lanes else NO_LANE
-            self._shared.stats.from_peer((peer, lane), self._clock.monotonic(), 0, None)
+            self._shared.stats.peer_failed(peer, lane, self._clock.monotonic())
             log.info("request %s: KV fetch failed: %s", call.handle.request_id, error)
             raise
         return parts, loan
@@ -224,13 +224,11 @@ class Fetches:
     ) -> None:
         """Count a fetch that succeeded, and record the speed of its link."""
         stats, lane = self._shared.stats, parts[0].lane
-        stats.fetched(lane, seconds)
         stats.skipped(self._bytes_out_of_sight(call))
         peer = call.handle.boot_id
         waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
         moved = self._all_bytes(call.handle) if call.adopt else num_bytes
-        busy_s = max(0.0, seconds - waited_ms / 1000)  # without the exporter's computing
-        stats.from_peer((peer, lane), self._clock.monotonic(), moved, busy_s)
+        stats.fetched(lane, seconds, peer, self._clock.monotonic(), moved, waited_ms / 1000)
         if call.adopt:
             stats.adopted(lane, moved)
         else:

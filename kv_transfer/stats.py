@@ -160,28 +160,31 @@ class TransferStats:
         with self._lock:
             self.lane(lane).bytes_adopted += num_bytes
 
-    def fetched(self, lane: str, seconds: float) -> None:
+    def fetched(
+        self, lane: str, seconds: float, peer: str, at: float, num_bytes: int, waited_s: float = 0.0
+    ) -> None:
+        """Count a fetch from `peer` (a boot id) that ended at the time `at`.
+
+        `waited_s`: of its seconds, those in which the exporter still computed.
+        """
         with self._lock:
             stats = self.lane(lane)
             stats.fetches += 1
             stats.fetch_seconds += seconds
-
-    def from_peer(
-        self, name: tuple[str, str], at: float, num_bytes: int, seconds: float | None
-    ) -> None:
-        """Count a fetch. `name`: the exporter's boot id and the lane. `at`: the present time.
-        `seconds`: that it took; None: it failed."""
-        with self._lock:
-            flow = self.peers[name] = self.peers.pop(name, None) or PeerFlow()
+            flow = self.peers[peer, lane] = self.peers.pop((peer, lane), None) or PeerFlow()
             flow.at = at
-            if seconds is None:
-                flow.faults += 1
-            else:
-                flow.num_bytes += num_bytes
-                flow.transfers += 1
-                flow.recent_ms.append(seconds * 1000)
+            flow.num_bytes += num_bytes
+            flow.transfers += 1
+            flow.recent_ms.append(max(0.0, seconds - waited_s) * 1000)
             if len(self.peers) > MOST_PEERS:
                 self.peers.popitem(last=False)
+
+    def peer_failed(self, peer: str, lane: str, at: float) -> None:
+        """Count a fetch from `peer` (a boot id) that failed at the time `at`."""
+        with self._lock:
+            flow = self.peers[peer, lane] = self.peers.pop((peer, lane), None) or PeerFlow()
+            flow.at = at
+            flow.faults += 1
 
     def flows(self, now: float) -> tuple[KVFlow, ...]:
         """Return the flows of the last seconds, the most recent ones if there are many."""

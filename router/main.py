@@ -45,7 +45,7 @@ from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.console.stream import ConsoleFeed
+from router.console.stream import StateFeed
 from router.events import EventRing
 from router.metrics.parts import WatchedParts, watch_failures, watch_gate
 from router.metrics.resumable import watch_runs
@@ -327,7 +327,7 @@ class AdminServer:
         self._server: HttpServer | None = None
         if config.admin_port is None:
             return
-        self._feed = ConsoleFeed(services)
+        self._feed = StateFeed(services)
         app = create_admin_app(services, feed=self._feed, public=public)
         self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
         self.address = join(config.admin_host, self._listener.getsockname()[1])

@@ -44,7 +44,7 @@ from router.api.timelines import TimelinesApi
 from router.console.api import ConsoleApi, ConsoleDoors
 from router.console.nodes import BreakApi, NodeInspection
 from router.console.pages import ConsolePages
-from router.console.stream import ConsoleFeed
+from router.console.stream import StateFeed
 from router.nodes.registry import NodeStatus
 from router.request.trace import RequestTrace
 from router.server.auth import ApiKeyGuard
@@ -149,7 +149,7 @@ def create_admin_app(
     services: RouterServices,
     limits: HttpLimits | None = None,
     *,
-    feed: ConsoleFeed | None = None,
+    feed: StateFeed | None = None,
     public: ASGIApp | None = None,
 ) -> ASGIApp:
     """Return the ASGI app of the admin port: head guard > operators' keys > routes.
@@ -158,7 +158,7 @@ def create_admin_app(
     Raises ConfigError if the keys cannot be used (RouterConfig.admin_ring)."""
     keys = services.config.console_ring()
     assert len(keys), "RouterConfig.check: no admin port without a key"
-    feed = ConsoleFeed(services) if feed is None else feed
+    feed = StateFeed(services) if feed is None else feed
     routes = _app(
         [
             *AdminApi(services).routes(),

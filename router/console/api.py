@@ -26,7 +26,7 @@ from baton.protocol.errors import BatonError, Cancelled
 from router.api.exchange import FrameWriter
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
-from router.console.stream import ConsoleFeed
+from router.console.stream import StateFeed
 
 DATA_PREFIX: Final = "/console/data/"
 API_PREFIX: Final = "/console/api"
@@ -36,7 +36,7 @@ NO_STORE: Final = {"cache-control": "no-store", "x-content-type-options": "nosni
 class ConsoleApi:
     """The routes with data."""
 
-    def __init__(self, feed: ConsoleFeed) -> None:
+    def __init__(self, feed: StateFeed) -> None:
         self._feed = feed
 
     def routes(self) -> list[Route]:
@@ -56,7 +56,7 @@ class ConsoleApi:
 class ConsoleStream:
     """The answer of /console/data/stream. A client that does not read is cut off."""
 
-    def __init__(self, feed: ConsoleFeed) -> None:
+    def __init__(self, feed: StateFeed) -> None:
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""ConsoleFeed: one producer of states for all consoles that watch this router.
+"""StateFeed: one producer of states for all consoles that watch this router.
 
 The life: made -> run() as a task. Once a second it reads the counters. Only while somebody watches
 it also makes the state, and sends each watcher the one delta that it has encoded. The state is made
@@ -55,7 +55,7 @@ class ConsoleWatcher:
         return False
 
 
-class ConsoleFeed:
+class StateFeed:
     """The state of one router for its consoles."""
 
     def __init__(self, services: RouterServices) -> None:

@@ -152,13 +152,16 @@ async def test_real_nodes_tell_what_they_hold(tmp_path: Path) -> None:
 async def test_a_running_requests_blocks_bear_its_name(tmp_path: Path) -> None:
     async with served(tmp_path) as (c, client):
         shell = c.decode[0].node.shell
+        shell.thread.hold(True)  # it takes the request in, and makes no step
         answer = asyncio.create_task(c.generate([PROMPT], ANSWER))
 
-        async def decodes() -> list[str]:
+        async def owners() -> list[str]:
             told = (await client.get(f"/console/data/nodes/{shell.node_id}")).json()
-            return [owner for state, _, owner in told["blocks"]["states"] if state == "used"]
+            states = told["blocks"]["states"]
+            return [owner for state, _, owner in states if state == "used" and owner]
 
-        (owner, *_) = await eventually(decodes)
+        (owner, *_) = await eventually(owners)
+        shell.thread.hold(False)
         await answer
         found = (await client.get("/console/data/snapshot")).json()
         assert [each["request_id"] for each in found["requests"]["ended"]] == [owner]

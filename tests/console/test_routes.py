@@ -25,7 +25,7 @@ from router.console.deltas import after
 from router.console.nodes import NodeInspection
 from router.console.pages import POLICY, ConsolePages
 from router.console.rates import percentiles
-from router.console.stream import MOST_WATCHERS, UNREAD, ConsoleFeed
+from router.console.stream import MOST_WATCHERS, UNREAD, StateFeed
 from router.console.views import ConsoleDelta, ConsoleSnapshot, LatencyPercentiles
 from router.nodes.flows import MOST_FLOWS, FlowBook
 from router.request.timeline import TimelineRing
@@ -48,7 +48,7 @@ class Console:
     router: FakeRouter
     nodes: list[FakeNode]
     services: RouterServices
-    feed: ConsoleFeed
+    feed: StateFeed
 
     def client(self, key: str | None = KEY) -> httpx.AsyncClient:
         app = create_admin_app(self.services, feed=self.feed, public=create_app(self.services))
@@ -74,7 +74,7 @@ async def console(*names: str) -> AsyncIterator[Console]:
             events=router.events,
             timelines=dispatcher._parts.timelines,
         )
-        yield Console(router, nodes, services, ConsoleFeed(services))
+        yield Console(router, nodes, services, StateFeed(services))
 
 
 async def test_data_needs_an_operators_key_and_pages_none() -> None:
@@ -274,7 +274,7 @@ async def test_rates_count_what_ended_and_what_runs() -> None:
 
 def test_the_ring_of_a_router_without_timelines_is_empty() -> None:
     front = Front(config=RouterConfig(admin_key=(KEY,)))
-    assert list(ConsoleFeed(front.services)._ring.newest()) == list(TimelineRing(0).newest()) == []
+    assert list(StateFeed(front.services)._ring.newest()) == list(TimelineRing(0).newest()) == []
 
 
 async def test_a_node_is_asked_for_its_detail() -> None:

@@ -16,7 +16,7 @@ layer groups the group's number is appended. No event reports those, as only thi
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from baton.protocol.errors import InternalError
@@ -41,7 +41,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._parents: list[bytes | None] = [None] * num_blocks  # None: no event reports the block
         self._by_hash: dict[bytes, int] = {}
-        self._hits = [0] * num_blocks  # of each block since it entered the prefix map
+        self.hits = Counter[int]()  # by block, since it entered the prefix map
         self._plain = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.idle: Collection[int] = self._cached  # free blocks that the prefix map still knows
@@ -63,7 +63,8 @@ class BlockPool:
 
     def copy_of_state(self) -> tuple[list[int], list[bytes | None], list[bytes | None], list[int]]:
         """Return copies per block: references, key in the prefix map, its parent's key, hits."""
-        return self._refs[:], self._hashes[:], self._parents[:], self._hits[:]
+        hits = [self.hits[block] for block in range(self.num_blocks)]
+        return self._refs[:], self._hashes[:], self._parents[:], hits
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -139,11 +140,6 @@ class BlockPool:
 
     # ---- prefix map ----
 
-    def count_hits(self, blocks: Iterable[int]) -> None:
-        """Note that a sequence begins with these blocks of the prefix map."""
-        for block in blocks:
-            self._hits[block] += 1
-
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix of `hashes`. Takes no references, changes
         nothing.
@@ -173,7 +169,7 @@ class BlockPool:
             raise InternalError(f"block {block} is already in the prefix map")
         self._hashes[block] = block_hash
         self._parents[block] = parent
-        self._hits[block] = 0
+        self.hits.pop(block, None)
         self._by_hash[block_hash] = block
         if parent is not None:
             self._events.stored(block_hash, parent)

@@ -128,7 +128,7 @@ class BlockTables:
         if last is None:
             self.pool.unref(hits)
             return None
-        self.pool.count_hits(hits)
+        self.pool.hits.update(hits)
         return Taken([Table([*hits, *last], num_registered=len(hits))], len(hits), len(hits))
 
     def blocks_for_arrival(self, num_tokens: int) -> int:
@@ -164,7 +164,7 @@ class BlockTables:
         if fresh is None:
             self.pool.unref(hits)
             return None
-        self.pool.count_hits(hits)
+        self.pool.hits.update(hits)
         at = 0
         for table in tables:
             more = count - table.end

@@ -164,8 +164,6 @@ class NodeControl:
                 await self._load_adapter(order.name, Path(order.path), in_place=order.in_place)
             case "unload_adapter":
                 await self._unload_adapter(order.name)
-            case "inspect":
-                pass  # `_tell` answers it
 
     def _clear(self, engine: Engine) -> None:
         engine.pool.clear_cache()

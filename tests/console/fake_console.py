@@ -273,8 +273,9 @@ def detail(node: str) -> dict[str, Any]:
         for number in range(32)
     ]  # fmt: skip
     return {
-        "id": node, "role": "decode", "blocks": {"size": 16, "total": KV_BLOCKS,
-        "states": states},
+        "id": node, "role": "decode", "blocks": {
+            "size": 16, "total": KV_BLOCKS, "states": states, "adopted": 20, "holes": 6,
+        },
         "prefixes": prefixes, "steps": steps,
         "roofline": {"peak_gbs": 42.0, "peak_gflops": 1100.0, "points": points},
         "tiers": [{"name": "host", "used_bytes": 3.1e9, "total_bytes": 8e9, "hits": 41}],

@@ -2,11 +2,11 @@
 // every two seconds.
 
 import { askJson } from "./feed.js";
-import { blockCounts, byRole, bytes, clock, count, kvShare, millis, percent, prefixRows } from "./model.js";
+import { blockCounts, byRole, bytes, clock, count, kvShare, millis, percent, prefixRows, shortId } from "./model.js";
 import { Bar, Empty, Figure, Fragment, html, Panel, State, useEffect, useRef, useRepeated, useState } from "./parts.js";
 
 const EVERY_MS = 2000;
-const STATES = ["free", "used", "cached", "exported", "adopted", "hole"];
+const STATES = ["free", "used", "cached", "exported"];
 const STEP_TALL = 90;
 const ROOF = { wide: 420, tall: 210, left: 44, bottom: 26 };
 
@@ -83,7 +83,8 @@ function Blocks({ blocks, theme }) {
     setHint(blockAt(blocks, index));
   };
   const said = `Block map of ${blocks.total} blocks: ${Object.entries(counts).map(([name, number]) => `${number} ${name}`).join(", ")}`;
-  const aside = html`<span class="num">${count(blocks.total)} blocks of ${blocks.size} tokens</span>`;
+  const beside = [["adopted from another pool", blocks.adopted], ["freed by a window", blocks.holes]].filter(([, number]) => number);
+  const aside = html`<span class="num">${count(blocks.total)} blocks of ${blocks.size} tokens${beside.map(([name, number]) => ` · ${count(number)} ${name}`)}</span>`;
   return html`
     <${Panel} title="Blocks" aside=${aside}>
       <p class="legend">${STATES.filter((name) => counts[name]).map((name) => html`<span key=${name}><i class=${`key block-${name}`} />${name} <b class="num">${counts[name]}</b></span>`)}<span class="hint">${hint}</span></p>
@@ -147,7 +148,7 @@ function Steps({ steps }) {
         <p class="legend"><span><i class="key stage-prefill" />with prompt tokens</span><span><i class="key stage-decode" />decode only</span></p>
         <div class="scroll short" tabindex="0" role="region" aria-label="Last steps as a table"><table>
           <thead><tr><th>at</th><th class="r">took</th><th class="r">prompt tokens</th><th class="r">decode rows</th><th>requests</th></tr></thead>
-          <tbody>${[...steps].reverse().map((step, index) => html`<tr key=${index}><td class="num">${clock(step.at)}</td><td class="r">${millis(step.ms)}</td><td class="r">${step.prefill_tokens}</td><td class="r">${step.decode_rows}</td><td class="why">${step.requests.join(" ")}</td></tr>`)}</tbody>
+          <tbody>${[...steps].reverse().map((step, index) => html`<tr key=${index}><td class="num">${clock(step.at)}</td><td class="r">${millis(step.ms)}</td><td class="r">${step.prefill_tokens}</td><td class="r">${step.decode_rows}</td><td class="ids id" title=${step.requests.join("\n")}>${step.requests.map(shortId).join(" ")}</td></tr>`)}</tbody>
         </table></div>`}
     <//>`;
 }

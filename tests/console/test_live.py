@@ -87,7 +87,7 @@ async def test_a_chat_is_played(tmp_path: Path) -> None:
     ):
         await tab.open(KEY, "playground")
         await tab.page.click("text=Send")
-        await tab.page.wait_for_selector(".stream[data-status=ended]")
+        await tab.page.wait_for_selector(".stream[data-run='1'][data-status=ended]")
         assert "attention algorithm" in await tab.page.inner_text(".stream")
         await tab.page.wait_for_selector(".stream .node-1")
         titles = await tab.page.evaluate(
@@ -97,11 +97,11 @@ async def test_a_chat_is_played(tmp_path: Path) -> None:
         assert {each.split()[0] for each in titles[1:]} == {"d0"}
         await tab.page.click("button:has-text('JSON schema')")
         await tab.page.click("text=Send")
-        await tab.page.wait_for_selector(".stream[data-status=ended]")
+        await tab.page.wait_for_selector(".stream[data-run='2'][data-status=ended]")
         assert (await tab.page.inner_text(".stream")).strip().startswith("{")
         await tab.page.click("button:has-text('Completion')")
         await tab.page.click("text=Send")
-        await tab.page.wait_for_selector(".stream[data-status=ended]")
+        await tab.page.wait_for_selector(".stream[data-run='3'][data-status=ended]")
         await tab.page.click("dl a.id")
         await tab.page.wait_for_selector(".gantt rect")
         tab.clean()

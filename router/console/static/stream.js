@@ -13,7 +13,7 @@ const TIMELINE_PAUSE_MS = 250;
 export const keptApiKey = () => sessionStorage.getItem(API_KEY) ?? "";
 export const keepApiKey = (key) => sessionStorage.setItem(API_KEY, key);
 
-const EMPTY = { status: "idle", tokens: [], stamps: [], began: 0, id: null, made: [], error: null, finish: null };
+const EMPTY = { number: 0, status: "idle", tokens: [], stamps: [], began: 0, id: null, made: [], error: null, finish: null };
 
 /** [run, start(path, body), stop]: a stream and its state; drawn at most once per frame. */
 export function useStream(consoleKey) {
@@ -33,7 +33,7 @@ export function useStream(consoleKey) {
   }, []);
   const start = async (path, body) => {
     abort.current?.abort();
-    const mine = { ...EMPTY, status: "running", tokens: [], stamps: [], began: performance.now() };
+    const mine = { ...EMPTY, number: run.current.number + 1, status: "running", tokens: [], stamps: [], began: performance.now() };
     run.current = mine;
     abort.current = new AbortController();
     draw();
@@ -88,7 +88,7 @@ export function StreamText({ run, colors }) {
   const nodes = nodeColors(run.made);
   let index = 0;
   return html`
-    <div class="stream" role="log" aria-live="off" aria-label="Reply" tabindex="0" data-status=${run.status}>
+    <div class="stream" role="log" aria-live="off" aria-label="Reply" tabindex="0" data-run=${run.number} data-status=${run.status}>
       ${run.tokens.map((piece, number) => {
         const node = makerOf(run.made, index);
         index += piece.num;

@@ -53,8 +53,8 @@ def asked(flags: str = "01") -> Request:
     return replace(request("r"), traceparent=PARENT.traceparent[:-2] + flags)
 
 
-def event(**more: int) -> TokenEvent:
-    return TokenEvent("r", 1, 5, (5,), **more)
+def event(preemptions: int = 0) -> TokenEvent:
+    return TokenEvent("r", 1, 5, (5,), preemptions=preemptions)
 
 
 def test_only_sampled_requests_have_spans() -> None:

@@ -32,6 +32,7 @@ NODE_COLUMNS: Final = (
 REQUEST_COLUMNS: Final = (
     "request", "state", "ms", "TTFT ms", "prompt", "output", "prefill", "decode", "retries",
 )  # fmt: skip
+FOCUSED: Final = {"cluster": "#nodes", "requests": "#list", "node": "#scroll"}
 BLOCK_COLORS: Final = {
     "free": "grey37", "used": "green", "cached": "blue", "exported": "yellow", "adopted": "cyan",
     "hole": "red",
@@ -44,7 +45,11 @@ class TopApp(App[None]):
     """The whole screen."""
 
     TITLE = "baton top"
-    CSS = "#head, #away { padding: 0 1; } #away { color: $error; } DataTable { height: 1fr; }"
+    CSS = """
+    #head, #away { height: auto; padding: 0 1; }
+    #away { color: $error; }
+    TabbedContent, DataTable, VerticalScroll { height: 1fr; }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("1", "show('cluster')", "Cluster"),
         ("2", "show('requests')", "Requests"),
@@ -66,22 +71,22 @@ class TopApp(App[None]):
                 yield DataTable(id="list", cursor_type="row", zebra_stripes=True)
                 with VerticalScroll():
                     yield Static("Enter shows where the time of a request went.", id="timeline")
-            with TabPane("3 Node", id="node"), VerticalScroll():
+            with TabPane("3 Node", id="node"), VerticalScroll(id="scroll"):
                 yield Static("Choose a node in view 1.", id="detail")
         yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#nodes", DataTable).add_columns(*NODE_COLUMNS)
         self.query_one("#list", DataTable).add_columns(*REQUEST_COLUMNS)
+        self.query_one("#nodes", DataTable).focus()
         self.follow()
 
     def action_show(self, name: str) -> None:
         """Show one of the three views."""
         self.query_one(TabbedContent).active = name
-        tables = {"cluster": "#nodes", "requests": "#list"}
-        if name in tables:
-            self.query_one(tables[name], DataTable).focus()
-        else:
+        # A pane whose widget gets the focus becomes the active one, so the last key wins.
+        self.query_one(FOCUSED[name]).focus()
+        if name == "node":
             self.ask_node()
 
     @work(exclusive=True, group="stream")

@@ -33,7 +33,7 @@ from baton.node.role import MakeThread, RoleContext
 from baton.node.tracing import FETCH, PREFILLING
 from baton.protocol.clock import Clock
 from baton.protocol.errors import InvalidRequest, KVTimeout, UnsupportedFeature
-from baton.protocol.events import FirstToken, NodeStep, Subscribed, TokenEvent
+from baton.protocol.events import FirstToken, NodeStep, SpanName, Subscribed, TokenEvent
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
@@ -146,12 +146,20 @@ class DecodeRole:
             if entry.spans is not None:
                 entry.spans.enter(FETCH)
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
+            fetching_at = self._context.clock.monotonic()
             fetched = await self._context.connector.fetch(
                 handle,
                 request.epoch,
                 reservation.blocks,
                 reservation.start_token,
                 adopt=reservation.adopting,
+            )
+            entry.note(
+                SpanName.FETCH,
+                fetching_at,
+                self._context.clock.monotonic(),
+                kv_bytes=fetched.num_bytes,
+                lane=fetched.lane,
             )
             if reservation.adopting and fetched.held is not None:
                 seat.adopt(self._adoption(request.id, fetched.adopted, fetched.held))
@@ -177,6 +185,7 @@ class DecodeRole:
             )
         )
         FAILPOINTS.hit("d.reserved")
+        entry.note(SpanName.QUEUE, entry.request.arrival, self._context.clock.monotonic())
         if connector.follows_prefill(handle):
             if entry.spans is not None:
                 entry.spans.enter(PREFILLING)

@@ -21,7 +21,8 @@ from baton.protocol.errors import BatonError, Unavailable
 
 TIMEOUT_S: Final = 10.0
 NARROWEST_BAR: Final = 10  # cells
-FIXED_COLUMNS: Final = 62  # what the other columns of the table need
+FIXED_COLUMNS: Final = 76  # what the other columns of the table need
+MOST_KB: Final = 10_000  # more is told in MB
 ID_COLUMNS: Final = 45  # a reply's id: `baton trace` needs all of it
 COLORS: Final = {
     "gate": "bright_black",
@@ -123,16 +124,9 @@ def view(timeline: dict[str, Any], width: int) -> RenderableType:
         key=lambda span: (span["start_ms"], span["end_ms"]),
     )
     for span in spans:
-        first, last = span.get("tokens") or (0, 0)
-        took = span["end_ms"] - span["start_ms"]
-        table.add_row(
-            Text(span["stage"], COLORS.get(span["stage"], "")),
-            span.get("node") or "",
-            f"{span['start_ms']:.1f}",
-            f"{took:.1f}",
-            f"{last - first}" if last > first else "",
-            bar(span, timeline["total_ms"], cells),
-        )
+        table.add_row(*_cells(span, timeline["total_ms"], cells))
+        for part in span.get("parts", ()):
+            table.add_row(*_cells(part, timeline["total_ms"], cells))
     reasons = [
         Text(f"epoch {span['epoch']} failed: {span['why']}", "red")
         for span in timeline["stages"]
@@ -141,20 +135,50 @@ def view(timeline: dict[str, Any], width: int) -> RenderableType:
     return Group(head, table, *reasons)
 
 
+def _cells(span: dict[str, Any], total_ms: float, cells: int) -> tuple[RenderableType, ...]:
+    """Return a row of the table, for a stage or for a part of one."""
+    first, last = span.get("tokens") or (0, 0)
+    name = Text(span["stage"], _color(span)) if "stage" in span else Text("  " + part_name(span))
+    return (
+        name,
+        span.get("node") or "",
+        f"{span['start_ms']:.1f}",
+        f"{span['end_ms'] - span['start_ms']:.1f}",
+        f"{last - first}" if last > first else "",
+        bar(span, total_ms, cells),
+    )
+
+
+def part_name(part: dict[str, Any]) -> str:
+    """Return what a node did, with its figures: `fetch 15 MB shm`, `compute in 3 chunks`."""
+    if part.get("kv_bytes"):
+        kb = part["kv_bytes"] / 1000
+        size = f"{kb:.0f} kB" if kb < MOST_KB else f"{kb / 1000:.0f} MB"
+        return f"{part['name']} {size} {part.get('lane', '')}".rstrip()
+    chunks = part.get("chunks", 0)
+    return f"{part['name']} in {chunks} chunks" if chunks > 1 else str(part["name"])
+
+
+def _color(span: dict[str, Any]) -> str:
+    return COLORS.get(span.get("stage", ""), "")
+
+
 def bar(span: dict[str, Any], total_ms: float, cells: int) -> Text:
     """Return a line of `cells` columns: the span as a bar, at its place. A span that took any time
-    has at least one cell."""
+    has at least one cell; a part of a stage is drawn thinner."""
     scale = cells / total_ms if total_ms > 0 else 0.0
     start = min(cells - 1, int(span["start_ms"] * scale))
     end = max(start + 1, min(cells, round(span["end_ms"] * scale)))
-    mark = "━" if span["stage"] == "transfer" else "█"
-    return Text(" " * start + mark * (end - start), COLORS.get(span["stage"], ""))
+    mark = "▒" if "stage" not in span else "━" if span["stage"] == "transfer" else "█"
+    return Text(" " * start + mark * (end - start), _color(span))
 
 
 def chrome_trace(timeline: dict[str, Any]) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format: a track per node, times in microseconds."""
+    """Return the timeline in Chrome's trace format: a track per node and one for its work on the
+    request, times in microseconds."""
     origin_us = timeline["arrived_at"] * 1e6
-    spans = timeline["stages"] + timeline["transfers"]
+    stages = timeline["stages"] + timeline["transfers"]
+    spans = stages + [part for span in stages for part in span.get("parts", ())]
     tracks = {name: index for index, name in enumerate(dict.fromkeys(map(_track, spans)), 1)}
     names = [
         {"ph": "M", "pid": 1, "tid": index, "name": "thread_name", "args": {"name": name}}
@@ -165,7 +189,7 @@ def chrome_trace(timeline: dict[str, Any]) -> dict[str, Any]:
             "ph": "X",
             "pid": 1,
             "tid": tracks[_track(span)],
-            "name": span["stage"],
+            "name": span["stage"] if "stage" in span else span["name"],
             "ts": origin_us + span["start_ms"] * 1e3,
             "dur": (span["end_ms"] - span["start_ms"]) * 1e3,
             "args": {key: value for key, value in span.items() if key in _ARGUMENTS},
@@ -175,10 +199,12 @@ def chrome_trace(timeline: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-_ARGUMENTS: Final = ("epoch", "tokens", "why")
+_ARGUMENTS: Final = ("epoch", "tokens", "why", "chunks", "kv_bytes", "lane")
 
 
 def _track(span: dict[str, Any]) -> str:
+    if "stage" not in span:  # it may begin before the stage that it belongs to
+        return f"{span['node']}: its work"
     if span["stage"] == "transfer":
         return "KV transfer"
     return str(span.get("node") or "router")

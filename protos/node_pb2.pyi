@@ -436,6 +436,34 @@ class TokenEvent(_message.Message):
     preemptions: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., has_stop_token: bool = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
+class NodeSpan(_message.Message):
+    __slots__ = ("name", "start_us", "end_us", "chunks", "kv_bytes", "lane")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_US_FIELD_NUMBER: _ClassVar[int]
+    END_US_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    start_us: int
+    end_us: int
+    chunks: int
+    kv_bytes: int
+    lane: str
+    def __init__(self, name: _Optional[str] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., chunks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...
+
+class NodeTimings(_message.Message):
+    __slots__ = ("request_id", "epoch", "age_us", "spans")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    age_us: int
+    spans: _containers.RepeatedCompositeFieldContainer[NodeSpan]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., age_us: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[NodeSpan, _Mapping]]] = ...) -> None: ...
+
 class TokenLogprobs(_message.Message):
     __slots__ = ("top",)
     TOP_FIELD_NUMBER: _ClassVar[int]
@@ -527,7 +555,7 @@ class KvFlow(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., lane: _Optional[str] = ..., bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., faults: _Optional[int] = ..., ms_p50: _Optional[float] = ..., ms_p99: _Optional[float] = ...) -> None: ...
 
 class NodeStep(_message.Message):
-    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters", "flows", "no_logprobs")
+    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters", "flows", "no_logprobs", "timings")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
@@ -541,6 +569,7 @@ class NodeStep(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     NO_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
     handles: _containers.RepeatedCompositeFieldContainer[HandleReady]
     subscribed: _containers.RepeatedCompositeFieldContainer[Subscribed]
@@ -554,7 +583,8 @@ class NodeStep(_message.Message):
     adapters: AdapterList
     flows: _containers.RepeatedCompositeFieldContainer[KvFlow]
     no_logprobs: bool
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[KvFlow, _Mapping]]] = ..., no_logprobs: bool = ...) -> None: ...
+    timings: _containers.RepeatedCompositeFieldContainer[NodeTimings]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[KvFlow, _Mapping]]] = ..., no_logprobs: bool = ..., timings: _Optional[_Iterable[_Union[NodeTimings, _Mapping]]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "step")

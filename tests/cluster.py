@@ -29,6 +29,7 @@ from prefill_node.__main__ import PROGRAM as PREFILL
 from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
 from router.main import Router
+from tests.timelines import assert_whole
 from tests.waiting import WAIT_S, eventually
 
 S = TypeVar("S")
@@ -192,6 +193,9 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
         await eventually(registered)
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
         yield Cluster(prefill, decode, router, client)
+        assert router.services.timelines is not None
+        for entry in router.services.timelines.newest():
+            assert_whole(entry)
 
 
 async def _member(

@@ -16,7 +16,9 @@ from baton.protocol.events import (
     Controlled,
     HandleReady,
     KVFlow,
+    NodeSpan,
     NodeStep,
+    NodeTimings,
     Pooled,
     RequestFailed,
     Subscribed,
@@ -262,6 +264,21 @@ token_events = struct(
 )
 vectors = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
 hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=4).map(tuple)
+node_spans = st.builds(
+    lambda name, start, took, more: NodeSpan(name, start, start + took, *more),
+    names,
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+    st.tuples(counts, st.integers(0, 2**64 - 1), texts),
+)
+timings = st.builds(
+    lambda name, epoch, spans: NodeTimings(
+        name, epoch, max((span.end_us for span in spans), default=0), spans
+    ),
+    names,
+    epochs,
+    st.lists(node_spans, max_size=3).map(tuple),
+)
 steps = struct(
     NodeStep,
     tokens=st.lists(token_events, max_size=3).map(tuple),
@@ -307,6 +324,7 @@ steps = struct(
     flows=st.lists(
         st.builds(KVFlow, names, names, counts, counts, counts, floats, floats), max_size=2
     ).map(tuple),
+    timings=st.lists(timings, max_size=2).map(tuple),
 )
 SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool)
 

@@ -17,12 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 import torch
 
 from baton.engine.core.engine import Engine
+from baton.engine.state.sequence import RequestGroup
 from baton.protocol.errors import BatonError, InternalError, Unavailable
 from baton.protocol.events import BlockEvent, RequestFailed, TokenEvent
 from baton.protocol.handles import NodeLoad
@@ -35,13 +36,17 @@ LEAVE_S: Final = 10.0  # until the other ranks of a group stop, too
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The results of one step. `on_step` gets it on the engine thread."""
+    """The results of one step. `on_step` gets it on the engine thread.
+
+    `begun`: the requests that got their first token here; their times do not change any more.
+    """
 
     events: list[TokenEvent]
     failed: list[RequestFailed]
     block_events: list[BlockEvent]
     load: NodeLoad
     short_of_room: bool = False  # see Engine
+    begun: list[RequestGroup] = field(default_factory=list[RequestGroup])
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +253,10 @@ class EngineThread:
     def _step(self) -> None:
         events: list[TokenEvent] = []
         failed: list[RequestFailed] = []
+        begun: list[RequestGroup] = []
         try:
             events = self.engine.step()
+            begun = self.engine.begun
         except Exception as error:
             log.exception("an engine step failed")
             failed = self._fail_step(error)
@@ -260,6 +267,7 @@ class EngineThread:
             self.engine.take_block_events(),
             self.engine.current_load(),
             self.engine.short_of_room,
+            begun,
         )
         try:
             self._on_step(report)

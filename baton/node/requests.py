@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from baton.engine.state.sequence import RequestGroup
 from baton.node.session import RouterSession
 from baton.node.tracing import RequestSpans
 from baton.protocol.errors import BatonError, Fenced
-from baton.protocol.events import NodeStep, RequestFailed
+from baton.protocol.events import NodeSpan, NodeStep, NodeTimings, RequestFailed, SpanName
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import SubmitPool
 from baton.protocol.request import Request
@@ -43,6 +45,7 @@ class NodeRequest:
     spans: RequestSpans | None = None  # None: no trace of it is wanted
     live: set[int] = field(init=False)  # samples (results, for beams) that have not ended here
     stopped: set[int] = field(default_factory=set[int])  # samples that nobody wants any more
+    noted: list[NodeSpan] = field(default_factory=list[NodeSpan])  # where its time went here
 
     def __post_init__(self) -> None:
         self.live = set(range(self.request.params.num_outputs)) - set(self.request.ended)
@@ -53,6 +56,27 @@ class NodeRequest:
         if not self.stopped:
             return self.request
         return replace(self.request, ended=(*self.request.ended, *tuple(self.stopped)))
+
+    def note(self, name: SpanName, start: float, end: float, **more: Any) -> None:
+        """Note what took the request's time from `start` to `end` (clock of this process).
+
+        `more`: further fields of NodeSpan.
+        """
+        self.noted.append(NodeSpan(name, self._us(start), self._us(end), **more))
+
+    def timings(self, begun: RequestGroup, now: float) -> NodeTimings:
+        """Return where the time went until the request got its first token here, just now."""
+        last = self.request.arrival + (self.noted[-1].end_us / 1e6 if self.noted else 0.0)
+        scheduled_at = max(last, begun.scheduled_at or last)
+        computed_at = max(scheduled_at, begun.computed_at or now)
+        self.note(SpanName.QUEUE, last, scheduled_at)
+        name = SpanName.COMPUTE if self.handle is None else SpanName.FIRST_STEP
+        self.note(name, scheduled_at, computed_at, chunks=begun.num_chunks)
+        age_us = max(self._us(now), self.noted[-1].end_us)
+        return NodeTimings(self.request.id, self.request.epoch, age_us, tuple(self.noted))
+
+    def _us(self, at: float) -> int:
+        return max(0, round((at - self.request.arrival) * 1e6))
 
     def sample_ended(self, sample: int) -> bool:
         """Note that the sample's last event is being sent; return whether all samples have

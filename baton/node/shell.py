@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import baton
 from baton.engine.core.assembly import assemble
@@ -29,6 +28,7 @@ from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import NodeParts, RoleContext
 from baton.node.session import RouterSession
+from baton.node.step_news import StepNews
 from baton.protocol.errors import (
     BatonError,
     DeadlineExceeded,
@@ -39,7 +39,7 @@ from baton.protocol.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.protocol.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
+from baton.protocol.events import BlockEvent, NodeStep
 from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord
 from baton.protocol.kv_spec import BlockLists
 from baton.protocol.messages import (
@@ -60,9 +60,6 @@ from baton.protocol.messages import (
 from baton.runtime.log import request_context
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-OfSession: TypeAlias = dict[RouterSession, list[T]]
 
 
 class NodeShell:
@@ -102,7 +99,7 @@ class NodeShell:
                 observe_fetch=self.metrics.observe_fetch,
                 traced=self.tracing is not None,
             ),
-            lambda hooks: EngineThread(assemble(parts.engine, hooks), self._on_step),
+            lambda hooks: EngineThread(assemble(parts.engine, hooks, parts.clock), self._on_step),
         )
         self.thread = self.role.thread
         self.engine = self.thread.engine
@@ -411,7 +408,7 @@ class NodeShell:
     def report_blocks(self, engine: Engine) -> None:
         """Send changes of the prefix map now, between steps. Engine thread."""
         events = tuple(engine.take_block_events())
-        self._loop.call_soon_threadsafe(self._send_step, {}, {}, events)
+        self._loop.call_soon_threadsafe(self._send, StepNews(events))
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
         # Both are taken together and delivered in the order of the steps, so no event is sent twice
@@ -448,21 +445,21 @@ class NodeShell:
     def _synchronise(
         self, session: RouterSession, pending: list[BlockEvent], everything: list[BlockEvent]
     ) -> None:
-        self._send_step({}, {}, tuple(pending))
+        self._send(StepNews(tuple(pending)))
         session.synced = True
         session.send(NodeStep(load=self.load(), block_events=tuple(everything)))
 
     def _deliver(self, report: StepReport, stats: EngineStats) -> None:
         """Send one step's results: a message to each session that they concern."""
         self._engine_load, self._engine_stats = report.load, stats
-        tokens: OfSession[TokenEvent] = defaultdict(list)
-        failures: OfSession[RequestFailed] = defaultdict(list)
+        news = StepNews(tuple(report.block_events))
+        news.add_timings(report.begun, self.requests, self.clock.monotonic())
         for event in report.events:
             entry = self.requests.find(event.request_id, event.epoch)
             if entry is None:  # aborted while the step ran
                 self.role.written((event,))
                 continue
-            tokens[entry.session].append(event)
+            news.tokens[entry.session].append(event)
             if entry.spans is not None:
                 entry.spans.saw(event)
             if self.role.ends(entry, event):
@@ -470,26 +467,16 @@ class NodeShell:
         for failed in report.failed:
             entry = self.requests.find(failed.request_id, failed.epoch)
             if entry is not None:
-                failures[entry.session].append(failed)
+                news.failures[entry.session].append(failed)
                 if entry.spans is not None:
                     entry.spans.error = failed.code
                 entry.end()
-        self._send_step(tokens, failures, tuple(report.block_events))
+        self._send(news)
         self.role.blocks_freed()
 
-    def _send_step(
-        self,
-        tokens: OfSession[TokenEvent],
-        failures: OfSession[RequestFailed],
-        block_events: tuple[BlockEvent, ...],
-    ) -> None:
+    def _send(self, news: StepNews) -> None:
         load = self.load()
-        for session in self._sessions | tokens.keys() | failures.keys():
-            step = NodeStep(
-                tokens=tuple(tokens.get(session, ())),
-                failed=tuple(failures.get(session, ())),
-                load=session.changed_load(load),
-                block_events=block_events if session.synced else (),
-            )
-            if step.tokens or step.failed or step.load or step.block_events:
+        for session in self._sessions | news.sessions:
+            step = news.message(session, load)
+            if step is not None:
                 session.send(step, partial(self.role.written, step.tokens) if step.tokens else None)

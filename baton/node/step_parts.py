@@ -4,7 +4,7 @@ gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and then brea
 step becomes that long by log-probabilities of prompts (router/prompts/reader.py limits them to 20
 MB a request) and by the snapshot of a large prefix map. A step is split between events, never
 inside a token event. Together the parts equal the step, in this order: handles, subscriptions,
-tokens, failures, block events.
+timings, tokens, failures, block events.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from baton.protocol.events import (
     BlockEvent,
     HandleReady,
     NodeStep,
+    NodeTimings,
     RequestFailed,
     Subscribed,
     TokenEvent,
@@ -48,6 +49,7 @@ def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
     ]
     parts += [NodeStep(handles=some) for some in _groups(step.handles, _handle, limit)]
     parts += [NodeStep(subscribed=some) for some in _groups(step.subscribed, _plain, limit)]
+    parts += [NodeStep(timings=some) for some in _groups(step.timings, _plain, limit)]
     parts += [NodeStep(tokens=some) for some in _groups(step.tokens, _tokens, limit)]
     parts += [NodeStep(failed=some) for some in _groups(step.failed, _failure, limit)]
     cut = [piece for event in step.block_events for piece in _cut(event, limit)]
@@ -58,7 +60,7 @@ def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
 
 def _size(step: NodeStep) -> int:
     """Return an upper bound of the step's encoded size, good enough for short steps."""
-    plain = len(step.tokens) + len(step.subscribed)
+    plain = len(step.tokens) + len(step.subscribed) + len(step.timings)
     size = _EVENT * plain + _HANDLE * len(step.handles) + sum(map(_failure, step.failed))
     size += sum(map(_blocks, step.block_events))
     # Most events are one token and nothing else, and there may be hundreds: the loop finds the
@@ -96,7 +98,7 @@ def _handle(_: HandleReady) -> int:
     return _HANDLE
 
 
-def _plain(_: Subscribed) -> int:
+def _plain(_: Subscribed | NodeTimings) -> int:
     return _EVENT
 
 

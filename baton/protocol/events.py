@@ -73,6 +73,42 @@ class Subscribed(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class SpanName(enum.StrEnum):
+    """What a node did with a request. FIRST_STEP: it computed the first token after a fetch."""
+
+    QUEUE = "queue"
+    COMPUTE = "compute"
+    FETCH = "fetch"
+    FIRST_STEP = "first step"
+
+
+class NodeSpan(msgspec.Struct, frozen=True, gc=False):
+    """What took a request's time on a node, in microseconds since the request came there.
+
+    `name`: a SpanName, or what a newer node calls it. `chunks`: in how many the prompt was
+    computed. `kv_bytes` and `lane`: of a fetch.
+    """
+
+    name: str
+    start_us: int
+    end_us: int
+    chunks: int = 0
+    kv_bytes: int = 0
+    lane: str = ""
+
+
+class NodeTimings(msgspec.Struct, frozen=True):
+    """Where a request's time went on a node, told once, with the first token of that node.
+
+    `age_us`: microseconds from the request's arrival there to this event.
+    """
+
+    request_id: str
+    epoch: int
+    age_us: int
+    spans: tuple[NodeSpan, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """The vectors of a SubmitPool's prompts, in the prompts' order: float32, little-endian."""
@@ -170,3 +206,4 @@ class NodeStep:
     controlled: tuple[Controlled, ...] = ()
     adapters: AdapterList | None = None
     flows: tuple[KVFlow, ...] = ()
+    timings: tuple[NodeTimings, ...] = ()

@@ -55,6 +55,8 @@ from baton.protocol.wire_values import (
     pool_task_to_wire,
     pooled_from_wire,
     pooled_to_wire,
+    timings_from_wire,
+    timings_to_wire,
     token_event_from_wire,
     token_event_to_wire,
 )
@@ -436,6 +438,7 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
         controlled=map(controlled_to_wire, value.controlled),
         adapters=adapters_to_wire(value.adapters),
         flows=map(flow_to_wire, value.flows),
+        timings=map(timings_to_wire, value.timings),
         no_logprobs=not any(event.logprobs or event.prompt_logprobs for event in value.tokens),
     )
 
@@ -455,6 +458,7 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
         controlled=tuple(map(controlled_from_wire, message.controlled)),
         adapters=adapters_from_wire(message),
         flows=tuple(map(flow_from_wire, message.flows)),
+        timings=tuple(map(timings_from_wire, message.timings)),
     )
 
 

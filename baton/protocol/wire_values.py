@@ -12,7 +12,14 @@ from functools import lru_cache
 from typing import Final, cast
 
 from baton.protocol.errors import InvalidRequest
-from baton.protocol.events import Pooled, RequestFailed, TokenEvent, TokenLogprob
+from baton.protocol.events import (
+    NodeSpan,
+    NodeTimings,
+    Pooled,
+    RequestFailed,
+    TokenEvent,
+    TokenLogprob,
+)
 from baton.protocol.handles import Endpoint, LaneAddress
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.messages import PoolKind, SubmitPool
@@ -130,6 +137,44 @@ def pooled_from_wire(message: node_pb2.Pooled) -> Pooled:
         required(message.request_id, "request_id"),
         epoch_of(message.epoch),
         tuple(message.vectors),
+    )
+
+
+def timings_to_wire(value: NodeTimings) -> node_pb2.NodeTimings:
+    return node_pb2.NodeTimings(
+        request_id=value.request_id,
+        epoch=value.epoch,
+        age_us=value.age_us,
+        spans=[
+            node_pb2.NodeSpan(
+                name=span.name,
+                start_us=span.start_us,
+                end_us=span.end_us,
+                chunks=span.chunks,
+                kv_bytes=span.kv_bytes,
+                lane=span.lane,
+            )
+            for span in value.spans
+        ],
+    )
+
+
+def timings_from_wire(message: node_pb2.NodeTimings) -> NodeTimings:
+    spans = tuple(
+        NodeSpan(
+            required(span.name, "name"),
+            span.start_us,
+            span.end_us,
+            span.chunks,
+            span.kv_bytes,
+            span.lane,
+        )
+        for span in message.spans
+    )
+    if any(not span.start_us <= span.end_us <= message.age_us for span in spans):
+        raise InvalidRequest("a span does not lie within the request's time", field="spans")
+    return NodeTimings(
+        required(message.request_id, "request_id"), epoch_of(message.epoch), message.age_us, spans
     )
 
 

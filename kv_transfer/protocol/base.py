@@ -149,7 +149,8 @@ class KVReady:
 
     `held`: what the caller of fetch(hold=True) releases when it does not need the exporter's blocks
     any more; None if the export has been acknowledged. `adopted`: after fetch(adopt=True) the ids
-    of all pages, which lie in the exporter's pool; they may be read while `held` is safe.
+    of all pages, which lie in the exporter's pool; they may be read while `held` is safe. `lane`:
+    the name of the lane.
     """
 
     num_tokens: int

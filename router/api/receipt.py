@@ -7,7 +7,9 @@ per prompt. Times are milliseconds, or null if the request never came so far.
     arrival ---- queue_ms ---- prefill_ms ---- decode_ms ----> end
                           sent to a node   token 1
     ttft_ms = queue_ms + prefill_ms; transfer_ms: from token 1 to the first event of the decode
-    node, a part of decode_ms
+    node, a part of decode_ms. Of transfer_ms the decode node spent handover_queue_ms waiting,
+    handover_fetch_ms fetching KV, and handover_first_step_ms computing; the rest are messages.
+    node_queue_ms: the waiting on all nodes; queue_ms has none of it
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
+from baton.protocol.events import SpanName
 from router.request.completion import Completion
 
 HEADER: Final = "x-baton-receipt"
@@ -29,13 +32,17 @@ def receipt_of(completion: Completion) -> dict[str, Any]:
     trace, request = completion.trace, completion.request
     terms, samples = trace.terms, request.params.n
     ttft_s = _between(request.arrival, trace.first_token_at)
-    tpot_s = trace.tpot_s(samples)
+    tpot_s, parts = trace.tpot_s(samples), trace.handover_parts_s
     receipt: dict[str, Any] = {
         "request_id": request.id,
         "admission_ms": _ms(_between(request.arrival, trace.admitted_at)),
         "queue_ms": _ms(_between(request.arrival, trace.dispatched_at)),
         "prefill_ms": _ms(_between(trace.dispatched_at, trace.first_token_at)),
         "transfer_ms": _ms(trace.handover_s),
+        "handover_queue_ms": _ms(parts.get(SpanName.QUEUE)),
+        "handover_fetch_ms": _ms(parts.get(SpanName.FETCH)),
+        "handover_first_step_ms": _ms(parts.get(SpanName.FIRST_STEP)),
+        "node_queue_ms": _ms(trace.node_queue_s()) if trace.work else None,
         "ttft_ms": _ms(ttft_s),
         "decode_ms": _ms(_between(trace.first_token_at, trace.finished_at)),
         "tpot_ms": _ms(tpot_s),

@@ -9,6 +9,7 @@ it has served itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from baton.protocol.errors import InvalidRequest, RequestNotFound
 from router.request.scores import NodeScore
 from router.request.terms import grant_of
-from router.request.timeline import StageSpan, TimelineEntry, TimelineRing
+from router.request.timeline import NodeWork, StageSpan, TimelineEntry, TimelineRing
 
 LIST_PATH: Final = "/v1/requests"
 PATH: Final = "/v1/requests/{name}/timeline"
@@ -30,12 +31,14 @@ TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
 class RequestSummary(msgspec.Struct):
-    """A request that has ended. Times are milliseconds; `arrived_at` is in seconds since 1970."""
+    """A request that has ended. Times are milliseconds; `arrived_at` is in seconds since 1970.
+    `queue_ms`: how long it waited, at the router and on nodes."""
 
     request_id: str
     arrived_at: float
     total_ms: float
     ttft_ms: float | None
+    queue_ms: float | None
     outcome: str
     error: str | None
     tenant: str | None
@@ -53,9 +56,23 @@ class RequestList(msgspec.Struct):
     data: list[RequestSummary]
 
 
+class TimelinePart(msgspec.Struct, omit_defaults=True):
+    """What a node did with the request, as the node told: `queue`, `compute` (`chunks` of the
+    prompt), `fetch` (`kv_bytes` over `lane`) or `first step`. Times count from the arrival."""
+
+    name: str
+    node: str
+    start_ms: float
+    end_ms: float
+    chunks: int = 0
+    kv_bytes: int = 0
+    lane: str = ""
+
+
 class TimelineSpan(msgspec.Struct, omit_defaults=True):
     """What took the time from `start_ms` to `end_ms`, counted from the arrival. `tokens`: the
-    client got the output tokens [first, last) in it."""
+    client got the output tokens [first, last) in it. `parts`: what nodes told of it; those of a
+    decode node may begin before it."""
 
     stage: str
     start_ms: float
@@ -64,6 +81,7 @@ class TimelineSpan(msgspec.Struct, omit_defaults=True):
     node: str | None = None
     tokens: tuple[int, int] | None = None
     why: str | None = None
+    parts: list[TimelinePart] = []
 
 
 class Timeline(RequestSummary):
@@ -119,11 +137,13 @@ class TimelinesApi:
 def summary_of(entry: TimelineEntry) -> RequestSummary:
     """Return one line of a list of requests."""
     trace, first = entry.trace, entry.trace.first_token_at
+    queue_s = trace.queue_s(entry.arrival)
     return RequestSummary(
         request_id=entry.request_id,
         arrived_at=round(entry.arrived_at, 6),
         total_ms=_ms(entry.total_s),
         ttft_ms=None if first is None else _ms(first - entry.arrival),
+        queue_ms=None if queue_s is None else _ms(queue_s),
         outcome=trace.outcome,
         error=entry.error or None,
         tenant=trace.terms.grant.tenant or None,
@@ -142,13 +162,13 @@ def timeline_of(entry: TimelineEntry) -> Timeline:
     """Return the whole timeline."""
     return Timeline(
         **msgspec.structs.asdict(summary_of(entry)),
-        stages=[_told(span, entry.arrival) for span in entry.stages],
+        stages=[_told(stage, entry.arrival, work) for stage, work in entry.work],
         transfers=[_told(span, entry.arrival) for span in entry.transfers],
         scores=list(entry.trace.scores),
     )
 
 
-def _told(span: StageSpan, arrival: float) -> TimelineSpan:
+def _told(span: StageSpan, arrival: float, work: Sequence[NodeWork] = ()) -> TimelineSpan:
     has_tokens = span.last_token > span.first_token
     return TimelineSpan(
         stage=span.stage,
@@ -158,6 +178,19 @@ def _told(span: StageSpan, arrival: float) -> TimelineSpan:
         node=span.node or None,
         tokens=(span.first_token, span.last_token) if has_tokens else None,
         why=span.why or None,
+        parts=[_part(each, arrival) for each in work],
+    )
+
+
+def _part(work: NodeWork, arrival: float) -> TimelinePart:
+    return TimelinePart(
+        work.span.name,
+        work.node,
+        _ms(max(0.0, work.start - arrival)),
+        _ms(max(0.0, work.end - arrival)),
+        work.span.chunks,
+        work.span.kv_bytes,
+        work.span.lane,
     )
 
 

@@ -65,7 +65,7 @@ ROUTER: Final = MetricList(
     ),
     histogram(
         "vllm:request_prefill_time_seconds",
-        "From a node to token 1",
+        "From the end of the waits to token 1",
         "seconds",
         OF_MODEL,
         TTFT_BUCKETS,
@@ -79,7 +79,7 @@ ROUTER: Final = MetricList(
     ),
     histogram(
         "vllm:request_inference_time_seconds",
-        "From a node to the last token",
+        "Prefill and decode",
         "seconds",
         OF_MODEL,
         E2E_BUCKETS,
@@ -128,7 +128,7 @@ ROUTER: Final = MetricList(
     also(
         histogram(
             "baton_request_queue_time_seconds",
-            "From arrival to a node",
+            "Waiting: gate, choice, nodes",
             "seconds",
             OF_MODEL,
             TTFT_BUCKETS,
@@ -138,6 +138,27 @@ ROUTER: Final = MetricList(
     histogram(
         "baton_handover_seconds",
         "From token 1 to the decode node's first",
+        "seconds",
+        OF_MODEL,
+        TRANSFER_BUCKETS,
+    ),
+    histogram(
+        "baton_handover_queue_seconds",
+        "Of it, waiting on the decode node",
+        "seconds",
+        OF_MODEL,
+        TRANSFER_BUCKETS,
+    ),
+    histogram(
+        "baton_handover_fetch_seconds",
+        "Of it, fetching the KV",
+        "seconds",
+        OF_MODEL,
+        TRANSFER_BUCKETS,
+    ),
+    histogram(
+        "baton_handover_first_step_seconds",
+        "Of it, the decode node's first step",
         "seconds",
         OF_MODEL,
         TRANSFER_BUCKETS,

@@ -21,6 +21,7 @@ from baton.protocol.errors import (
     Overloaded,
     Unavailable,
 )
+from baton.protocol.events import SpanName
 from baton.protocol.handles import NodeRecord
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.metrics import Values, render
@@ -52,6 +53,7 @@ class _OfModel:
         self.e2e = by.e2e.labels(model)
         self.queue = by.queue.labels(model)
         self.handover = by.handover.labels(model)
+        self.handover_parts = {name: part.labels(model) for name, part in by.handover_parts.items()}
         self.prompt_tokens = by.prompt_tokens.labels(model)
         self.generation_tokens = by.generation_tokens.labels(model)
         self.retries = by.retries.labels(model)
@@ -75,6 +77,7 @@ class _Instruments:
     e2e: Histogram
     queue: Histogram
     handover: Histogram
+    handover_parts: dict[str, Histogram]
     prompt_tokens: Counter
     generation_tokens: Counter
     success: Counter
@@ -202,10 +205,13 @@ class RequestMeter:
         mine.prefix_hits.inc(cached)
         mine.cached.inc(cached)
         mine.computed.inc(prompt_tokens - cached)
-        if trace.dispatched_at is not None:
-            mine.queue.observe(max(0.0, trace.dispatched_at - self._arrival))
+        queue_s = trace.queue_s(self._arrival)
+        if queue_s is not None:
+            mine.queue.observe(queue_s)
         if trace.handover_s is not None:
             mine.handover.observe(trace.handover_s)
+            for name, part_s in trace.handover_parts_s.items():
+                mine.handover_parts[name].observe(part_s)
         for role, node in (("prefill", trace.prefill_node), ("decode", trace.decode_node)):
             if node is not None:
                 by.nodes.labels(model, role, node).inc()
@@ -214,7 +220,7 @@ class RequestMeter:
             return
         mine.vllm.ended(
             Finished(
-                self.params, prompt_tokens, self._tokens, self._arrival, trace.dispatched_at,
+                self.params, prompt_tokens, self._tokens, self._arrival, trace.scheduled_at,
                 self._first, max(self._last.values(), default=self._arrival), trace.preemptions,
             ),
         )  # fmt: skip
@@ -240,6 +246,11 @@ def _instruments(registry: CollectorRegistry) -> _Instruments:
         e2e=histogram("baton_e2e_request_latency_seconds"),
         queue=histogram("baton_request_queue_time_seconds"),
         handover=histogram("baton_handover_seconds"),
+        handover_parts={
+            SpanName.QUEUE: histogram("baton_handover_queue_seconds"),
+            SpanName.FETCH: histogram("baton_handover_fetch_seconds"),
+            SpanName.FIRST_STEP: histogram("baton_handover_first_step_seconds"),
+        },
         prompt_tokens=counter("baton_prompt_tokens"),
         generation_tokens=counter("baton_generation_tokens"),
         success=counter("baton_request_success"),

@@ -1,7 +1,8 @@
 """Metrics of vLLM for which Baton has no name of its own, so that vLLM's Grafana boards show data.
 
 Metrics that Baton also has are aliases in router/metrics/metric_list.py. Times are the router's:
-prefill lasts from the first submission to a node to token 1, decode from token 1 to the last token.
+prefill lasts from the end of the waiting before token 1 to token 1, decode from token 1 to the last
+token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Finished(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     arrival: float
-    dispatched: float | None
+    scheduled: float | None
     first: float | None
     last: float
     preemptions: int = 0
@@ -63,7 +64,7 @@ class VllmOfModel:
             self._n.observe(samples)
             self._max_tokens.observe(done.params.max_tokens)
         self._most.observe(-(-done.output_tokens // samples))
-        began = done.arrival if done.dispatched is None else done.dispatched
+        began = done.arrival if done.scheduled is None else done.scheduled
         if done.first is not None:
             self._prefill.observe(max(0.0, done.first - began))
             self._decode.observe(max(0.0, done.last - done.first))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from baton.protocol.events import (
     HandleReady,
     NodeStep,
+    NodeTimings,
     Pooled,
     RequestFailed,
     Subscribed,
@@ -43,7 +44,7 @@ class SessionLost:
     suspect: bool = False
 
 
-RequestEvent = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
+RequestEvent = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed | NodeTimings
 NodeEvent = RequestEvent | SessionLost
 
 
@@ -177,5 +178,7 @@ def suspects(attached: Collection[Attempt], num_running: int) -> set[str]:
 
 def in_order(step: NodeStep) -> tuple[RequestEvent, ...]:
     """Return the events of a step in the order of delivery: of each request first its handle, then
-    its tokens, then its failure."""
-    return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)
+    its times, its tokens, then its failure."""
+    return (
+        *step.handles, *step.subscribed, *step.pooled, *step.timings, *step.tokens, *step.failed,
+    )  # fmt: skip

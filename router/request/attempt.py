@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from baton.protocol.errors import BatonError, NodeLost
-from baton.protocol.events import TokenEvent
+from baton.protocol.events import NodeTimings, TokenEvent
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import (
     Prefilled,
@@ -42,14 +42,15 @@ class HopFailed(Exception):
 class NodeAttempts:
     """The attempts of one request and its KV export.
 
-    `inbox`: the nodes' events, for the journey. `handle`: the KV export, None before there is one.
-    `prefilled`: the prompt is computed. `decoding`: the decode node has sent an event, so it needs
-    the export no more. `exporter_suspect`: the exporter was lost, and this request may be the
-    cause.
+    `visited` takes where the time went on a node. `inbox`: the nodes' other events, for the
+    journey. `handle`: the KV export, None before there is one. `prefilled`: the prompt is computed.
+    `decoding`: the decode node has sent an event, so it needs the export no more.
+    `exporter_suspect`: the exporter was lost, and this request may be the cause.
     """
 
-    def __init__(self, registry: NodeRegistry) -> None:
+    def __init__(self, registry: NodeRegistry, visited: Callable[[str, NodeTimings], None]) -> None:
         self._registry = registry
+        self._visited = visited
         self.inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
         # None: there is no lease to renew, or the decode node renews it.
         self._renewal: asyncio.TimerHandle | None = None
@@ -115,7 +116,10 @@ class NodeAttempts:
             # switch to the journey's task, unless an earlier event still waits for that task.
             shows = self.shows if attempt is self.decode and self.inbox.empty() else None
             if shows is None or not isinstance(event, TokenEvent) or not shows(event):
-                self.inbox.put_nowait((attempt, event))
+                if isinstance(event, NodeTimings):
+                    self._visited(node.node_id, event)
+                else:
+                    self.inbox.put_nowait((attempt, event))
 
         attempt = Attempt(request.id, request.epoch, deliver, max(0, num_tokens))
         session.attach(attempt)

@@ -37,7 +37,7 @@ from baton.protocol.errors import (
     Unavailable,
     error_from_code,
 )
-from baton.protocol.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.protocol.events import HandleReady, RequestFailed, Subscribed, TokenEvent
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.protocol.request import TRANSITIONS, Request, RequestState
@@ -70,7 +70,7 @@ class Journey:
         self._parts = parts
         self._clock = parts.clock
         self.output = OutputStream(request, trace, parts.clock)
-        self._attempts = NodeAttempts(parts.registry)
+        self._attempts = NodeAttempts(parts.registry, partial(trace.visited, parts.clock))
         self._ask = choice.ask_of(request, trace.terms)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
@@ -325,8 +325,8 @@ class Journey:
                 raise HopFailed(self._lost(attempts.decode, event))
             case HandleReady():
                 await self._move_on(ledger, event.handle)
-            case Pooled():
-                pass  # asked for by router/request/pool.py alone
+            case _:
+                pass  # Pooled: asked for by router/request/pool.py alone
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """Note the decode node's first event: it has all of the KV, the export is not needed."""

@@ -62,7 +62,8 @@ class Dispatcher:
         try:
             ticket = None if admitted else await self.gate.enter(request, trace)
         except BaseException as error:  # also if its client went away
-            self._refused(request, trace, error)
+            self._ended(trace, error)
+            self._keep(request, trace, error)
             raise
         journey = Journey(request, trace, parts)
         try:
@@ -78,31 +79,41 @@ class Dispatcher:
         finally:
             if ticket is not None:
                 self.gate.leave(ticket)
-            self._log_end(request, trace, journey.failure)
-            self._keep(request, trace, "" if journey.failure is None else journey.failure.code)
+            if trace.finished_at is None:  # it never began, or its end could not be recorded
+                self._ended(trace, journey.failure)
+            entry = self._keep(request, trace, journey.failure)
+            self._log_end(request, entry, journey.failure)
 
-    def _refused(self, request: Request, trace: RequestTrace, error: BaseException) -> None:
-        """Note the end of a request that the gate did not let in."""
-        failed = isinstance(error, BatonError) and not isinstance(error, Cancelled)
-        trace.outcome = (RequestState.FAILED if failed else RequestState.CANCELLED).value
-        trace.finished_at = self._parts.clock.monotonic()
-        self._keep(request, trace, error.code if isinstance(error, BatonError) else Cancelled.code)
+    def _ended(self, trace: RequestTrace, error: BaseException | None) -> None:
+        outcome = RequestState.FINISHED
+        if error is not None:
+            failed = isinstance(error, BatonError) and not isinstance(error, Cancelled)
+            outcome = RequestState.FAILED if failed else RequestState.CANCELLED
+        trace.outcome, trace.finished_at = outcome.value, self._parts.clock.monotonic()
 
-    def _log_end(self, request: Request, trace: RequestTrace, failure: BatonError | None) -> None:
-        """Write the request's line of the log, as a warning if the request was slow."""
-        took_s, most_s = (trace.finished_at or 0.0) - request.arrival, self._parts.slow_request_s
-        level = logging.WARNING if 0 < most_s < took_s else logging.INFO
+    def _log_end(self, request: Request, entry: TimelineEntry, failure: BatonError | None) -> None:
+        """Write the request's line of the log; if it was slow, as a warning with its timeline."""
+        slow = 0 < self._parts.slow_request_s < entry.total_s
+        level = logging.WARNING if slow else logging.INFO
         if logger.isEnabledFor(level):
-            logger.log(level, "request %s: %s", request.id, trace.told(request, failure))
+            told = entry.trace.told(request, failure)
+            logger.log(level, "request %s: %s%s", request.id, told, entry.told() if slow else "")
 
-    def _keep(self, request: Request, trace: RequestTrace, error: str) -> None:
+    def _keep(
+        self, request: Request, trace: RequestTrace, error: BaseException | None
+    ) -> TimelineEntry:
+        """Add the timeline of a request that has ended to the ring; return it."""
+        code = "" if error is None else Cancelled.code
+        if isinstance(error, BatonError):
+            code = error.code
         arrived_at = time.time() - (self._parts.clock.monotonic() - request.arrival)
         entry = TimelineEntry(
-            request.id, request.arrival, arrived_at, len(request.prompt_ids), error, trace
+            request.id, request.arrival, arrived_at, len(request.prompt_ids), code, trace
         )
         self._parts.timelines.add(entry)
         if self._parts.tracing is not None:
             self._parts.tracing.finished(request, entry)
+        return entry
 
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
         """Cancel a running or waiting request by its id; return False if there is no such request.

@@ -15,6 +15,10 @@ stages cover the time from the arrival to the end, without a gap and without an 
 
 EXPORTED and SUBSCRIBED begin no stage: the KV moves while the prompt is computed. They bound the
 span of the transfer, which lies beside the stages.
+
+With its first token a node tells where the time went inside it (NodeWork). That belongs to the
+prefill, or to the hand-over if the node fetched KV; then it may begin before that stage. Clocks of
+nodes differ, so a node tells durations, and they are counted back from when the router heard them.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.protocol.events import NodeSpan
 from router.request.request_ids import names
 
 if TYPE_CHECKING:
@@ -48,16 +53,18 @@ class Milestone(StrEnum):
 
 
 GATE: Final = "gate"
+PREFILL: Final = "prefill"
 TRANSFER: Final = "transfer"
 STAGES: Final = {
     Milestone.ADMITTED: "placement",
-    Milestone.PREFILLING: "prefill",
+    Milestone.PREFILLING: PREFILL,
     Milestone.PREFILLED: "hand-over",
     Milestone.FETCHING: "hand-over",
     Milestone.DECODING: "decode",
     Milestone.MOVING: "migration",
     Milestone.FAILED: "retry",
 }
+_OF_FETCHES: Final = (STAGES[Milestone.PREFILLED], STAGES[Milestone.MOVING])
 _MOVES_KV: Final = frozenset(
     {Milestone.EXPORTED, Milestone.SUBSCRIBED, Milestone.FETCHING, Milestone.MOVING}
 )
@@ -73,6 +80,19 @@ class TimelineMark(msgspec.Struct, frozen=True, gc=False):
     epoch: int = 0
     tokens: int = 0
     why: str = ""
+
+
+class NodeWork(msgspec.Struct, frozen=True):
+    """A span of a node's work on a request. `start`, `end` and `told_at`, when the router heard of
+    it: seconds of the router's clock. `fetched`: the node got the KV from another one."""
+
+    span: NodeSpan
+    node: str
+    start: float
+    end: float
+    told_at: float
+    epoch: int
+    fetched: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +148,24 @@ class TimelineEntry:
     def transfers(self) -> list[StageSpan]:
         return transfers_of(self.marks, self.end)
 
+    def told(self) -> str:
+        """Return the stages with what nodes did in them, for the log of a slow request."""
+        stages = [_stage_told(stage, work, self.arrival) for stage, work in self.work]
+        return "; timeline: " + ", ".join(stages)
+
+    @property
+    def work(self) -> list[tuple[StageSpan, list[NodeWork]]]:
+        """Return each stage with what nodes did for it: the work of a node that fetched belongs to
+        the hand-over (or migration), all other work to the prefill."""
+        found: list[tuple[StageSpan, list[NodeWork]]] = [(stage, []) for stage in self.stages]
+        for each in self.trace.work:
+            kinds = _OF_FETCHES if each.fetched else (PREFILL,)
+            begun = [it for it in found if it[0].epoch <= each.epoch]
+            of_kind = [it for it in begun if it[0].stage in kinds]
+            # A decode node's first event may come before that of the prefill node.
+            (of_kind or begun)[-1][1].append(each)
+        return found
+
 
 class TimelineRing:
     """The timelines of the requests that ended last; the oldest one goes first. Event loop only."""
@@ -151,6 +189,7 @@ class TimelineRing:
         """Keep the timeline of a request that has ended."""
         if not self._capacity:
             return
+        self._entries.pop(entry.request_id, None)  # asked for again: it is the newest now
         self._entries[entry.request_id] = entry
         if len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
@@ -198,3 +237,16 @@ def transfers_of(marks: Sequence[TimelineMark], end: float) -> list[StageSpan]:
 
 def _transfer(opened: TimelineMark, end: float, why: str) -> StageSpan:
     return StageSpan(TRANSFER, opened.at, end, opened.node, opened.epoch, why=why)
+
+
+def _stage_told(stage: StageSpan, work: Sequence[NodeWork], arrival: float) -> str:
+    place = f" on {stage.node}" if stage.node else ""
+    inside = "".join(
+        f" [{each.node}: {each.span.name} {_ms(each.end - each.start)} ms]" for each in work
+    )
+    start, end = _ms(stage.start - arrival), _ms(stage.end - arrival)
+    return f"{stage.stage} {start} to {end} ms{place}{inside}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"

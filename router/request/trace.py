@@ -6,16 +6,19 @@ Times are seconds of the router's Clock (monotonic); a time is None until its ev
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final
 
+from baton.protocol.clock import Clock
 from baton.protocol.errors import BatonError
-from baton.protocol.events import TokenEvent
+from baton.protocol.events import NodeTimings, SpanName, TokenEvent
 from baton.protocol.request import Request
 from baton.runtime.tracing.spans import TraceContext
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
-from router.request.timeline import Milestone, TimelineMark
+from router.request.timeline import Milestone, NodeWork, TimelineMark
 
+HANDOVER_PARTS: Final = (SpanName.QUEUE, SpanName.FETCH, SpanName.FIRST_STEP)
 SERVERS_FAULT: Final = 500  # HTTP statuses from this one on are the server's fault
 
 
@@ -52,6 +55,7 @@ class RequestTrace:
     root: TraceContext | None = None  # its root span; None: traces are off
     # What its journey has reached, in order.
     marks: list[TimelineMark] = field(default_factory=list[TimelineMark])
+    work: list[NodeWork] = field(default_factory=list[NodeWork])  # what nodes told of it
 
     def node_at(self, milestone: Milestone) -> str:
         """Return the node of the stage that `milestone` begins; "" if it has none."""
@@ -65,6 +69,15 @@ class RequestTrace:
         if self.root is None:
             return request
         return replace(request, traceparent=self.root.epoch(request.epoch).traceparent)
+
+    def visited(self, clock: Clock, node: str, timings: NodeTimings) -> None:
+        """Note where the time went on a node, which it tells with its first token."""
+        now = clock.monotonic()
+        came = now - timings.age_us / 1e6
+        fetched = SpanName.FETCH in [span.name for span in timings.spans]
+        for span in timings.spans:
+            start, end = came + span.start_us / 1e6, came + span.end_us / 1e6
+            self.work.append(NodeWork(span, node, start, end, now, timings.epoch, fetched))
 
     def count(self, event: TokenEvent) -> None:
         """Take from a node's event how much of the prompt the node found in its prefix map, and how
@@ -83,6 +96,46 @@ class RequestTrace:
         if self.first_token_at is None or self.handover_at is None:
             return None
         return max(0.0, self.handover_at - self.first_token_at)
+
+    @property
+    def handover_parts_s(self) -> dict[str, float]:
+        """Return how much of the hand-over the decode node spent on what, by SpanName. Empty
+        without a hand-over, and if the node tells no times."""
+        if self.first_token_at is None or self.handover_at is None or not self.work:
+            return {}
+        parts: dict[str, float] = dict.fromkeys(HANDOVER_PARTS, 0.0)
+        for each in self.work:
+            start, end = max(each.start, self.first_token_at), min(each.end, self.handover_at)
+            if each.fetched and end > start and each.span.name in parts:
+                parts[each.span.name] += end - start
+        return parts
+
+    def node_queue_s(self, until: float = inf) -> float:
+        """Return how long the request waited on nodes before `until`.
+
+        Waiting on a decode node counts from token 1 on: before, a prefill node was busy with it.
+        """
+        total = 0.0
+        for each in self.work:
+            if each.span.name == SpanName.QUEUE:
+                start = max(each.start, self.first_token_at or 0.0) if each.fetched else each.start
+                total += max(0.0, min(each.end, until) - start)
+        return total
+
+    def queue_s(self, arrival: float) -> float | None:
+        """Return how long the request waited: at the gate, for a choice of nodes, and on nodes.
+        None if it was never sent to a node."""
+        if self.dispatched_at is None:
+            return None
+        return max(0.0, self.dispatched_at - arrival) + self.node_queue_s()
+
+    @property
+    def scheduled_at(self) -> float | None:
+        """Return when a node had it and it waited no more for token 1; None if no node had it."""
+        if self.dispatched_at is None:
+            return None
+        until = self.first_token_at or inf
+        return min(until, self.dispatched_at + self.node_queue_s(until))
 
     def told(self, request: Request, failure: BatonError | None) -> str:
         """Return a line for the log: the outcome, and the time that each stage took.

@@ -28,6 +28,7 @@ from router.nodes.migration import MigrationStats
 from router.nodes.policy import NodeSnapshot
 from router.request.aborts import Aborts
 from router.request.gate.gate import Gate, GateSettings
+from router.request.timeline import TimelineRing
 from router.request.trace import RequestTrace
 from router.server.app import create_app
 from router.server.http_guard import HttpLimits, uvicorn_settings
@@ -237,6 +238,7 @@ class Front:
     store: StoreGuard = field(
         default_factory=lambda: StoreGuard(MemoryStore("r", Timing(), SystemClock()), Timing())
     )
+    timelines: TimelineRing | None = None
 
     @property
     def services(self) -> RouterServices:
@@ -251,6 +253,7 @@ class Front:
             "aborts": Aborts(self.dispatcher),
             "lifecycle": self.lifecycle,
             "sampling_defaults": self.sampling_defaults,
+            "timelines": self.timelines,
         }
         return RouterServices(**parts)
 

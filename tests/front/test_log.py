@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Iterator
 
@@ -63,3 +64,38 @@ def test_a_traceback_stays_with_its_line(stream: io.StringIO) -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="loud"):
         log.setup("router", "loud")
+
+
+@pytest.fixture
+def json_stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    out = io.StringIO()
+    log.setup("router", "info", "json", stream=out)
+    yield out
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_json_lines(json_stream: io.StringIO) -> None:
+    with log.request_context("cmpl-7"):
+        logging.getLogger("x").warning("model %s", 'a\n{"level": "forged"} \x1b[31m é')
+    logging.getLogger("x").debug("hidden")
+    (line,) = json_stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert told.pop("time") > 0
+    assert told == {
+        "level": "warning", "process": "router", "request": "cmpl-7", "logger": "x",
+        "message": 'model a\n{"level": "forged"} \x1b[31m é',
+    }  # fmt: skip
+
+
+def test_a_traceback_is_part_of_its_json_line(json_stream: io.StringIO) -> None:
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    (line,) = json_stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert told["message"] == "failed"
+    assert told["traceback"].splitlines()[-1] == "ValueError: boom"

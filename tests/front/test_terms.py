@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.errors import InvalidRequest
+from baton.protocol.events import NodeSpan, NodeTimings
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from router.api.receipt import HEADER, MOST_HEADER_BYTES
@@ -21,6 +22,7 @@ from router.request.terms import BOUNDS, Terms, read_terms, tenant_salt
 from router.tenants.keys import EVERYBODY, Grant
 from tests.front.fakes import FakeDispatcher, Front
 from tests.front.test_http_api import CHAT, COMPLETIONS, USER, events_of
+from tests.router.fakes import FakeClock
 
 ASK: dict[str, Any] = {"prompt": "a", "max_tokens": 40}
 
@@ -208,6 +210,13 @@ class ToldDispatcher(FakeDispatcher):
         trace.first_token_at = request.arrival + 0.05
         trace.handover_at, trace.finished_at = request.arrival + 0.06, request.arrival + 0.25
         trace.output_tokens, trace.retries = 5, 1
+        spans = (
+            NodeSpan("queue", 0, 12_000),  # of these, 10 ms before token 1
+            NodeSpan("fetch", 12_000, 17_000, kv_bytes=8, lane="shm"),
+            NodeSpan("first step", 17_000, 20_000),
+        )
+        timings = NodeTimings(request.id, request.epoch, 20_000, spans)
+        trace.visited(FakeClock(trace.handover_at), "decode-0", timings)
         if trace.terms.receipt:
             trace.scores = (
                 NodeScore("decode-0", "decode", True, 1.0, 1, 0, 64, 0.0, None, True),
@@ -217,7 +226,9 @@ class ToldDispatcher(FakeDispatcher):
 
 RECEIPT = {
     "admission_ms": 10.0, "queue_ms": 10.0, "prefill_ms": 40.0, "transfer_ms": 10.0,
-    "ttft_ms": 50.0, "decode_ms": 200.0, "tpot_ms": 50.0, "total_ms": 250.0, "prompt_tokens": 1,
+    "handover_queue_ms": 2.0, "handover_fetch_ms": 5.0, "handover_first_step_ms": 3.0,
+    "node_queue_ms": 2.0, "ttft_ms": 50.0, "decode_ms": 200.0, "tpot_ms": 50.0, "total_ms": 250.0,
+    "prompt_tokens": 1,
     "cached_tokens": 2, "output_tokens": 5, "placement": "remote", "prefill_node": "prefill-0",
     "decode_node": "decode-0", "retries": 1, "migrations": 0, "priority": 0,
     "scores": [{"node": "decode-0", "role": "decode", "chosen": True, "cost": 1.0, "queued": 1,

@@ -29,11 +29,14 @@ from router.nodes.registry import NodeRegistry, RegistryParts
 from router.nodes.session import StepLog
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
+from router.request.timeline import TimelineRing
 from router.store.base import RequestStore
 from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
+from tests.timelines import assert_whole
 
 M = TypeVar("M")
+MOST_TIMELINES = 10_000
 PATIENCE_S = 30.0  # bounds every wait of a test
 FAST = Timing(
     heartbeat_s=0.1, connect_s=2.0, kv_lease_s=10.0, ping_interval_s=30.0, ping_timeout_s=30.0
@@ -232,6 +235,7 @@ class RouterSetup:
     timing: Timing = FAST
     node_wait_s: float = 0.2
     exact: bool = False
+    slow_request_s: float = 0.0
 
 
 @contextlib.asynccontextmanager
@@ -271,6 +275,8 @@ async def running_router(
         max_live=setup.max_live,
         timeout_s=30.0,
         events=events,
+        slow_request_s=setup.slow_request_s,
+        timelines=TimelineRing(MOST_TIMELINES),
     )
     router = FakeRouter(kept, guard, registry, Dispatcher(parts), events)
     await guard.start()
@@ -283,6 +289,8 @@ async def running_router(
         await router.dispatcher.stop()
         await registry.stop()
         await guard.stop()
+        for entry in parts.timelines.newest():
+            assert_whole(entry)
 
 
 @contextlib.asynccontextmanager

@@ -83,6 +83,8 @@ class Engine:
     outputs: Outputs
     active: ActiveModel
     grammars: GrammarCache | None = None  # for guided requests
+    # The requests that got their first token here in the last step.
+    begun: list[RequestGroup] = field(default_factory=list[RequestGroup], init=False)
     _stalled: bool = field(default=False, init=False)
 
     # ---- its model ----
@@ -328,6 +330,7 @@ class Engine:
         finally:
             self.requests.step_ended()
         self.steps.count(flight)
+        self.begun = self.steps.note_begun(plan)
         if self.config.check_invariants:
             self.check()
         events = self.requests.take_events() + computed

@@ -60,8 +60,11 @@ class Outputs:
                 raise InternalError(f"{row.chunk.request_id}: tokens exactly where they are asked")
             row.group.note_prompt_logprobs(row.chunk.start, result.prompt_logprobs)
             self._count_chunk(row.sequence, row.chunk)
+            begins = result.sampled is not None
             if row.group.task is Task.PREFILL and not row.group.dropped:
-                events.extend(self._prefilled(row, result.sampled))
+                prefilled = self._prefilled(row, result.sampled)
+                events.extend(prefilled)
+                begins = bool(prefilled)  # perhaps every sample has its token 1 already
             elif result.sampled is None or row.group.dropped:
                 self._scheduler.computed(row.group, row.sequence, row.chunk, 0)
             elif row.group.beams is not None:
@@ -70,6 +73,8 @@ class Outputs:
                 events.extend(self._search(row.group))
             else:
                 events.append(self._sampled(row, result.sampled))
+            if begins and not row.group.begun:
+                _begin(plan, row)
         return events
 
     def end_of(self, sequence: SequenceState, task: Task) -> End:
@@ -225,6 +230,12 @@ class Outputs:
         if chunk.sample is not None or replays:
             sequence.prefilling = False
             self._stats.num_chunked_prompts += sequence.num_prefill_chunks > 1
+
+
+def _begin(plan: StepPlan, row: Row) -> None:
+    """Note that the row's request gets its first token here."""
+    row.group.begun, row.group.num_chunks = True, row.sequence.num_prefill_chunks
+    plan.begun.append(row.group)
 
 
 def _reported_now(group: RequestGroup) -> tuple[tuple[TokenLogprob, ...], ...]:

@@ -262,12 +262,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Changes queues and block tables; blocks cover all planned tokens."""
+        seated: list[RequestGroup] = []
         while self._ready and self._slots_for(self._ready[0]):
-            insort(self._running, self._ready.pop(0), key=attrgetter("key"))
+            seated.append(self._ready.pop(0))
+            insort(self._running, seated[-1], key=attrgetter("key"))
         for group in self._running:
             for sequence in group.stopped:
                 self.end(group, sequence)
-        plan = StepPlan(num_preempted=self._grow_running())
+        plan = StepPlan(num_preempted=self._grow_running(), seated=seated)
         self.short_of_room = False
         self._plan_decodes(plan)
         for group in self._running:
@@ -302,8 +304,7 @@ class Scheduler:
         self, group: RequestGroup, sequence: SequenceState, chunk: SequenceChunk, num_accepted: int
     ) -> None:
         """Note that the KV of `chunk` is written and `num_accepted` of its drafts are accepted."""
-        num_known = len(chunk.token_ids) - chunk.num_drafts + num_accepted
-        sequence.num_computed = chunk.start + num_known
+        sequence.num_computed = chunk.start + len(chunk.token_ids) - chunk.num_drafts + num_accepted
         if chunk.num_drafts:
             self._tables.trim(sequence)
         self._tables.register_full_blocks(sequence)
@@ -330,8 +331,7 @@ class Scheduler:
         self._tables.release(sequence)
 
     def _slots_for(self, group: RequestGroup) -> bool:
-        used = sum(running.width for running in self._running)
-        return used + group.width <= self._limits.max_num_seqs
+        return sum(each.width for each in (*self._running, group)) <= self._limits.max_num_seqs
 
     def _attach(self, group: RequestGroup) -> bool:
         """Fork followers whose share the leader has computed; return whether some still wait."""

@@ -20,6 +20,7 @@ from baton.engine.core.run_ahead import Flight, RunAhead, decodes_plainly
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.state.interface import ChunkResult, Runner
+from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepPlan
 from baton.engine.state.work import Work
@@ -102,6 +103,14 @@ class Steps:
             raise
         return results
 
+    def note_begun(self, plan: StepPlan) -> list[RequestGroup]:
+        """Return the requests that have got their first token by this step, with the time in
+        them.
+        """
+        for group in plan.begun:
+            group.computed_at = self.clock.monotonic()
+        return plan.begun
+
     def count(self, flight: Flight) -> None:
         """Count a step that has ended, and its seconds, unless it computed nothing."""
         if not flight.plan.rows:
@@ -175,7 +184,15 @@ class Steps:
 
     def _schedule(self) -> StepPlan:
         plan = self.scheduler.schedule()
+        if plan.admitted or plan.seated:
+            self._note_scheduled(plan)
         self.announcements.admitted(plan)
         if self.prove:
             self.scheduler.prove_private(plan)
         return plan
+
+    def _note_scheduled(self, plan: StepPlan) -> None:
+        now = self.clock.monotonic()
+        for group in (*plan.admitted, *plan.seated):
+            if group.scheduled_at is None:  # else it was preempted
+                group.scheduled_at = now

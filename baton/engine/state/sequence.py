@@ -218,6 +218,10 @@ class RequestGroup:
     prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until reported
     reported: bool = False  # its first event has been emitted
     stopping: set[int] = field(default_factory=set)  # samples that nobody wants any more
+    scheduled_at: float | None = None  # monotonic seconds: planned for the first time
+    computed_at: float | None = None  # monotonic seconds: the step of its first token ended
+    begun: bool = False  # has got its first token here, after `num_chunks` chunks of its prompt
+    num_chunks: int = 0
 
     @property
     def key(self) -> tuple[int, int]:

@@ -26,11 +26,15 @@ class Row:
 class StepPlan:
     """What one step computes.
 
-    `rows` are in the runner's order. `admitted` are the groups whose first row is in this step.
+    `rows` are in the runner's order. `admitted` are the groups whose first row is in this step;
+    `seated` those whose KV came from elsewhere and that may run from now on. `begun`: groups that
+    have got their first token by this step.
     """
 
     rows: list[Row] = field(default_factory=list)
     admitted: list[RequestGroup] = field(default_factory=list)
+    seated: list[RequestGroup] = field(default_factory=list)
+    begun: list[RequestGroup] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
     num_preempted: int = 0  # requests preempted while planning; the next step uses their slots

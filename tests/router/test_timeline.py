@@ -1,0 +1,272 @@
+"""Timelines: the stages of a request, what nodes tell of them, and the ring that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.protocol.events import NodeSpan, NodeTimings
+from baton.protocol.messages import SubmitDecode, SubmitPrefill
+from router.metrics.router import RouterMetrics
+from router.request.terms import Terms
+from router.request.timeline import (
+    Milestone,
+    TimelineEntry,
+    TimelineMark,
+    TimelineRing,
+    stages_of,
+    transfers_of,
+)
+from router.request.trace import RequestTrace
+from router.tenants.keys import Grant
+from tests.router.clients import Client, cluster
+from tests.router.fakes import FakeClock, FakeNode, make_request
+from tests.timelines import assert_whole
+
+
+def mark(at: float, milestone: Milestone, node: str = "", tokens: int = 0) -> TimelineMark:
+    return TimelineMark(at, milestone, node, 1, tokens)
+
+
+def made(name: str, took_s: float = 1.0, grant: Grant | None = None) -> TimelineEntry:
+    trace = RequestTrace(Terms(grant or Grant("k", "t")), finished_at=5.0 + took_s)
+    return TimelineEntry(name, 5.0, 1e9, 3, "", trace)
+
+
+# ---- stages ----
+
+
+def test_a_failover_and_a_migration_in_order() -> None:
+    marks = [
+        mark(1.0, Milestone.ADMITTED),
+        mark(2.0, Milestone.PREFILLING, "p"),
+        mark(3.0, Milestone.EXPORTED),
+        mark(4.0, Milestone.SUBSCRIBED, "d"),
+        mark(5.0, Milestone.FAILED),
+        mark(6.0, Milestone.PREFILLING, "q"),
+        mark(7.0, Milestone.PREFILLED, "e", 1),
+        mark(8.0, Milestone.DECODING, "e", 1),
+        mark(9.0, Milestone.MOVING, "f", 5),
+        mark(10.0, Milestone.DECODING, "f", 5),
+    ]
+    stages = stages_of(0.5, marks, 12.0, 9)
+    assert [(each.stage, each.start, each.node) for each in stages] == [
+        ("gate", 0.5, ""), ("placement", 1.0, ""), ("prefill", 2.0, "p"), ("retry", 5.0, ""),
+        ("prefill", 6.0, "q"), ("hand-over", 7.0, "e"), ("decode", 8.0, "e"),
+        ("migration", 9.0, "f"), ("decode", 10.0, "f"),
+    ]  # fmt: skip
+    assert [(each.first_token, each.last_token) for each in stages[-3:]] == [(1, 5), (5, 5), (5, 9)]
+    moved = [(each.start, each.end, each.node) for each in transfers_of(marks, 12.0)]
+    assert moved == [(3.0, 5.0, "d"), (9.0, 10.0, "f")]
+
+
+def test_a_request_that_was_never_let_in_is_all_gate() -> None:
+    (only,) = made("r").stages
+    assert (only.stage, only.start, only.end) == ("gate", 5.0, 6.0)
+
+
+# ---- what nodes tell ----
+
+QUEUED = (NodeSpan("queue", 0, 400_000), NodeSpan("compute", 400_000, 500_000))
+FETCHED = (
+    NodeSpan("queue", 0, 300_000),
+    NodeSpan("fetch", 350_000, 500_000),
+    NodeSpan("queue", 500_000, 600_000),
+    NodeSpan("first step", 600_000, 650_000),
+)
+
+
+def told() -> RequestTrace:
+    """A hand-over from 10.0 s to 10.5 s, of a request that came to P at 9.5 s."""
+    trace = RequestTrace(dispatched_at=9.5, first_token_at=10.0, handover_at=10.5)
+    trace.visited(FakeClock(10.0), "p", NodeTimings("r", 1, 500_000, QUEUED))
+    trace.visited(FakeClock(10.5), "d", NodeTimings("r", 1, 650_000, FETCHED))
+    return trace
+
+
+def test_the_parts_of_a_hand_over_begin_with_token_1() -> None:
+    parts = told().handover_parts_s
+    assert parts == pytest.approx({"queue": 0.15 + 0.1, "fetch": 0.15, "first step": 0.05})
+
+
+def test_waiting_counts_wherever_it_delays_the_client() -> None:
+    trace = told()
+    assert trace.node_queue_s() == pytest.approx(0.4 + 0.25)
+    assert trace.queue_s(arrival=9.0) == pytest.approx(0.5 + 0.65)
+    assert trace.scheduled_at == pytest.approx(9.9), "P computed from then on"
+
+
+def test_a_node_that_tells_nothing() -> None:
+    trace = RequestTrace(dispatched_at=9.5, first_token_at=10.0, handover_at=10.5)
+    assert trace.handover_parts_s == {}
+    assert (trace.queue_s(9.0), trace.scheduled_at) == (0.5, 9.5)
+    assert RequestTrace().queue_s(9.0) is None
+
+
+def test_a_decode_node_that_computes_the_prompt_waits_before_token_1() -> None:
+    trace = RequestTrace(dispatched_at=9.5, first_token_at=10.0, local_prefill=True)
+    trace.visited(FakeClock(10.0), "d", NodeTimings("r", 1, 500_000, QUEUED))
+    assert trace.queue_s(9.5) == pytest.approx(0.4)
+
+
+def test_metrics_tell_the_waiting_and_the_parts() -> None:
+    metrics = RouterMetrics()
+    meter = metrics.begin("m", 9.0)
+    meter.tokens(10.0, 1)
+    meter.tokens(10.5, 1)
+    trace = told()
+    trace.finished_at = 10.6
+    meter.end(10.6, trace, 5, "stop")
+    sums = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.name.endswith("_sum")
+    }
+    assert sums["vllm:request_queue_time_seconds_sum"] == pytest.approx(1.15)
+    assert sums["vllm:request_prefill_time_seconds_sum"] == pytest.approx(0.1)
+    assert sums["baton_handover_seconds_sum"] == pytest.approx(0.5)
+    parts = [sums[f"baton_handover_{name}_seconds_sum"] for name in ("queue", "fetch")]
+    assert parts == pytest.approx([0.25, 0.15])
+    assert sums["baton_handover_first_step_seconds_sum"] == pytest.approx(0.05)
+
+
+async def handed_over(client: Client, p: FakeNode, d: FakeNode, tells: bool) -> None:
+    """Play one request's two nodes; both tell their times, if `tells`."""
+    prefill = (await p.hear(SubmitPrefill)).request
+    p.export(prefill)
+    decode = (await d.hear(SubmitDecode)).request
+    d.subscribe(decode)
+    if tells:
+        p.say(timings=(NodeTimings(prefill.id, prefill.epoch, 3, (NodeSpan("compute", 0, 2),)),))
+    p.tokens(prefill, 0, 41)
+    await client.next()
+    if tells:
+        spans = (NodeSpan("fetch", 0, 2, kv_bytes=64, lane="shm"), NodeSpan("first step", 2, 3))
+        d.say(timings=(NodeTimings(decode.id, decode.epoch, 3, spans),))
+    d.tokens(decode, 0, 41)
+    d.finish(decode, 1, 42)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_a_request_through_two_nodes(tells: bool) -> None:
+    async with cluster("p", "d") as (router, (p, d)):
+        client = Client(router, make_request())
+        await handed_over(client, p, d, tells)
+        assert await client.done() == [41, 42]
+    trace = client.trace
+    found = TimelineEntry("r", 0.0, 0.0, 10, "", trace)
+    assert_whole(found)
+    names = [each.stage for each in found.stages]
+    assert names == ["gate", "placement", "prefill", "hand-over", "decode"]
+    inside = [[each.span.name for each in work] for _, work in found.work]
+    told = [[], [], ["compute"], ["fetch", "first step"], []]
+    assert inside == (told if tells else [[]] * 5)
+
+
+async def test_times_of_an_older_epoch_are_dropped() -> None:
+    async with cluster("p", "d") as (router, (p, d)):
+        client = Client(router, make_request())
+        prefill = (await p.hear(SubmitPrefill)).request
+        old = NodeTimings(prefill.id, prefill.epoch + 1, 3, (NodeSpan("compute", 0, 2),))
+        p.say(timings=(old,))
+        p.export(prefill)
+        decode = (await d.hear(SubmitDecode)).request
+        p.tokens(prefill, 0, 41)
+        d.tokens(decode, 0, 41)
+        d.finish(decode, 1, 42)
+        await client.done()
+    assert client.trace.work == []
+
+
+async def test_what_another_router_had_let_in_does_not_pass_the_gate_again() -> None:
+    """As resumable requests, when their router has died."""
+    trace = RequestTrace()
+    async with cluster("p", "d") as (router, (p, _)):
+
+        async def read() -> None:
+            async for _ in router.dispatcher.run(make_request(), trace, admitted=True):
+                pass
+
+        reading = asyncio.create_task(read())
+        prefill = (await p.hear(SubmitPrefill)).request
+        p.finish(prefill, 0, 41)
+        await reading
+    names = [each.stage for each in TimelineEntry("r", 0.0, 0.0, 10, "", trace).stages]
+    assert names[:2] == ["gate", "prefill"]
+
+
+async def test_a_slow_request_is_a_warning_with_its_timeline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "router.request")
+    lines: dict[bool, logging.LogRecord] = {}
+    for slow in (True, False):
+        caplog.clear()
+        limit_s = 1e-9 if slow else 1e9
+        async with cluster("p", "d", slow_request_s=limit_s) as (router, (p, d)):
+            client = Client(router, make_request())
+            await handed_over(client, p, d, tells=True)
+            await client.done()
+        (lines[slow],) = (
+            record for record in caplog.records if record.getMessage().startswith("request r: ")
+        )
+    assert (lines[True].levelno, lines[False].levelno) == (logging.WARNING, logging.INFO)
+    text = lines[True].getMessage()
+    assert "; timeline: gate 0.0 to " in text
+    assert " on p [p: compute " in text
+    assert " on d [d: fetch " in text
+    assert "timeline" not in lines[False].getMessage()
+
+
+# ---- the ring ----
+
+
+def test_the_oldest_goes_first() -> None:
+    ring = TimelineRing(3)
+    for name in "abcd":
+        ring.add(made(name))
+    assert [each.request_id for each in ring.newest()] == ["d", "c", "b"]
+    ring.add(made("b"))  # asked for again
+    ring.add(made("e"))
+    assert [each.request_id for each in ring.newest()] == ["e", "b", "d"]
+
+
+def test_a_ring_that_keeps_none() -> None:
+    ring = TimelineRing(0)
+    ring.add(made("a"))
+    assert list(ring.newest()) == []
+
+
+def test_the_slowest_first() -> None:
+    ring = TimelineRing(9)
+    for name, took_s in (("a", 2.0), ("b", 3.0), ("c", 1.0)):
+        ring.add(made(name, took_s))
+    assert [each.request_id for each in ring.slowest()] == ["b", "a", "c"]
+
+
+def test_a_request_is_found_by_each_of_its_names() -> None:
+    ring = TimelineRing(9)
+    ring.add(made("chatcmpl-mine-0.1"))
+    ring.add(made("chatcmpl-mine-0.2"))
+    for name in ("chatcmpl-mine-0.2", "chatcmpl-mine", "mine"):
+        found = ring.find(name)
+        assert found is not None
+        assert found.request_id == "chatcmpl-mine-0.2", "the newest of that name"
+    assert ring.find("chatcmpl-mine-0.1") is not None
+    assert ring.find("min") is None
+
+
+def test_a_domain_hides_the_others() -> None:
+    ring = TimelineRing(9)
+    mine, other = Grant("a", "mine"), Grant("b", "other")
+    ring.add(made("cmpl-x-0.1", 3.0, mine))
+    ring.add(made("cmpl-x-0.2", 1.0, other))
+    found = ring.find("x", mine.domain)
+    assert found is not None
+    assert found.request_id == "cmpl-x-0.1"
+    assert [each.request_id for each in ring.slowest(other.domain)] == ["cmpl-x-0.2"]
+    assert ring.find("cmpl-x-0.1", other.domain) is None

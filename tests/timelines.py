@@ -1,0 +1,28 @@
+"""What is true of every timeline, whatever happened to its request."""
+
+from __future__ import annotations
+
+from router.request.timeline import STAGES, TimelineEntry
+
+SLACK_S = 1e-6  # nodes tell microseconds
+
+
+def assert_whole(entry: TimelineEntry) -> None:
+    """Its stages lie end to end from the arrival to the end, and nothing lies outside."""
+    stages = entry.stages
+    assert (stages[0].start, stages[-1].end) == (entry.arrival, entry.end), entry
+    assert [each.end for each in stages[:-1]] == [each.start for each in stages[1:]], entry
+    assert all(each.start <= each.end for each in stages), entry
+    tokens = [token for each in stages for token in (each.first_token, each.last_token)]
+    assert tokens == sorted(tokens), entry
+    assert (tokens[0], tokens[-1]) == (0, entry.trace.output_tokens), entry
+    assert {each.stage for each in stages} <= {"gate", *STAGES.values()}, entry
+    for each in entry.transfers:
+        assert entry.arrival <= each.start <= each.end <= entry.end, entry
+    work = entry.trace.work
+    for each in work:
+        assert entry.arrival - SLACK_S <= each.start <= each.end <= each.told_at + SLACK_S, entry
+        assert each.told_at <= entry.end, entry
+    assert [stage for stage, _ in entry.work] == stages, entry
+    of_stages = [each for _, parts in entry.work for each in parts]
+    assert sorted(map(id, of_stages)) == sorted(map(id, work)), "each belongs to one stage"

@@ -90,14 +90,21 @@ def parts(entry: TimelineEntry) -> Counter[str]:
     return +took
 
 
-def sums(c: Cluster) -> dict[str, float]:
+def figures(c: Cluster) -> dict[str, float]:
+    """The router's metrics without labels, by name."""
     page = c.router.services.metrics.render().decode()
-    return {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name.endswith("_sum")
-    }
+    families = text_string_to_metric_families(page)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+async def ended(c: Cluster, count: int) -> dict[str, float]:
+    """The metrics once they have `count` requests."""
+
+    async def measured() -> bool:
+        return figures(c).get("vllm:request_queue_time_seconds_count", 0) >= count
+
+    await eventually(measured)
+    return figures(c)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +146,7 @@ async def test_only_the_decode_nodes_queue_grows(model: Path, clock: FakeClock) 
         before.release()
         await asked
         (entry,) = await entries(c, 1)
-        found = sums(c)
+        found = await ended(c, 1)
     assert parts(entry) == {"hand-over": DELAY_MS, "hand-over: queue": DELAY_MS}
     handover = {
         name: found[f"baton_handover_{name}_seconds_sum"]
@@ -158,10 +165,18 @@ async def test_what_waits_for_a_slow_prefill_node_is_seen_to_wait(
         runner, all_there = c.prefill[0].engine.steps.runner, threading.Event()
         run = runner.run
 
+        num_steps, loop = 0, asyncio.get_running_loop()
+
+        async def all_shown() -> bool:
+            return figures(c).get("vllm:time_to_first_token_seconds_count", 0) >= num_steps
+
         def slow(chunks: Sequence[Any], *rest: Any) -> Any:
+            nonlocal num_steps
             assert all_there.wait(WAIT_S)
-            if chunks:
+            if chunks:  # time passes once the token of the step before is with its client
+                asyncio.run_coroutine_threadsafe(eventually(all_shown), loop).result(WAIT_S)
                 clock.advance(step_s)
+                num_steps += 1
             return run(chunks, *rest)
 
         runner.run = slow  # pyright: ignore[reportAttributeAccessIssue]
@@ -173,8 +188,7 @@ async def test_what_waits_for_a_slow_prefill_node_is_seen_to_wait(
         await eventually(waiting)
         all_there.set()
         await asked
-        await entries(c, count)
-        found = sums(c)
+        found = await ended(c, count)
     waits = found["vllm:time_to_first_token_seconds_sum"] - count * step_s
     assert waits > count * step_s
     assert found["vllm:request_queue_time_seconds_sum"] >= 0.9 * waits
@@ -207,14 +221,14 @@ async def test_200_requests_of_all_kinds_are_told_without_a_hole(model: Path) ->
             asked = [asyncio.create_task(ask(client, index)) for index in range(200)]
             dispatcher = c.router.services.dispatcher
 
-            async def ended(count: int) -> None:
+            async def so_many(count: int) -> None:
                 async def enough() -> bool:
                     return sum(task.done() for task in asked) >= count
 
                 await eventually(enough)
 
             for index in range(4):
-                await ended(20 * (index + 1))
+                await so_many(20 * (index + 1))
                 for request, _ in dispatcher.live()[:3]:
                     dispatcher.abort(request.id, by_operator=True)
                 names = [each.request_id for each in dispatcher.candidates()[:4]]

@@ -25,10 +25,9 @@ from baton.node.control import NodeControl
 from baton.node.hand_on import HandOn
 from baton.node.metrics import NodeFigures, NodeMetrics, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
-from baton.node.requests import NodeRequest, RequestTable, failure
+from baton.node.requests import NodeRequest, RequestTable, StepNews, failure
 from baton.node.role import NodeParts, RoleContext
 from baton.node.session import RouterSession
-from baton.node.step_news import StepNews
 from baton.protocol.errors import (
     BatonError,
     DeadlineExceeded,

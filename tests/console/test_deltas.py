@@ -38,7 +38,22 @@ def state(**changes: Any) -> ConsoleSnapshot:
 
 def summary(number: int) -> RequestSummary:
     return RequestSummary(
-        f"cmpl-{number}", number, 5.0, None, "finished", None, None, 3, 0, 2, None, None, 0, 0, 0
+        f"cmpl-{number}",
+        number,
+        5.0,
+        None,
+        None,
+        "finished",
+        None,
+        None,
+        3,
+        0,
+        2,
+        None,
+        None,
+        0,
+        0,
+        0,
     )
 
 

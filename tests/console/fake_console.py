@@ -210,6 +210,22 @@ def summary(number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def parts_of(stage: str, span: dict[str, Any], node: str) -> list[dict[str, Any]]:
+    """What a node tells of a stage: half of it a queue, then its work."""
+    told = {
+        "prefill": {"name": "compute", "chunks": 2},
+        "hand-over": {"name": "fetch", "kv_bytes": 1_500_000, "lane": "shm"},
+    }
+    if stage not in told:
+        return []
+    start, end = span["start_ms"], span["end_ms"]
+    middle = (start + end) / 2
+    return [
+        {"name": "queue", "node": node, "start_ms": start, "end_ms": middle},
+        {**told[stage], "node": node, "start_ms": middle, "end_ms": end},
+    ]
+
+
 def timeline(name: str) -> dict[str, Any]:
     told = summary(int(name[-4:]) if name[-4:].isdecimal() else 7) | {"request_id": name}
     total, tokens = float(told["total_ms"]), 0
@@ -221,6 +237,7 @@ def timeline(name: str) -> dict[str, Any]:
         }  # fmt: skip
         if node:
             span["node"] = node
+            span["parts"] = parts_of(stage, span, node)
         if made:
             span["tokens"] = (tokens, tokens + made)
             tokens += made

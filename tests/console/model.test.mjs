@@ -69,7 +69,14 @@ const TIMELINE = {
   request_id: "chatcmpl-x", arrived_at: 100, total_ms: 100, ttft_ms: 20, output_tokens: 10,
   stages: [
     { stage: "gate", start_ms: 0, end_ms: 5, epoch: 0 },
-    { stage: "prefill", start_ms: 5, end_ms: 20, epoch: 0, node: "p0", tokens: [0, 1] },
+    {
+      stage: "prefill", start_ms: 5, end_ms: 20, epoch: 0, node: "p0", tokens: [0, 1],
+      parts: [
+        { name: "queue", node: "p0", start_ms: 5, end_ms: 9 },
+        { name: "compute", node: "p0", start_ms: 9, end_ms: 20, chunks: 2 },
+        { name: "fetch", node: "d0", start_ms: 10, end_ms: 19, kv_bytes: 2000, lane: "shm" },
+      ],
+    },
     { stage: "decode", start_ms: 20, end_ms: 50, epoch: 0, node: "d0", tokens: [1, 6] },
     { stage: "retry", start_ms: 50, end_ms: 60, epoch: 0, why: "d0 is gone" },
     { stage: "prefill", start_ms: 60, end_ms: 70, epoch: 1, node: "p0" },
@@ -82,6 +89,15 @@ test("a timeline has a track per process", () => {
   const found = model.tracks(TIMELINE);
   assert.deepEqual(found.map((track) => track.name), ["router", "p0", "d0", "d1", "KV transfer"]);
   assert.equal(found.reduce((sum, track) => sum + track.spans.length, 0), 7);
+});
+
+test("what a node told lies on the node's track, below its stage", () => {
+  const told = (name) => model.tracks(TIMELINE).find((track) => track.name === name).parts.map((part) => part.name);
+  assert.deepEqual([told("p0"), told("d0"), told("d1"), told("router")], [["queue", "compute"], ["fetch"], [], []]);
+  const rows = model.stageRows(TIMELINE);
+  assert.deepEqual(rows.slice(0, 6).map((row) => row.stage), ["gate", "prefill", "queue", "compute", "fetch", "transfer"]);
+  assert.deepEqual(rows.slice(1, 5).map((row) => row.why), [undefined, "", "2 chunks", "2.0 kB over shm"]);
+  assert.equal(rows.filter((row) => row.isPart).length, 3);
 });
 
 test("every token has its node", () => {
@@ -98,7 +114,8 @@ test("the time of each stage, and the trace for other viewers", () => {
   const { traceEvents } = model.chromeTrace(TIMELINE);
   assert.equal(traceEvents.filter((event) => event.ph === "M").length, 5);
   const spans = traceEvents.filter((event) => event.ph === "X");
-  assert.equal(spans.length, 7);
+  assert.equal(spans.length, 10);
+  assert.equal(spans.find((span) => span.name === "fetch").args.kv_bytes, 2000);
   assert.equal(spans.find((span) => span.name === "decode").ts, 100e6 + 20e3);
   assert.equal(Math.max(...spans.map((span) => span.ts + span.dur)), 100e6 + 100e3);
 });

@@ -9,7 +9,14 @@ const AXIS = 20;
 const LABELS = 104; // pixels left of the bars
 const LABELS_NARROW = 74;
 const NARROW = 520;
+const PART = 3; // height of a part, below the bar of its stage
+const PART_COLORS = { queue: "gate", compute: "prefill", fetch: "transfer", "first step": "decode" };
 const NODE_COLORS = 8; // .node-0 to .node-7
+
+/** The colour class of a stage, or of what a node told of one. */
+export function colorOf(span) {
+  return `stage-${span.isPart ? PART_COLORS[span.stage] ?? "gate" : span.stage}`;
+}
 
 /** The colour class of each node, by its first appearance. */
 export function nodeColors(made) {
@@ -51,6 +58,7 @@ export function Gantt({ timeline, end }) {
           <${Fragment} key=${track.name}>
             <text class="track" x="0" y=${AXIS + row * ROW + ROW / 2 + 4}>${track.name.length * 7 > labels ? `${track.name.slice(0, Math.floor(labels / 7) - 1)}…` : track.name}</text>
             ${track.spans.map((span, index) => html`<${Span} key=${index} span=${span} x=${x} y=${AXIS + row * ROW + (ROW - BAR) / 2} />`)}
+            ${track.parts.map((part, index) => html`<${Part} key=${index} part=${part} x=${x} y=${AXIS + row * ROW + (ROW + BAR) / 2 + 1} />`)}
           <//>`)}
         ${timeline.ttft_ms !== null && html`<line class="first-token" x1=${x(timeline.ttft_ms)} x2=${x(timeline.ttft_ms)} y1=${AXIS - 4} y2=${tall}><title>first token ${millis(timeline.ttft_ms)}</title></line>`}
       </svg>
@@ -66,6 +74,15 @@ function Span({ span, x, y }) {
       <title>${`${span.stage}${span.node ? ` on ${span.node}` : ""}: ${took}, epoch ${span.epoch}${span.why ? `: ${span.why}` : ""}`}</title>
       <rect x=${x(span.start_ms)} y=${y} width=${wide} height=${BAR} rx="2" />
       ${wide > text.length * 6.6 + 10 && html`<text x=${x(span.start_ms) + 6} y=${y + 12}>${text}</text>`}
+    </g>`;
+}
+
+function Part({ part, x, y }) {
+  const wide = Math.max(1, x(part.end_ms) - x(part.start_ms));
+  return html`
+    <g class=${colorOf({ stage: part.name, isPart: true })}>
+      <title>${`${part.name} on ${part.node}: ${millis(part.end_ms - part.start_ms)}`}</title>
+      <rect x=${x(part.start_ms)} y=${y} width=${wide} height=${PART} />
     </g>`;
 }
 

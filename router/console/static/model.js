@@ -168,7 +168,8 @@ export function matrix(flows, most) {
 
 const trackOf = (span) => (span.stage === "transfer" ? "KV transfer" : span.node || "router");
 
-/** Tracks of a timeline in order of appearance: [{name, spans}], the router's first, KV's last. */
+/** Tracks of a timeline in order of appearance: [{name, spans, parts}], the router's first, KV's
+ * last. `parts`: what that node told of its stages. */
 export function tracks(timeline) {
   const found = new Map([["router", []]]);
   for (const span of [...timeline.stages, ...timeline.transfers]) {
@@ -176,9 +177,28 @@ export function tracks(timeline) {
     if (!found.has(name)) found.set(name, []);
     found.get(name).push(span);
   }
-  const listed = [...found].map(([name, spans]) => ({ name, spans }));
+  const parts = timeline.stages.flatMap((span) => span.parts ?? []);
+  const listed = [...found].map(([name, spans]) => (
+    { name, spans, parts: parts.filter((part) => part.node === name) }));
   const rank = (track) => (track.name === "router" ? 0 : track.name === "KV transfer" ? 2 : 1);
   return listed.filter((track) => track.spans.length).sort((a, b) => rank(a) - rank(b));
+}
+
+/** Rows of the table: each stage and transfer, and below it what nodes told of it (`isPart`). */
+export function stageRows(timeline) {
+  const spans = [...timeline.stages, ...timeline.transfers];
+  spans.sort((a, b) => a.start_ms - b.start_ms || a.end_ms - b.end_ms);
+  return spans.flatMap((span) => [
+    span,
+    ...(span.parts ?? []).map((part) => (
+      { ...part, stage: part.name, epoch: span.epoch, why: partNote(part), isPart: true })),
+  ]);
+}
+
+/** What a part tells beside its times. */
+function partNote(part) {
+  if (part.kv_bytes) return `${bytes(part.kv_bytes)} over ${part.lane}`;
+  return part.chunks > 1 ? `${part.chunks} chunks` : "";
 }
 
 /** Round steps of an axis from 0 to `end`: about `wanted` of them. */
@@ -234,11 +254,11 @@ export function chromeTrace(timeline) {
   const origin = timeline.arrived_at * 1e6;
   const names = listed.map(({ name }, index) => (
     { ph: "M", pid: 1, tid: index + 1, name: "thread_name", args: { name } }));
-  const events = listed.flatMap(({ spans }, index) => spans.map((span) => ({
-    ph: "X", pid: 1, tid: index + 1, name: span.stage,
+  const events = listed.flatMap(({ spans, parts }, index) => [...spans, ...parts].map((span) => ({
+    ph: "X", pid: 1, tid: index + 1, name: span.stage ?? span.name,
     ts: origin + span.start_ms * 1e3,
     dur: (span.end_ms - span.start_ms) * 1e3,
-    args: { epoch: span.epoch, tokens: span.tokens ?? null, why: span.why ?? null },
+    args: { epoch: span.epoch, tokens: span.tokens, why: span.why, chunks: span.chunks, kv_bytes: span.kv_bytes, lane: span.lane },
   })));
   return { traceEvents: [...names, ...events], displayTimeUnit: "ms" };
 }

@@ -1,9 +1,9 @@
 // View 2: requests. Those under way, those that ended, one request's timeline, two beside each other.
 
 import { askJson } from "./feed.js";
-import { byStage, chromeTrace, clock, count, failures, makers, millis } from "./model.js";
+import { byStage, chromeTrace, clock, count, failures, makers, millis, stageRows } from "./model.js";
 import { download, Empty, Figure, html, NodeLink, Panel, RequestLink, useEffect, useMemo, useRepeated, useState } from "./parts.js";
-import { Gantt, Makers } from "./gantt.js";
+import { colorOf, Gantt, Makers } from "./gantt.js";
 
 const LISTS = [["live", "Under way"], ["ended", "Ended"], ["slowest", "Slowest"]];
 const MOST_SLOWEST = 100;
@@ -131,12 +131,12 @@ function Timeline({ timeline, end }) {
 }
 
 function Stages({ timeline }) {
-  const spans = [...timeline.stages, ...timeline.transfers].sort((a, b) => a.start_ms - b.start_ms || a.end_ms - b.end_ms);
+  const spans = stageRows(timeline);
   return html`
     <div class="scroll" tabindex="0" role="region" aria-label="Stages as a table"><table>
-      <thead><tr><th>stage</th><th>node</th><th class="r">start</th><th class="r">took</th><th class="r">tokens</th><th class="r">epoch</th><th>why</th></tr></thead>
+      <thead><tr><th>stage</th><th>node</th><th class="r">start</th><th class="r">took</th><th class="r">tokens</th><th class="r">epoch</th><th>note</th></tr></thead>
       <tbody>${spans.map((span, index) => html`
-        <tr key=${index}><td><i class=${`key stage-${span.stage}`} />${span.stage}</td><td><${NodeLink} id=${span.node} /></td><td class="r">${millis(span.start_ms)}</td>
+        <tr key=${index}><td class=${span.isPart ? "part" : ""}><i class=${`key ${colorOf(span)}`} />${span.stage}</td><td><${NodeLink} id=${span.node} /></td><td class="r">${millis(span.start_ms)}</td>
         <td class="r">${millis(span.end_ms - span.start_ms)}</td><td class="r">${span.tokens ? `${span.tokens[0] + 1}–${span.tokens[1]}` : ""}</td><td class="r">${span.epoch}</td><td class="why">${span.why ?? ""}</td></tr>`)}</tbody>
     </table></div>`;
 }

@@ -31,6 +31,7 @@ from kv_transfer.lanes.memory import MemoryFabric
 from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
 from router.main import http_server
+from router.metrics.metric_list import ROUTER
 from router.nodes.registry import NodeRegistry, RegistryParts
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, Setup, running_node
@@ -61,9 +62,12 @@ def options_of(files: TlsFiles, prefix: str = "tls", *, mutual: bool = True) -> 
 
 @asynccontextmanager
 async def http(config: RouterConfig) -> AsyncIterator[str]:
-    """A router's HTTP port as router/main.py opens it."""
+    """A router's HTTP port as router/main.py opens it. Its metrics name one node, decode-0."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = http_server(config, Front(config=config).app())
+    front = Front(config=config)
+    live = {("decode", "decode-0"): 0.0}
+    ROUTER.watch(front.metrics.registry, lambda: {"baton_node_live_requests": live})
+    server = http_server(config, front.app())
     serving = asyncio.create_task(server.serve([listener]))
     try:
         async with asyncio.timeout(PATIENCE_S):

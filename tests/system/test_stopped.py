@@ -74,7 +74,7 @@ class Case:
         async def idle() -> bool:
             free, total, exports = [
                 await metric(self.p, f"baton_kv_{name}")
-                for name in ("blocks_free", "blocks_total", "transfer_active_exports")
+                for name in ("blocks_free", "blocks", "transfer_active_exports")
             ]
             return free == total > 0 and exports == 0
 

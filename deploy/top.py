@@ -291,9 +291,11 @@ def _fill(table: DataTable[str | Text], rows: list[list[str | Text]]) -> None:
     if table.row_count:
         at = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
     table.clear()
+    keys: list[str] = []
     for row in rows:
-        table.add_row(*row, key=str(row[0]))
-    keys = [str(row[0]) for row in rows]
+        name = str(row[0])  # two requests may have the same: the first row answers to it
+        table.add_row(*row, key=None if name in keys else name)
+        keys.append(name)
     if at in keys:
         table.move_cursor(row=keys.index(at))
 

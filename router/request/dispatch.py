@@ -333,7 +333,8 @@ class Journey:
         self._attempts.decoding = True
         self._attempts.stop_renewing()
         if self._move is None or not self._move.tokens:
-            self._trace.handover_at = self._clock.monotonic()
+            if self._trace.handover_at is None:  # else a decode node was lost; the first counts
+                self._trace.handover_at = self._clock.monotonic()
         else:
             self._trace.migrations += 1
             self._moved_at = self._clock.monotonic()

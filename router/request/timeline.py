@@ -186,8 +186,10 @@ class TimelineRing:
         return iter(sorted(self.newest(domain), key=lambda entry: -entry.total_s))
 
     def add(self, entry: TimelineEntry) -> None:
-        """Keep the timeline of a request that has ended."""
-        if not self._capacity:
+        """Keep the timeline of a request that has ended. A second one of the same name takes the
+        place of the first, unless it was refused."""
+        was_refused = entry.error and not entry.trace.output_tokens
+        if not self._capacity or (was_refused and entry.request_id in self._entries):
             return
         self._entries.pop(entry.request_id, None)  # asked for again: it is the newest now
         self._entries[entry.request_id] = entry

@@ -178,6 +178,7 @@ def test_secrets_travel_in_the_environment() -> None:
     assert len(drawn[0]) == 64
     assert drawn[0] != drawn[1]
     given = up.child_variables(UpOptions(secret="s", api_key=("k", "l"), admin_key=("o",)))
+    assert len(given.pop("BATON_CONSOLE_KEY")) >= 32  # drawn anew for each `baton up`
     assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k,l", "BATON_ADMIN_KEY": "o"}
     for name in ("api_key", "admin_key"):
         with pytest.raises(ConfigError, match="comma") as caught:

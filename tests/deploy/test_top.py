@@ -260,6 +260,15 @@ async def test_views_by_their_keys() -> None:
         assert "/console/data/nodes/d-0" in feed.asked
 
 
+async def test_two_requests_of_one_name() -> None:
+    app = TopApp(FakeFeed([]))
+    async with app.run_test(size=(120, 40)):
+        requests = {"live": [live("same")], "num_live": 1, "ended": [ended("same"), ended("e")]}
+        app.show(snapshot(requests=requests))
+        table = app.query_one("#list", DataTable)
+        assert [table.get_row_at(row)[0] for row in range(3)] == ["same", "same", "e"]
+
+
 async def test_the_cursor_stays_on_its_row() -> None:
     app = TopApp(FakeFeed([]))
     async with app.run_test(size=(120, 40)) as pilot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -233,6 +234,18 @@ def test_the_oldest_goes_first() -> None:
     ring.add(made("b"))  # asked for again
     ring.add(made("e"))
     assert [each.request_id for each in ring.newest()] == ["e", "b", "d"]
+
+
+def test_a_refused_request_of_the_same_name_leaves_the_timeline() -> None:
+    ring = TimelineRing(9)
+    first, refused = made("a", 2.0), replace(made("a"), error="invalid_request")
+    refused.trace.output_tokens = 0
+    ring.add(first)
+    ring.add(refused)
+    assert list(ring.newest()) == [first]
+    refused = replace(refused, request_id="b")
+    ring.add(refused)
+    assert list(ring.newest()) == [refused, first]
 
 
 def test_a_ring_that_keeps_none() -> None:

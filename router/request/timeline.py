@@ -207,11 +207,13 @@ def stages_of(
 ) -> list[StageSpan]:
     """Return the stages from `arrival` to `end`, in order. Each begins where the one before ends.
 
-    `tokens`: how many the client got in all.
+    `tokens`: how many the client got in all. Those that another router had shown before it was lost
+    belong to no stage.
     """
-    opened = TimelineMark(arrival, Milestone.ADMITTED), GATE
     spans: list[StageSpan] = []
     begun = [(mark, STAGES[mark.milestone]) for mark in marks if mark.milestone in STAGES]
+    shown = begun[0][0].tokens if begun else tokens
+    opened = TimelineMark(arrival, Milestone.ADMITTED, tokens=shown), GATE
     for (mark, stage), after in zip([opened, *begun], [*begun, None], strict=True):
         until, had = (end, tokens) if after is None else (after[0].at, after[0].tokens)
         spans.append(

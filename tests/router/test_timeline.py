@@ -223,6 +223,19 @@ async def test_a_slow_request_is_a_warning_with_its_timeline(
     assert "timeline" not in lines[False].getMessage()
 
 
+def test_tokens_of_the_router_before_belong_to_no_stage() -> None:
+    marks = [
+        TimelineMark(2.0, Milestone.PREFILLING, "p", 2, 7),
+        TimelineMark(3.0, Milestone.DECODING, "d", 2, 8),
+    ]
+    found = stages_of(1.0, marks, 4.0, 10)
+    assert [(each.stage, each.first_token, each.last_token) for each in found] == [
+        ("gate", 7, 7), ("prefill", 7, 8), ("decode", 8, 10),
+    ]  # fmt: skip
+    (only,) = stages_of(1.0, [], 2.0, 5)
+    assert (only.first_token, only.last_token) == (5, 5)
+
+
 # ---- the ring ----
 
 

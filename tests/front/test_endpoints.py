@@ -29,7 +29,7 @@ from router.config import RouterConfig
 from router.request.request_ids import engine_id, names
 from router.request.timeline import TimelineEntry, TimelineRing
 from router.request.trace import RequestTrace
-from tests.front.fakes import CHAT_TEMPLATE, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front
+from tests.front.fakes import MODEL, TOKENIZER, FakeDispatcher, Front
 from tests.front.tokenizers_built import byte_level
 from tests.router.fakes import FakeNode, fake_nodes, running_router
 
@@ -471,11 +471,9 @@ async def test_bad_words_and_cut_prompts() -> None:
 
 
 async def test_the_document_describes_every_route_and_every_reply() -> None:
-    front = Front(registry=FakeRegistry(), chat_template=CHAT_TEMPLATE, timelines=TimelineRing(1))
-    assert front.timelines is not None
-    trace = RequestTrace(finished_at=2.0)
-    front.timelines.add(TimelineEntry(f"cmpl-{MODEL}-0.1", 1.0, 1e9, 3, "", trace))
-    async with front.client() as client:
+    ring, trace = TimelineRing(1), RequestTrace(finished_at=2.0)
+    ring.add(TimelineEntry(f"cmpl-{MODEL}-0.1", 1.0, 1e9, 3, "", trace))
+    async with Front(timelines=ring).client() as client:
         told = (await client.get("/openapi.json")).json()
         assert told == json.loads(json.dumps(document()))
         assert told["openapi"] == "3.1.0"

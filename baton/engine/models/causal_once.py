@@ -55,6 +55,7 @@ def _move(causal: nn.Module, file: WritingFile) -> None:
         written = file.take(name, lambda tensor=tensor: tensor.data)
         if isinstance(tensor, nn.Parameter):
             tensor.data = written
+            heap.give_back(written.nbytes)  # else both copies are held until the last has moved
     file.take(NAMES, lambda: tuple(state))
     file.seal(sum(parameter.nbytes for parameter in causal.parameters()), 0)
     heap.trim()

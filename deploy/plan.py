@@ -14,6 +14,7 @@ from typing import Final
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import option
+from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from deploy.flags import to_nodes, to_router
 
@@ -85,10 +86,8 @@ class UpOptions:
     )
     demo: bool = option(False, "let the console kill, stop and slow nodes, to see what follows")
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
-    log_level: str = option(
-        "info", "log level of every process", choices=("debug", "info", "warning", "error")
-    )
-    log_format: str = option("text", "lines of every process's log", choices=("text", "json"))
+    log_level: str = option("info", "log level of every process", choices=LEVELS)
+    log_format: str = option("text", "lines of every process's log", choices=FORMATS)
     run_dir: Path | None = option(
         None, "folder of logs and data; one in ~/.cache/baton when absent"
     )

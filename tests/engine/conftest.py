@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from baton.engine.checkpoint import shared_weights
 from baton.engine.kernels.cpu import library
 from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, CompilerFailed, missing
 from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.loading import loading
 
 _SETS = {each.name: each for each in INSTRUCTION_SETS}
 # AMX's kernels on any processor with AVX-512: tiles.h's instructions as the manual defines them.
@@ -37,3 +40,13 @@ def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
         pytest.skip(str(error))
     with mock.patch.object(library, "_found", return_value=(found, "")):
         yield found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files of shared weights are; small models are shared, too."""
+    place = tmp_path / "shared"
+    place.mkdir()
+    monkeypatch.setattr(shared_weights, "FOLDER", place)
+    monkeypatch.setattr(loading, "LEAST_BYTES", 0)
+    return place

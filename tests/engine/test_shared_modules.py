@@ -11,33 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.checkpoint import shared_weights
 from baton.engine.checkpoint.tensors import LazyTensor
-from baton.engine.loading import loading
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.models import causal_once
 from baton.engine.models.universal import UniversalModel
 from tests.engine.quantized_models import make_quantized
-from tests.engine.running import load, logits_of
+from tests.engine.running import load
 from tests.engine.test_models_reading import FAMILIES, storages
+from tests.engine.test_shared_weights import files, same
 from tests.golden.random_models import save_random
-from tests.tiny_models import VOCAB_SIZE
-
-PROMPT = torch.randint(5, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the files are; small models are shared, too."""
-    place = tmp_path / "shared"
-    place.mkdir()
-    monkeypatch.setattr(shared_weights, "FOLDER", place)
-    monkeypatch.setattr(loading, "LEAST_BYTES", 0)
-    return place
-
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*/*") if path.name != "lock"]
 
 
 def without_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +38,6 @@ def universal(path: Path, **options: Any) -> LoadedModel:
 def modules(loaded: LoadedModel) -> torch.nn.Module:
     assert isinstance(loaded.model, UniversalModel)
     return loaded.model._decoder
-
-
-def same(a: LoadedModel, b: LoadedModel) -> bool:
-    return torch.equal(logits_of(a, PROMPT), logits_of(b, PROMPT))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

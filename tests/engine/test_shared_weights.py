@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.checkpoint import shared_weights, weight_file
+from baton.engine.checkpoint import weight_file
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.config import EngineConfig
 from baton.engine.loading import loading
@@ -39,16 +39,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "a rounded head": {"lm_head_quantization": "w8a8"},
 }  # fmt: skip
 DEEPSEEK = "deepseek_v3: latents, a dense layer"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the files are; small models are shared, too."""
-    place = tmp_path / "shared"
-    place.mkdir()
-    monkeypatch.setattr(shared_weights, "FOLDER", place)
-    monkeypatch.setattr(loading, "LEAST_BYTES", 0)
-    return place
 
 
 @pytest.fixture

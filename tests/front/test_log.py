@@ -13,15 +13,25 @@ from baton.protocol.errors import ConfigError
 from baton.runtime import log
 
 
-@pytest.fixture
-def stream() -> Iterator[io.StringIO]:
+def logged(form: str) -> Iterator[io.StringIO]:
+    """What a router logs in this format, until the root logger is as it was."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     out = io.StringIO()
-    log.setup("router", "info", stream=out)
+    log.setup("router", "info", form, stream=out)
     yield out
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    yield from logged("text")
+
+
+@pytest.fixture
+def json_stream() -> Iterator[io.StringIO]:
+    yield from logged("json")
 
 
 def test_a_line_carries_process_request_and_message(stream: io.StringIO) -> None:
@@ -64,17 +74,6 @@ def test_a_traceback_stays_with_its_line(stream: io.StringIO) -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="loud"):
         log.setup("router", "loud")
-
-
-@pytest.fixture
-def json_stream() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    out = io.StringIO()
-    log.setup("router", "info", "json", stream=out)
-    yield out
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_json_lines(json_stream: io.StringIO) -> None:

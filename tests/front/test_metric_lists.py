@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,33 @@ def test_each_series_has_one_owner() -> None:
     assert owned["router"] & owned["node"] == set()
     for metrics in LISTS.values():
         assert set(PROCESS) <= set(metrics)
+
+
+# vLLM's, of `vllm/v1/metrics/loggers.py`: its boards and alerts may name one of them.
+VLLM_TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
+VLLM_REQUEST = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+VLLM_FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160"
+VLLM_SECONDS = {
+    "vllm:time_to_first_token_seconds": f"{VLLM_FIRST} 640 2560",
+    "vllm:inter_token_latency_seconds": VLLM_TOKEN,
+    "vllm:e2e_request_latency_seconds": VLLM_REQUEST,
+    "vllm:request_queue_time_seconds": VLLM_REQUEST,
+}
+
+
+def test_buckets_of_seconds_serve_gpus_and_cpus() -> None:
+    timed = [spec for spec in SPECS if spec.unit == "seconds" and spec.buckets]
+    assert len(timed) >= 10
+    for spec in timed:
+        assert spec.buckets[0] <= 0.001, spec.name  # a GPU
+        assert spec.buckets[-1] >= 60, spec.name  # a CPU, or a full queue
+        steps = [after / bound for bound, after in pairwise(spec.buckets)]
+        assert 1 < min(steps) <= max(steps) <= 2.5, spec.name
+    named = {name: spec.buckets for spec in timed for name in spec.names}
+    for name, bounds in VLLM_SECONDS.items():
+        assert set(map(float, bounds.split())) <= set(named[name]), name
+    of_waits = ("vllm:request_queue_time_seconds", "baton_admission_wait_seconds")
+    assert all(named[name][0] == 0.0001 for name in of_waits)
 
 
 @pytest.mark.parametrize("process", LISTS)

@@ -14,16 +14,22 @@ from typing import Any
 
 import msgspec
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
 
 from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.tracing.exporter import SpanPump, decode_spans, exporter_of
+from baton.runtime.tracing.exporter import QueuedSpan, SpanPump, decode_spans, exporter_of
+from baton.runtime.tracing.otlp import OtlpEncoder
 from baton.runtime.tracing.sender import ExportPlan, SpanSender, check_endpoint
-from baton.runtime.tracing.spans import SpanEvent, TraceContext, TraceSpan
+from baton.runtime.tracing.spans import Attributes, SpanEvent, TraceContext, TraceSpan
 from router.config import RouterConfig
 from tests.collector import grpc_collector, only
 from tests.waiting import WAIT_S
@@ -101,21 +107,49 @@ def test_messages_become_spans(caplog: pytest.LogCaptureFixture) -> None:
         reading.join()
     pump.close()
     assert "cannot be read" in caplog.text
-    first, second = memory.get_finished_spans()
-    assert (first.name, first.start_time, first.end_time) == ("decode", 5_000, 9_000)
-    assert first.attributes == {"baton.steps": 2}
-    assert [(each.name, each.timestamp) for each in first.events] == [("chunk", 6_000)]
-    assert first.context is not None
-    assert first.context.trace_id == int("ab" * 16, 16)
-    assert first.parent is not None
-    assert first.parent.span_id == int("cd" * 8, 16)
-    assert first.resource.attributes["service.name"] == "baton-test"
-    assert first.instrumentation_scope is not None
-    assert first.instrumentation_scope.name == "baton.test"
-    assert (first.kind, second.kind) == (SpanKind.INTERNAL, SpanKind.SERVER)
-    assert first.status.status_code is StatusCode.UNSET
-    assert second.status.status_code is StatusCode.ERROR
-    assert second.status.description == "node d was lost"
+    queued: Any = memory.get_finished_spans()
+    assert [type(each) for each in queued] == [QueuedSpan, QueuedSpan]
+    assert [each.span for each in queued] == [good, failed]
+
+
+def test_spans_are_encoded_as_by_the_sdk() -> None:
+    events = (SpanEvent("chunk", 6_000, {"baton.position": 3}), SpanEvent("none", 7_000))
+    values: Attributes = {"a": True, "b": -3, "c": 0.5, "d": "naïve", "e": 1 << 40}
+    spans = [
+        span("decode", attributes=values, events=events),
+        span("attempt", error="node d was lost", server=True),
+        TraceSpan("kv export", "baton.kv_transfer", TraceContext("ab" * 16, "ef" * 8), 1, 2),
+        TraceSpan("chat", "baton.test", TraceContext("ab" * 16, "ee" * 8), 1, 2, server=True),
+    ]
+    resource = Resource.create({"service.name": "baton-test", "baton.number": 4})
+    made = OtlpEncoder(dict(resource.attributes), "1.2").request(spans)
+    theirs = encode_spans([as_the_sdk_has_it(each, resource, "1.2") for each in spans])
+    assert made == theirs
+    listed = OtlpEncoder({"process.command_args": ("a", "b")}, "1.2").request(spans[:1])
+    [value] = listed.resource_spans[0].resource.attributes
+    assert value.value.string_value == "('a', 'b')"
+
+
+def as_the_sdk_has_it(made: TraceSpan, resource: Resource, version: str) -> ReadableSpan:
+    context = made.context
+    trace_id, flags = int(context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
+    parent = None
+    if context.parent_id:
+        parent = SpanContext(trace_id, int(context.parent_id, 16), is_remote=made.server)
+    failed = made.error is not None
+    return ReadableSpan(
+        name=made.name,
+        context=SpanContext(trace_id, int(context.span_id, 16), False, flags),
+        parent=parent,
+        resource=resource,
+        attributes=made.attributes,
+        events=[Event(each.name, each.attributes, each.at_ns) for each in made.events],
+        kind=SpanKind.SERVER if made.server else SpanKind.INTERNAL,
+        status=Status(StatusCode.ERROR, made.error) if failed else Status(StatusCode.UNSET),
+        start_time=made.start_ns,
+        end_time=made.end_ns,
+        instrumentation_scope=InstrumentationScope(made.scope, version),
+    )
 
 
 def test_the_child_sends_what_it_has_got() -> None:

@@ -37,7 +37,7 @@ disable_created_metrics()
 # For every scraper: in OpenMetrics, which Prometheus 2 prefers, prometheus-client writes the colon
 # of vLLM's names as an underscore.
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
-# Bounds in seconds, for GPUs and for CPUs (docs/metrics.md): all of vLLM's, which begin at 10 ms for
+# Bounds in seconds, for GPUs and CPUs (docs/metrics.md): all of vLLM's, which begin at 10 ms for
 # a token and at 0.3 s for a queue; finer ones below, and none more than 2.5 times the one before.
 TTFT_BUCKETS: Final = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25,

@@ -1,10 +1,10 @@
 """The child process that exports spans over OTLP (`python -m baton.runtime.tracing.exporter PLAN`).
 
-It reads messages from the socket that is its stdin until the other side is gone, turns them into
-spans of OpenTelemetry's SDK, and gives these to the SDK's batches and exporter. What the exporter
-needs beside endpoint and protocol (headers, certificates, compression, time-outs) it takes from the
-OTEL_EXPORTER_OTLP_* variables by itself. If the collector is away, the SDK tries again for a while,
-then drops; the queue is bounded.
+It reads messages from the socket that is its stdin until the other side is gone, and gives their
+spans to the batches and the exporter of OpenTelemetry's SDK. What that needs beside endpoint and
+protocol (headers, certificates, compression, time-outs) it takes from the OTEL_EXPORTER_OTLP_*
+variables by itself. If the collector is away, the SDK tries again for a while, then drops; the
+queue is bounded. Only the encoding is ours (otlp.py).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import ClassVar, Final, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_exporter
+from opentelemetry.exporter.otlp.proto.http import trace_exporter as http_exporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
-from opentelemetry.trace.status import Status, StatusCode
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from baton.runtime import log as logs
+from baton.runtime.tracing.otlp import OtlpEncoder
 from baton.runtime.tracing.sender import PROTOCOLS, ExportPlan
 from baton.runtime.tracing.spans import TraceSpan
 
@@ -48,21 +48,22 @@ SpansOf = Callable[[bytes], Iterable[TraceSpan]]
 decode_spans: Final = msgspec.msgpack.Decoder(list[TraceSpan]).decode
 
 
+class QueuedSpan:
+    """A span on its way through the SDK, which looks at nothing but the flag of its context."""
+
+    __slots__ = ("span",)
+    context: ClassVar = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
+
+    def __init__(self, span: TraceSpan) -> None:
+        self.span = span
+
+
 class SpanPump:
-    """Turns messages into the SDK's spans, and gives those to a processor of the SDK."""
+    """Gives the spans of messages to a processor of the SDK."""
 
     def __init__(self, plan: ExportPlan, exporter: SpanExporter, spans_of: SpansOf) -> None:
-        self._plan = plan
+        self._stop_s = plan.stop_s
         self._spans_of = spans_of
-        self._resource = Resource.create(
-            {
-                "service.name": plan.service,
-                "service.namespace": "baton",
-                "service.instance.id": plan.instance,
-                "service.version": plan.version,
-            }
-        )
-        self._scopes: dict[str, InstrumentationScope] = {}
         self._processor = BatchSpanProcessor(
             exporter,
             max_queue_size=QUEUED_SPANS,
@@ -75,7 +76,7 @@ class SpanPump:
         while message := messages.recv(MESSAGE_BYTES):
             try:
                 for span in self._spans_of(message):
-                    self._processor.on_end(self.readable(span))
+                    self._processor.on_end(cast("ReadableSpan", QueuedSpan(span)))
             except (msgspec.MsgspecError, ValueError):
                 log.exception("a message of traces cannot be read")
 
@@ -84,48 +85,37 @@ class SpanPump:
         # The SDK's shutdown has no limit below 30 s.
         thread = threading.Thread(target=self._processor.shutdown, daemon=True)
         thread.start()
-        thread.join(FLUSHING * self._plan.stop_s)
-
-    def readable(self, span: TraceSpan) -> ReadableSpan:
-        """Return `span` as the SDK's exporters want it."""
-        context = span.context
-        trace_id, flags = int(context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
-        parent = None
-        if context.parent_id:
-            parent = SpanContext(trace_id, int(context.parent_id, 16), is_remote=span.server)
-        status = Status(StatusCode.UNSET)
-        if span.error is not None:
-            status = Status(StatusCode.ERROR, span.error)
-        return ReadableSpan(
-            name=span.name,
-            context=SpanContext(trace_id, int(context.span_id, 16), False, flags),
-            parent=parent,
-            resource=self._resource,
-            attributes=span.attributes,
-            events=[Event(each.name, each.attributes, each.at_ns) for each in span.events],
-            kind=SpanKind.SERVER if span.server else SpanKind.INTERNAL,
-            status=status,
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=self._scope(span.scope),
-        )
-
-    def _scope(self, name: str) -> InstrumentationScope:
-        if name not in self._scopes:
-            self._scopes[name] = InstrumentationScope(name, self._plan.version)
-        return self._scopes[name]
+        thread.join(FLUSHING * self._stop_s)
 
 
 def exporter_of(plan: ExportPlan, variables: Sequence[str | None] = ()) -> SpanExporter:
-    """Return the SDK's exporter. `variables`: the values of PROTOCOL_VARIABLES."""
+    """Return the SDK's exporter, with our encoding. `variables`: the values of PROTOCOL_VARIABLES.
+
+    Changes both modules of the SDK's exporters: they encode with what has this name there.
+    """
+    resource = Resource.create(
+        {
+            "service.name": plan.service,
+            "service.namespace": "baton",
+            "service.instance.id": plan.instance,
+            "service.version": plan.version,
+        }
+    )
+    encoder = OtlpEncoder(dict(resource.attributes), plan.version)
+
+    def encode_spans(queued: Sequence[QueuedSpan]) -> ExportTraceServiceRequest:
+        return encoder.request([each.span for each in queued])
+
+    for module in (grpc_exporter, http_exporter):
+        module.encode_spans = encode_spans  # pyright: ignore[reportAttributeAccessIssue]
     protocol = plan.protocol or next(filter(None, variables), PROTOCOLS[0])
     if protocol == "grpc":
-        return GrpcExporter(endpoint=plan.endpoint)
+        return grpc_exporter.OTLPSpanExporter(endpoint=plan.endpoint)
     if protocol != "http/protobuf":
         log.warning("protocol %s is not known, http/protobuf is used", protocol)
     parts = urlsplit(plan.endpoint)
     path = HTTP_PATH if parts.path in ("", "/") else parts.path
-    return HttpExporter(endpoint=urlunsplit(parts._replace(path=path)))
+    return http_exporter.OTLPSpanExporter(endpoint=urlunsplit(parts._replace(path=path)))
 
 
 def main(argv: Sequence[str], spans_of: SpansOf = decode_spans) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -224,6 +225,28 @@ os.kill(os.getpid(), 9)
     assert not left.exists()
     assert other.weight_bytes
     assert len(files(folder)) == 1
+
+
+def test_a_file_that_is_removed_before_its_lock_is_made_again(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process does that needs other weights at the same time."""
+    lock, removed = fcntl.flock, list[Path]()
+
+    def late(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH and not removed:
+            (unfinished,) = folder.glob("*/*.unfinished")
+            weight_file.remove_if_unheld(unfinished)
+            assert not unfinished.exists()
+            removed.append(unfinished)
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    written = load(model)
+    assert removed
+    assert [path.suffix for path in files(folder)] == [".weights"]
+    monkeypatch.setattr(fcntl, "flock", lock)
+    assert same(written, load(model, shared_weights=False))
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "no index"])

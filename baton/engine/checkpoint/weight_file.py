@@ -82,11 +82,7 @@ class WritingFile:
         self.num_bytes = self.rounded_head_bytes = 0  # once sealed
         self._path = path
         self._unfinished = path.with_suffix(".unfinished")
-        with suppress(FileNotFoundError):
-            self._unfinished.unlink()
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(self._unfinished, flags, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self._fd = _made(self._unfinished)
         try:
             self._area = SharedArea(self._fd, _room(self._fd), writable=True)
         except OSError:
@@ -239,6 +235,21 @@ class ReadingFile:
         """Return the layer `name` of the file; what `make` returns if the file does not have it."""
         written = self._layers.get(name)
         return make() if written is None else cast("T", _read(written, self._area, self._kernels))
+
+
+def _made(path: Path) -> int:
+    """Return a descriptor of a new, empty file at `path`, with a shared lock on it.
+
+    Until it has the lock, a process that needs other weights takes the file for one that a killed
+    process has left, and removes it (`remove_if_unheld`). Then it is made again.
+    """
+    while True:
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
 
 
 def remove_if_unheld(path: Path) -> None:

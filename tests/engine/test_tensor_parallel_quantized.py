@@ -325,7 +325,7 @@ def test_groups_that_would_become_too_small_are_refused_by_name(tmp_path: Path) 
 
 WIDE = SHAPE | {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,
 }  # fmt: skip
 
 
@@ -335,7 +335,7 @@ WIDE = SHAPE | {
 def test_a_rank_takes_the_memory_that_is_estimated(
     kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns of zeros are all that act-order takes more."""
+    """Four ranks share two KV heads; act-order's columns of zeros count."""
     monkeypatch.setattr(quantized_models, "SHAPE", WIDE)
     monkeypatch.setattr(quantized_models, "MIXTURE", MIXTURE | {"moe_intermediate_size": 256})
     case = make_case(kind, name, tmp_path / "m")
@@ -349,8 +349,7 @@ def test_a_rank_takes_the_memory_that_is_estimated(
         for rank in range(size):
             group = RankGroup(RankPlace(rank, size), "gloo")
             loaded = load_model(config, None if size == 1 else group)
-            most = 1.45 if name == "gptq-desc-act" else 1.1
-            assert 0.95 < loaded.weight_bytes / estimate.weight_bytes < most
+            assert 0.9 < loaded.weight_bytes / estimate.weight_bytes < 1.1
 
 
 # ---- engines ----

@@ -11,7 +11,8 @@ memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -46,6 +47,16 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RowProduct:
+    """Products of one kind (o, down) in all layers together: tensor-parallel ranks cut them by
+    their inputs."""
+
+    inputs: int  # of one product
+    parameters: int  # of all of them
+    routed: bool = False  # products of routed experts
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWeights:
     """How the matrices of a model's layers are held."""
 
@@ -58,16 +69,21 @@ class StoredWeights:
     integers: StoredWeights | None = None  # the integers that are kept unless widening is asked for
     head: StoredWeights | None = None  # the integers that are kept of the head
     only_experts: bool = False  # matrices other than routed experts are kept in the model's dtype
+    act_order: bool = False  # groups are no runs of inputs
+
+    @property
+    def bytes_per_group(self) -> int:
+        """Of a scale, and of a zero, which are float32."""
+        return 8 if self.zeros else 4
 
     @property
     def bytes_per_weight(self) -> float:
-        """Mean bytes of a weight in memory, with its share of the group's scale and zero, which are
-        float32."""
+        """Mean bytes of a weight in memory, with its share of the group's scale and zero."""
         if self.mean_bytes is not None:
             return self.mean_bytes
         if not self.group_size:
             return self.bits / 8
-        return self.bits / 8 + (8 if self.zeros else 4) / self.group_size
+        return self.bits / 8 + self.bytes_per_group / self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +91,7 @@ class ModelShape:
     """Sizes of a model. `embedding`: parameters of the input table. `matrices`: parameters of the
     projections in the layers. Quantization shrinks them, except for the `plain` ones among them
     (routers, and kv_b_proj of latents). Every tensor-parallel rank holds whole: `replicated` of the
-    parameters that it shrinks, and the `routers`."""
+    parameters that it shrinks, and the `routers`. `row_products`: what ranks cut by inputs."""
 
     model_type: str
     parameters: int
@@ -93,6 +109,7 @@ class ModelShape:
     plain: int = 0
     replicated: int = 0
     routers: int = 0
+    row_products: tuple[RowProduct, ...] = ()
     note: str = ""  # what is not certain about these numbers
     refused: str | None = None  # why no route serves the model, if its layers show a reason
 
@@ -134,7 +151,7 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Parameters of one layer: `matrices` in its projections, `vectors` in norms and biases;
-    `plain`, `replicated`, `routers`: see ModelShape."""
+    `plain`, `replicated`, `routers`, `rows` (those of this layer): see ModelShape."""
 
     matrices: int
     vectors: int
@@ -142,13 +159,15 @@ class _Layer:
     plain: int = 0
     replicated: int = 0
     routers: int = 0
+    rows: tuple[RowProduct, ...] = ()
 
 
 def _attention(c: dict[str, Any], *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> _Layer:
     hidden, heads, kv_heads, dim = _heads(c)
     queries, keys = heads * dim, kv_heads * dim
     vectors = (queries + 2 * keys) * qkv_bias + hidden * output_bias + 2 * dim * qk_norm
-    return _Layer(hidden * (2 * queries + 2 * keys), vectors)
+    rows = (RowProduct(queries, queries * hidden),)
+    return _Layer(hidden * (2 * queries + 2 * keys), vectors, rows=rows)
 
 
 def _latent_attention(c: dict[str, Any]) -> _Layer:
@@ -162,11 +181,13 @@ def _latent_attention(c: dict[str, Any]) -> _Layer:
     vectors = latent + (rank or 0)
     if c.get("attention_bias", False):
         vectors += latent + rope + hidden + (rank or 0)
-    return _Layer(matrices, vectors, plain=up, replicated=whole)
+    rows = (RowProduct(heads * value, heads * value * hidden),)
+    return _Layer(matrices, vectors, plain=up, replicated=whole, rows=rows)
 
 
 def _mlp(hidden: int, inner: int, *, bias: bool = False) -> _Layer:
-    return _Layer(3 * hidden * inner, (2 * inner + hidden) * bias)
+    rows = (RowProduct(inner, hidden * inner),)
+    return _Layer(3 * hidden * inner, (2 * inner + hidden) * bias, rows=rows)
 
 
 def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
@@ -174,7 +195,10 @@ def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
     routed_parameters = routed * 3 * hidden * inner
     router = routed * hidden
     matrices = routed_parameters + router + 3 * hidden * shared
-    return _Layer(matrices, 0, routed_parameters, plain=router, routers=router)
+    rows = (RowProduct(inner, routed * hidden * inner, routed=True),)
+    if shared:
+        rows += (RowProduct(shared, hidden * shared),)
+    return _Layer(matrices, 0, routed_parameters, plain=router, routers=router, rows=rows)
 
 
 def _heads(c: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -215,7 +239,18 @@ def _sum(
         plain=num_layers * attention.plain + sum(mlp.plain for mlp in mlps),
         replicated=num_layers * attention.replicated,
         routers=sum(mlp.routers for mlp in mlps),
+        row_products=row_products(
+            row for layer in (*mlps, *[attention] * num_layers) for row in layer.rows
+        ),
     )
+
+
+def row_products(each: Iterable[RowProduct]) -> tuple[RowProduct, ...]:
+    """Return the products of all layers, those of one kind together."""
+    sums: Counter[tuple[int, bool]] = Counter()
+    for row in each:
+        sums[row.inputs, row.routed] += row.parameters
+    return tuple(RowProduct(inputs, sums[inputs, routed], routed) for inputs, routed in sums)
 
 
 def _widest(c: dict[str, Any]) -> int:
@@ -288,7 +323,10 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
         )
     group_size = weights.get("group_size") or weights.get("q_group_size") or 0
     symmetric = weights.get("sym", weights.get("symmetric", not weights.get("zero_point", True)))
-    return StoredWeights(method, bits, max(0, group_size), zeros=not symmetric)
+    return StoredWeights(
+        method, bits, max(0, group_size), zeros=not symmetric,
+        act_order=bool(weights.get("desc_act")) or weights.get("actorder") == "group",
+    )  # fmt: skip
 
 
 def _kept_integers(
@@ -346,7 +384,8 @@ def _qwen_moe(c: dict[str, Any]) -> ModelShape:
     sparse = _experts(hidden, c["moe_intermediate_size"], routed, shared)
     if not third:  # one more row in front of the shared expert: its gate
         whole = sparse.plain + hidden
-        sparse = _Layer(sparse.matrices + hidden, 0, sparse.experts, plain=whole, routers=whole)
+        matrices = sparse.matrices + hidden
+        sparse = replace(sparse, matrices=matrices, plain=whole, routers=whole)
     dense = _mlp(hidden, c["intermediate_size"])
     step = c.get("decoder_sparse_step", 1)
     only: set[int] = set(c.get("mlp_only_layers") or ())
@@ -378,9 +417,9 @@ def _gpt_oss(c: dict[str, Any]) -> ModelShape:
     hidden, inner, routed = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
     sparse = _experts(hidden, inner, routed)
     biases = routed * (2 * inner + hidden)  # stacked: counted with the experts' matrices
-    sparse = _Layer(
-        sparse.matrices + biases, c["num_attention_heads"] + routed, sparse.experts + biases,
-        plain=sparse.plain + biases, routers=sparse.routers,
+    sparse = replace(
+        sparse, matrices=sparse.matrices + biases, vectors=c["num_attention_heads"] + routed,
+        experts=sparse.experts + biases, plain=sparse.plain + biases,
     )  # fmt: skip
     shape = _sum(c, attention, [sparse] * c["num_hidden_layers"], _paged(c))
     if shape.experts is None:

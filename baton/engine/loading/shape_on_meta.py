@@ -17,7 +17,9 @@ from transformers.utils import logging as transformers_logging
 from baton.engine.loading.model_shape import (
     ExpertsShape,
     ModelShape,
+    RowProduct,
     layer_windows,
+    row_products,
     stored_dtype,
     stored_weights,
 )
@@ -64,6 +66,11 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         max_positions=text.get("max_position_embeddings"),
         dtype=stored_dtype({**config, **(config.get("text_config") or {})}),
         experts=_experts(text, sizes),
+        row_products=row_products(
+            RowProduct(p.shape[1], p.numel())
+            for name, p in causal.named_parameters()
+            if name.endswith(("o_proj.weight", "down_proj.weight"))
+        ),
         stored=None if stored is None else replace(stored, widened=True),
         note=note,
         refused=refused,

@@ -20,6 +20,7 @@ from typing import Any, Final
 from baton.engine.config import head_quantization, parse_bytes
 from baton.engine.loading.model_shape import ModelShape, StoredWeights
 from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers
+from baton.engine.performance.device_share import DeviceShare
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
 from baton.runtime.config import option
@@ -147,11 +148,13 @@ class Precision:
         """Of one number of what is narrow, if anything is."""
         return WEIGHT_BYTES[self.dtype] if self.stored is None else self.stored.bytes_per_weight
 
-    def of_device(self, shape: ModelShape, num_bytes: int, size: int) -> int:
-        """Of `num_bytes` of the model's weights what one of `size` devices has."""
-        everywhere = shape.replicated * self.matrix_bytes
-        everywhere += shape.routers * WEIGHT_BYTES[self.dtype]
-        return int(everywhere + (num_bytes - everywhere) / size)
+    def of_device(self, shape: ModelShape, num_bytes: int, options: EstimateOptions) -> int:
+        """Of `num_bytes` of the model's weights what one tensor-parallel device has."""
+        share = DeviceShare(
+            shape, WEIGHT_BYTES[self.dtype], self.stored,
+            options.tensor_parallel_size, options.enable_expert_parallel,
+        )  # fmt: skip
+        return share.num_bytes(num_bytes)
 
     def held_bytes(self, shape: ModelShape) -> int:
         """Return the bytes of all weights in memory.
@@ -211,7 +214,7 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    weight_bytes = precision.of_device(shape, precision.rank_bytes(shape, dp), tp)
+    weight_bytes = precision.of_device(shape, precision.rank_bytes(shape, dp), options)
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
@@ -265,7 +268,8 @@ def _with_times(
         bandwidth = parse_rate(options.bandwidth, "bandwidth")
         batches = sorted({options.batch, min(result.concurrency or 1, options.max_num_seqs) or 1})
         fields["decode"] = tuple(
-            _decode(shape, precision, result, batch, (bandwidth, flops)) for batch in batches
+            _decode(shape, precision, result, batch, (bandwidth, flops), options)
+            for batch in batches
         )
         if options.measured_tpot is not None:
             step = next(each for each in fields["decode"] if each.batch == options.batch)
@@ -280,6 +284,7 @@ def _decode(
     result: Estimate,
     batch: int,
     rates: tuple[float, float | None],
+    options: EstimateOptions,
 ) -> Decode:
     """Compute one ideal decode step.
 
@@ -291,7 +296,7 @@ def _decode(
     if shape.experts is not None:
         missed = 1 - shape.experts.share_met(batch * dp) / dp
         met -= int(shape.experts.parameters * missed)
-    weight_bytes = precision.of_device(shape, _read_bytes(shape, precision, met), tp)
+    weight_bytes = precision.of_device(shape, _read_bytes(shape, precision, met), options)
     kv_bytes = batch * sum(
         min(result.context, spec.window or result.context)
         * kv_token_bytes(_per_device(spec, tp), precision.kv_dtype)
@@ -341,7 +346,7 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
     tp = options.tensor_parallel_size
     precision = _precision(shape, options)
     return _Drafts(
-        precision.of_device(shape, precision.held_bytes(shape), tp),
+        precision.of_device(shape, precision.held_bytes(shape), options),
         _token_bytes(shape, precision, tp),
         _activation_bytes(shape, options, precision),
     )

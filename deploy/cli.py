@@ -330,7 +330,7 @@ def run_console(arguments: argparse.Namespace) -> int:
 
 def run_trace(arguments: argparse.Namespace) -> int:
     """Run `baton trace`. Without an id, list the requests that ended last, or the slowest."""
-    from deploy.trace import TimelineSource, chrome_trace, requests_table, view
+    from deploy.trace import TimelineSource, requests_table, view
 
     source = TimelineSource(arguments.url, arguments.api_key, trust_of(arguments))
     console, name = Console(), arguments.request
@@ -344,7 +344,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
     else:
         console.print(view(timeline, console.width))
     if arguments.chrome is not None:
-        arguments.chrome.write_text(json.dumps(chrome_trace(timeline)))
+        trace = source.perfetto(timeline["request_id"])
+        arguments.chrome.write_text(json.dumps(trace))
     return 0
 
 

@@ -1,7 +1,6 @@
 """`baton trace`: where the time of one request went, as bars in the terminal.
 
-It reads `/v1/requests/{id}/timeline` of a router. `chrome_trace` writes the same for Perfetto
-(ui.perfetto.dev) and chrome://tracing.
+It reads `/v1/requests/{id}/timeline` of a router, which can also write it for Perfetto.
 """
 
 from __future__ import annotations
@@ -65,6 +64,10 @@ class TimelineSource:
 
     def timeline(self, name: str) -> dict[str, Any]:
         return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
+
+    def perfetto(self, name: str) -> dict[str, Any]:
+        """Return a timeline for ui.perfetto.dev and chrome://tracing."""
+        return self.get(f"/v1/requests/{quote(name, safe='')}/timeline?format=perfetto")
 
     def slowest(self) -> str:
         """Return the id of the slowest request. Raises BatonError if none has ended."""
@@ -171,40 +174,3 @@ def bar(span: dict[str, Any], total_ms: float, cells: int) -> Text:
     end = max(start + 1, min(cells, round(span["end_ms"] * scale)))
     mark = "▒" if "stage" not in span else "━" if span["stage"] == "transfer" else "█"
     return Text(" " * start + mark * (end - start), _color(span))
-
-
-def chrome_trace(timeline: dict[str, Any]) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format: a track per node and one for its work on the
-    request, times in microseconds."""
-    origin_us = timeline["arrived_at"] * 1e6
-    stages = timeline["stages"] + timeline["transfers"]
-    spans = stages + [part for span in stages for part in span.get("parts", ())]
-    tracks = {name: index for index, name in enumerate(dict.fromkeys(map(_track, spans)), 1)}
-    names = [
-        {"ph": "M", "pid": 1, "tid": index, "name": "thread_name", "args": {"name": name}}
-        for name, index in tracks.items()
-    ]
-    events = [
-        {
-            "ph": "X",
-            "pid": 1,
-            "tid": tracks[_track(span)],
-            "name": span["stage"] if "stage" in span else span["name"],
-            "ts": origin_us + span["start_ms"] * 1e3,
-            "dur": (span["end_ms"] - span["start_ms"]) * 1e3,
-            "args": {key: value for key, value in span.items() if key in _ARGUMENTS},
-        }
-        for span in spans
-    ]
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
-
-
-_ARGUMENTS: Final = ("epoch", "tokens", "why", "chunks", "kv_bytes", "lane")
-
-
-def _track(span: dict[str, Any]) -> str:
-    if "stage" not in span:  # it may begin before the stage that it belongs to
-        return f"{span['node']}: its work"
-    if span["stage"] == "transfer":
-        return "KV transfer"
-    return str(span.get("node") or "router")

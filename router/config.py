@@ -228,6 +228,14 @@ class RouterConfig:
     timeline_requests: int = option(
         2000, "keep the timelines of so many ended requests (/v1/requests/ID/timeline); 0 = none"
     )
+    timeline_text: bool = option(
+        False,
+        "keep the prompts and answers of those requests, at most 32 MiB, and show them to the API"
+        " key that asked (/v1/requests/ID/timeline?text=true)",
+    )
+    console_show_text: bool = option(
+        False, "keep them, and show them to operators as well, on the admin port"
+    )
     otlp_traces_endpoint: str | None = option(
         None, "URL of an OpenTelemetry collector that gets a trace of each request (default: none)"
     )
@@ -302,6 +310,11 @@ class RouterConfig:
 
         Raises ConfigError if one of the options is missing."""
         return TlsFiles.of(self.node_tls_cert, self.node_tls_key, self.node_tls_ca, "node_tls")
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether prompts and answers are kept with the timelines."""
+        return self.timeline_text or self.console_show_text
 
     def key_ring(self) -> KeyRing:
         """Return the API keys of clients. Raises ConfigError if --api-keys cannot be read."""

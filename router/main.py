@@ -60,6 +60,7 @@ from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
+from router.request.texts import TextRing
 from router.request.timeline import TimelineRing
 from router.request.tracing import RouterTracing, tracing_of
 from router.resumable.adoption import Adopter
@@ -448,6 +449,7 @@ def _dispatcher(
             gate=_gate(config, registry),
             slow_request_s=config.slow_request_s,
             timelines=timelines,
+            texts=TextRing(config.timeline_requests) if config.keeps_text else None,
             tracing=tracing,
             events=events,
         )

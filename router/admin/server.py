@@ -163,7 +163,7 @@ def create_admin_app(
         [
             *AdminApi(services).routes(),
             *ControlApi(services).routes(),
-            *TimelinesApi(services.timelines, everyone=True).routes(),
+            *TimelinesApi(services, everyone=True).routes(),
             *ConsoleApi(feed).routes(),
             *NodeInspection(services.registry).routes(),
             *BreakApi(services.config.break_socket, services.events).routes(),

@@ -1,17 +1,21 @@
 """Timelines over HTTP: on the public port for the tenant that asked, on the admin port for all.
 
     GET /v1/requests                  the requests that ended last: ?slowest=true&limit=20
-    GET /v1/requests/{name}/timeline  where one request's time went: by reply id or x-request-id
+    GET /v1/requests/{name}/timeline  where one request's time went: by reply id or x-request-id;
+                                      ?format=perfetto for ui.perfetto.dev, ?text=true with texts
 
-Answers hold names, times and counts, never a prompt or an output. A router knows the requests that
-it has served itself.
+Answers hold names, times and counts. A prompt and its answers are told only if the router keeps
+them (router/request/texts.py), only if asked for, and only to the one API key that made the request
+or, with --console-show-text, to operators. A router knows the requests that it has served itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -19,20 +23,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.protocol.errors import InvalidRequest, RequestNotFound
+from router.api.perfetto import perfetto_trace
+from router.request.request_ids import names
 from router.request.scores import NodeScore
 from router.request.terms import grant_of
 from router.request.timeline import NodeWork, StageSpan, TimelineEntry, TimelineRing
+from router.services import RouterServices
 
 LIST_PATH: Final = "/v1/requests"
 PATH: Final = "/v1/requests/{name}/timeline"
 MOST_LISTED: Final = 100
 DEFAULT_LISTED: Final = 20
+RUNNING: Final = "running"  # the outcome of a request that is still under way
+FORMATS: Final = {"json": False, "perfetto": True, "": False}
 TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
+T = TypeVar("T")
+
+
 class RequestSummary(msgspec.Struct):
-    """A request that has ended. Times are milliseconds; `arrived_at` is in seconds since 1970.
-    `queue_ms`: how long it waited, at the router and on nodes."""
+    """A request that has ended; with outcome `running`, what one under way has done so far. Times
+    are milliseconds; `arrived_at` is in seconds since 1970. `queue_ms`: how long it waited, at the
+    router and on nodes."""
 
     request_id: str
     arrived_at: float
@@ -84,21 +97,36 @@ class TimelineSpan(msgspec.Struct, omit_defaults=True):
     parts: list[TimelinePart] = []
 
 
+class RequestText(msgspec.Struct):
+    """A prompt as the model got it, and its answers as the model made them. `cut`: they had more
+    tokens than are kept."""
+
+    prompt: str
+    answers: list[str]
+    cut: bool
+
+
 class Timeline(RequestSummary):
     """`stages` lie end to end from 0 to `total_ms`; `transfers` of KV lie beside them. `scores`:
-    how the policy rated the nodes, if the client asked for a receipt."""
+    how the policy rated the nodes, if the client asked for a receipt. `text`: None if it is not
+    kept, was not asked for, or is not for this key."""
 
     stages: list[TimelineSpan]
     transfers: list[TimelineSpan]
     scores: list[NodeScore]
+    text: RequestText | None = None
 
 
 class TimelinesApi:
     """The two routes. `everyone`: for operators, who see the requests of all tenants."""
 
-    def __init__(self, ring: TimelineRing | None, everyone: bool) -> None:
-        self._ring = TimelineRing(0) if ring is None else ring
+    def __init__(self, services: RouterServices, everyone: bool) -> None:
+        self._services = services
+        self._ring = TimelineRing(0) if services.timelines is None else services.timelines
         self._everyone = everyone
+        # Without API keys nobody can show that a request was his.
+        config = services.config
+        self._shows_text = config.console_show_text if everyone else bool(len(config.key_ring()))
 
     def routes(self) -> list[Route]:
         return [
@@ -108,27 +136,54 @@ class TimelinesApi:
 
     async def list(self, request: HttpRequest) -> Response:
         """Return the newest requests, or the slowest ones of those that are kept."""
-        query, domain = request.query_params, self._domain(request)
-        if unknown := set(query) - {"slowest", "limit"}:
-            field = min(unknown)[:100]
-            raise InvalidRequest(f"{field}: no such query parameter", field=field)
-        slowest = TRUTHS.get(query.get("slowest", "").lower())
-        if slowest is None:
-            raise InvalidRequest("slowest: true or false", field="slowest")
-        limit = query.get("limit", str(DEFAULT_LISTED))
+        domain = self._domain(request)
+        _check_query(request, "slowest", "limit")
+        slowest = _choice(request, "slowest", TRUTHS)
+        limit = request.query_params.get("limit", str(DEFAULT_LISTED))
         if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_LISTED):
             raise InvalidRequest(f"limit: 1 to {MOST_LISTED}", field="limit")
         entries = self._ring.slowest(domain) if slowest else self._ring.newest(domain)
         return _json(RequestList([summary_of(each) for each in islice(entries, int(limit))]))
 
     async def timeline(self, request: HttpRequest) -> Response:
-        """Return one timeline. Raises RequestNotFound."""
-        asked = str(request.path_params["name"])
-        entry = self._ring.find(asked, self._domain(request))
+        """Return one timeline; of a request under way, what has happened so far. Raises
+        RequestNotFound."""
+        _check_query(request, "format", "text")
+        perfetto = _choice(request, "format", FORMATS)
+        wants_text = _choice(request, "text", TRUTHS)
+        asked, domain = str(request.path_params["name"]), self._domain(request)
+        entry = self._under_way(asked, domain) or self._ring.find(asked, domain)
         if entry is None:
             text = f"no timeline of {asked[:200]!r}: this router keeps those of its last requests"
             raise RequestNotFound(text, field="request_id")
-        return _json(timeline_of(entry))
+        timeline = timeline_of(entry)
+        if perfetto:
+            return _json(perfetto_trace(timeline))
+        if wants_text:
+            timeline.text = await self._text(request, entry)
+        return _json(timeline)
+
+    def _under_way(self, asked: str, domain: str | None) -> TimelineEntry | None:
+        """Return the request that `asked` names, if it runs or waits: so far."""
+        dispatcher, now = self._services.dispatcher, self._services.clock.monotonic()
+        for request, trace in (*dispatcher.live(), *dispatcher.waiting()):
+            if domain in (None, trace.terms.grant.domain) and names(asked, request.id):
+                came, length = time.time() - (now - request.arrival), len(request.prompt_ids)
+                return TimelineEntry(request.id, request.arrival, came, length, "", trace, now)
+        return None
+
+    async def _text(self, request: HttpRequest, entry: TimelineEntry) -> RequestText | None:
+        """Return what was asked and answered, if whoever asks now may see it."""
+        texts, decode = self._services.dispatcher.texts, self._services.tokenizer.decode
+        if texts is None or not self._shows_text:
+            return None
+        holder = None if self._everyone else grant_of(request.scope).holder
+        kept = texts.find(entry.request_id, holder)
+        if kept is None:
+            return None
+        spelled = [asyncio.to_thread(decode, it, False) for it in (kept.prompt, *kept.answers)]
+        prompt, *answers = await asyncio.gather(*spelled)
+        return RequestText(prompt, answers, kept.cut)
 
     def _domain(self, request: HttpRequest) -> str | None:
         return None if self._everyone else grant_of(request.scope).domain
@@ -144,7 +199,7 @@ def summary_of(entry: TimelineEntry) -> RequestSummary:
         total_ms=_ms(entry.total_s),
         ttft_ms=None if first is None else _ms(first - entry.arrival),
         queue_ms=None if queue_s is None else _ms(queue_s),
-        outcome=trace.outcome,
+        outcome=trace.outcome or RUNNING,
         error=entry.error or None,
         tenant=trace.terms.grant.tenant or None,
         prompt_tokens=entry.prompt_tokens,
@@ -192,6 +247,20 @@ def _part(work: NodeWork, arrival: float) -> TimelinePart:
         work.span.kv_bytes,
         work.span.lane,
     )
+
+
+def _check_query(request: HttpRequest, *known: str) -> None:
+    if unknown := set(request.query_params) - set(known):
+        field = min(unknown)[:100]
+        raise InvalidRequest(f"{field}: no such query parameter", field=field)
+
+
+def _choice(request: HttpRequest, name: str, choices: Mapping[str, T]) -> T:
+    found = choices.get(request.query_params.get(name, "").lower())
+    if found is None:
+        text = " or ".join(each for each in choices if each.isalpha())
+        raise InvalidRequest(f"{name}: {text}", field=name)
+    return found
 
 
 def _ms(seconds: float) -> float:

@@ -12,6 +12,7 @@ from router.nodes.registry import NodeRegistry
 from router.request.gate.gate import Gate
 from router.request.retry_budget import RetryBudget
 from router.request.sessions import SessionMap
+from router.request.texts import TextRing
 from router.request.timeline import TimelineRing
 from router.request.tracing import RouterTracing
 from router.store.guard import StoreGuard
@@ -22,7 +23,8 @@ class DispatchParts:
     """The objects that a dispatcher and its journeys share.
 
     `timeout_s`: the time limit of a request that brings no deadline. Without a `gate` at most
-    `max_live` requests run and none wait. `timelines`: of the requests that ended last.
+    `max_live` requests run and none wait. `timelines`: of the requests that ended last;
+    `texts`: what those asked and got, None: nobody may see it.
     `slow_request_s`: requests that took longer are logged as warnings; 0: none.
     """
 
@@ -38,5 +40,6 @@ class DispatchParts:
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
     slow_request_s: float = 0.0
     timelines: TimelineRing = field(default_factory=lambda: TimelineRing(0))
+    texts: TextRing | None = None
     tracing: RouterTracing | None = None  # None: traces are off
     events: EventRing = field(default_factory=EventRing)

@@ -22,6 +22,7 @@ from router.request.dispatch_parts import DispatchParts
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.request.retry_budget import RetryBudget
+from router.request.texts import TextRing
 from router.request.timeline import TimelineEntry
 from router.request.trace import RequestTrace
 from router.request.tracing import RouterTracing
@@ -82,6 +83,8 @@ class Dispatcher:
             if trace.finished_at is None:  # it never began, or its end could not be recorded
                 self._ended(trace, journey.failure)
             entry = self._keep(request, trace, journey.failure)
+            if parts.texts is not None:
+                parts.texts.add(request, trace.terms.grant, journey.output.output_ids)
             self._log_end(request, entry, journey.failure)
 
     def _ended(self, trace: RequestTrace, error: BaseException | None) -> None:
@@ -148,6 +151,11 @@ class Dispatcher:
     @property
     def tracing(self) -> RouterTracing | None:
         return self._parts.tracing
+
+    @property
+    def texts(self) -> TextRing | None:
+        """What the requests that ended asked and got; None: it is not kept."""
+        return self._parts.texts
 
     @property
     def retries(self) -> RetryBudget:

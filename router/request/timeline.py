@@ -114,7 +114,8 @@ class StageSpan:
 class TimelineEntry:
     """A request as the ring keeps it: times and counts, nothing of its content.
 
-    `arrival`: seconds of the router's clock; `arrived_at`: the same in wall-clock seconds.
+    `arrival`: seconds of the router's clock; `arrived_at`: the same in wall-clock seconds. `now`:
+    until when a request is told that is still under way.
     """
 
     request_id: str
@@ -123,10 +124,11 @@ class TimelineEntry:
     prompt_tokens: int
     error: str
     trace: RequestTrace
+    now: float | None = None
 
     @property
     def end(self) -> float:
-        return self.trace.finished_at or self.arrival
+        return self.trace.finished_at or self.now or self.arrival
 
     @property
     def total_s(self) -> float:

@@ -87,7 +87,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
 def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     """Return all routes of the public port; /openapi.json describes them."""
     http = HttpApi(services, prompts)
-    timelines = TimelinesApi(services.timelines, everyone=False)
+    timelines = TimelinesApi(services, everyone=False)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes(), *timelines.routes()]
     resumable = ResumableApi(services, plain)
     every = StoredApi(services, resumable).routes(resumable.routes())

@@ -78,6 +78,11 @@ class Grant:
         """The group of keys that share cached prompts and may touch each other's requests."""
         return self.cache or self.tenant
 
+    @property
+    def holder(self) -> str:
+        """The name of the one key that has this grant; "" for the only one of `--api-key`."""
+        return self.name or self.cache
+
 
 EVERYBODY: Final = Grant()  # for clients that no key file names: one tenant without limits
 

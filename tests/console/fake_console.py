@@ -25,7 +25,12 @@ CSP = (
     "frame-ancestors 'none'"
 )
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-KEY = "operator"
+KEY, API_KEY = "operator", "client"
+TEXT: dict[str, Any] = {
+    "prompt": "What is prefill?",
+    "answers": ["It reads the prompt."],
+    "cut": False,
+}
 START = 1_790_000_000.0
 KV_BLOCKS = 400
 MOST_FLOWS = 200
@@ -42,11 +47,14 @@ PARTS = (
 
 @dataclass(slots=True)
 class FakeConsole:
-    """`num_nodes`: half of them prefill. `breaks`: what was asked of /console/data/break."""
+    """`num_nodes`: half of them prefill. `shows_text`: to operators; API_KEY sees text anyway.
+    `breaks`: what was asked of /console/data/break."""
 
     num_nodes: int = 4
     demo: bool = True
     interval_s: float = 1.0
+    shows_text: bool = False
+    needs_api_key: bool = False
     breaks: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     def app(self) -> Starlette:
@@ -57,6 +65,7 @@ class FakeConsole:
                 Route("/console/data/stream", self.stream),
                 Route("/console/data/nodes/{node}", self.node),
                 Route("/console/data/break", self.break_it, methods=["POST"]),
+                Route("/console/api/v1/requests/{name}/timeline", self.own_timeline),
                 Route("/console/api/v1/{kind:path}", self.complete, methods=["POST"]),
                 Route("/console/{file}", self.page),
                 Route("/v1/requests", self.ended),
@@ -97,7 +106,16 @@ class FakeConsole:
         return self._guarded(request) or JSONResponse({"data": told})
 
     async def timeline(self, request: HttpRequest) -> Response:
-        return self._guarded(request) or JSONResponse(timeline(str(request.path_params["name"])))
+        if (refusal := self._guarded(request)) is not None:
+            return refusal
+        if request.query_params.get("format") == "perfetto":
+            return JSONResponse(perfetto(str(request.path_params["name"])))
+        return JSONResponse(timeline(str(request.path_params["name"]), self.shows_text))
+
+    async def own_timeline(self, request: HttpRequest) -> Response:
+        """As the public port tells it: with its text to the key that asked."""
+        own = request.headers.get("authorization") == f"Bearer {API_KEY}"
+        return JSONResponse(timeline(str(request.path_params["name"]), own))
 
     async def complete(self, request: HttpRequest) -> Response:
         body = await request.json()
@@ -116,7 +134,7 @@ def snapshot(console: FakeConsole, second: int) -> dict[str, Any]:
         "router": {
             "id": "router-1", "version": "0.1.0", "models": ["baton-demo"],
             "uptime_s": 60.0 + second,
-            "draining": False, "demo": console.demo, "needs_api_key": False,
+            "draining": False, "demo": console.demo, "needs_api_key": console.needs_api_key,
         },
         "totals": totals(second),
         "store": {"kind": "redis", "ok": True, "text": ""},
@@ -226,8 +244,11 @@ def parts_of(stage: str, span: dict[str, Any], node: str) -> list[dict[str, Any]
     ]
 
 
-def timeline(name: str) -> dict[str, Any]:
+def timeline(name: str, with_text: bool = False) -> dict[str, Any]:
+    """That of a live request is still under way."""
     told = summary(int(name[-4:]) if name[-4:].isdecimal() else 7) | {"request_id": name}
+    if "live" in name:
+        told["outcome"] = "running"
     total, tokens = float(told["total_ms"]), 0
     stages: list[dict[str, Any]] = []
     for stage, start, end, node, made in PARTS:
@@ -251,7 +272,12 @@ def timeline(name: str) -> dict[str, Any]:
     return told | {
         "output_tokens": tokens, "ttft_ms": 0.2 * total, "stages": stages, "transfers": [moved],
         "scores": [score, score | {"node": "d0", "chosen": False, "cost": 4.5}],
+        "text": TEXT if with_text else None,
     }  # fmt: skip
+
+
+def perfetto(name: str) -> dict[str, Any]:
+    return {"traceEvents": [{"ph": "M", "name": "thread_name", "args": {"name": name}}]}
 
 
 def event(number: int) -> dict[str, Any]:

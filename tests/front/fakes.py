@@ -28,6 +28,7 @@ from router.nodes.migration import MigrationStats
 from router.nodes.policy import NodeSnapshot
 from router.request.aborts import Aborts
 from router.request.gate.gate import Gate, GateSettings
+from router.request.texts import TextRing
 from router.request.timeline import TimelineRing
 from router.request.trace import RequestTrace
 from router.server.app import create_app
@@ -119,6 +120,7 @@ class FakeDispatcher:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     gate: Gate = field(default_factory=lambda: Gate(SystemClock(), GateSettings()))
     migrations: MigrationStats = field(default_factory=MigrationStats)
+    texts: TextRing | None = None
 
     async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)

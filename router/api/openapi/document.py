@@ -189,7 +189,10 @@ OPERATIONS: Final = (
                   {"name": "slowest", "in": "query", "schema": {"type": "boolean"}},
                   {"name": "limit", "in": "query", "schema": {
                       "type": "integer", "minimum": 1, "maximum": MOST_LISTED}})),
-    Operation("get", TIMELINE_PATH, "Where one request's time went", Timeline),
+    Operation("get", TIMELINE_PATH, "Where one request's time went", Timeline,
+              parameters=(
+                  {"name": "format", "in": "query", "schema": {"enum": ["json", "perfetto"]}},
+                  {"name": "text", "in": "query", "schema": {"type": "boolean"}})),
     Operation("post", "/tokenize", "Text or messages to ids", TokenizeReply, TokenizeBody,
               example={"prompt": "What is prefill?"}),
     Operation("post", "/detokenize", "Ids to text", DetokenizeReply, DetokenizeBody,

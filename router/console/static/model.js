@@ -248,21 +248,6 @@ export function byStage(timeline) {
   return sums;
 }
 
-/** The timeline for ui.perfetto.dev and chrome://tracing: a track per node, microseconds. */
-export function chromeTrace(timeline) {
-  const listed = tracks(timeline);
-  const origin = timeline.arrived_at * 1e6;
-  const names = listed.map(({ name }, index) => (
-    { ph: "M", pid: 1, tid: index + 1, name: "thread_name", args: { name } }));
-  const events = listed.flatMap(({ spans, parts }, index) => [...spans, ...parts].map((span) => ({
-    ph: "X", pid: 1, tid: index + 1, name: span.stage ?? span.name,
-    ts: origin + span.start_ms * 1e3,
-    dur: (span.end_ms - span.start_ms) * 1e3,
-    args: { epoch: span.epoch, tokens: span.tokens, why: span.why, chunks: span.chunks, kv_bytes: span.kv_bytes, lane: span.lane },
-  })));
-  return { traceEvents: [...names, ...events], displayTimeUnit: "ms" };
-}
-
 // ---- a node's blocks --------------------------------------------------------------------------
 
 /** Blocks by state of a run-length list, as {state: count}. */

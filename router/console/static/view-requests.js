@@ -1,13 +1,16 @@
 // View 2: requests. Those under way, those that ended, one request's timeline, two beside each other.
 
 import { askJson } from "./feed.js";
-import { byStage, chromeTrace, clock, count, failures, makers, millis, stageRows } from "./model.js";
+import { byStage, clock, count, failures, makers, millis, stageRows } from "./model.js";
 import { download, Empty, Figure, html, NodeLink, Panel, RequestLink, useEffect, useMemo, useRepeated, useState } from "./parts.js";
 import { colorOf, Gantt, Makers } from "./gantt.js";
+import { keptApiKey } from "./stream.js";
 
 const LISTS = [["live", "Under way"], ["ended", "Ended"], ["slowest", "Slowest"]];
 const MOST_SLOWEST = 100;
 const SLOWEST_EVERY_MS = 5000;
+const RUNNING_EVERY_MS = 1000;
+const MOST_MISSES = 3; // an ended request is here only when its client has read all
 
 export function Requests({ state, consoleKey, rest }) {
   const [id, , other] = rest; // #/requests/ID or #/requests/ID/vs/OTHER
@@ -55,7 +58,7 @@ const LiveTable = ({ rows }) => html`
     <thead><tr><th>request</th><th>stage</th><th class="r">age</th><th class="r">prompt</th><th class="r">output</th><th>prefill</th><th>decode</th><th class="r">retries</th><th class="r">moves</th><th>tenant</th></tr></thead>
     <tbody>${rows.map((each) => html`
       <tr key=${each.request_id}>
-        <td><span class="id" title=${each.request_id}>${each.request_id}</span></td><td>${each.stage}</td><td class="r">${millis(each.age_ms)}</td>
+        <td><${RequestLink} id=${each.request_id} whole /></td><td>${each.stage}</td><td class="r">${millis(each.age_ms)}</td>
         <td class="r">${count(each.prompt_tokens)}</td><td class="r">${count(each.output_tokens)}</td>
         <td><${NodeLink} id=${each.prefill_node} /></td><td><${NodeLink} id=${each.decode_node} /></td>
         <td class=${`r${each.retries ? " warn" : ""}`}>${each.retries}</td><td class="r">${each.migrations}</td><td>${each.tenant ?? ""}</td>
@@ -75,41 +78,72 @@ const EndedTable = ({ rows, chosen, choose }) => html`
       </tr>`)}</tbody>
   </table></div>`;
 
-/** What a request's timeline says, asked once; {error} if there is none. */
-function useTimeline(id, consoleKey) {
+const addressOf = (id) => `v1/requests/${encodeURIComponent(id)}/timeline`;
+
+/** A timeline, with the text that the operator's key may see, or else the API key of this tab. */
+async function askTimeline(id, consoleKey, apiKey) {
+  const timeline = await askJson(`../${addressOf(id)}?text=true`, consoleKey);
+  if (!timeline.text && apiKey && !isRunning(timeline)) {
+    try {
+      timeline.text = (await askJson(`api/${addressOf(id)}?text=true`, apiKey)).text;
+    } catch { /* another tenant's */ }
+  }
+  return timeline;
+}
+
+const isRunning = (timeline) => timeline.outcome === "running";
+
+/** What a request's timeline says, asked again until it has ended; {error} if there is none. */
+function useTimeline(id, consoleKey, apiKey) {
   const [found, setFound] = useState(null);
   useEffect(() => {
     if (!id) return undefined;
-    let open = true;
-    askJson(`../v1/requests/${encodeURIComponent(id)}/timeline`, consoleKey)
-      .then((timeline) => open && setFound({ timeline }), (error) => open && setFound({ error: error.message }));
-    return () => { open = false; };
+    let [open, timer, last, misses] = [true, null, null, 0];
+    const turn = async () => {
+      try {
+        last = await askTimeline(id, consoleKey, apiKey);
+        misses = 0;
+        if (open) setFound({ timeline: last });
+      } catch (error) {
+        misses += 1;
+        if (open && !last) setFound({ error: error.message });
+      }
+      if (open && last && isRunning(last) && misses < MOST_MISSES) timer = setTimeout(turn, RUNNING_EVERY_MS);
+    };
+    turn();
+    return () => {
+      open = false;
+      clearTimeout(timer);
+    };
   }, [id]);
   return found;
 }
 
 function Told({ id, other, state, consoleKey }) {
-  const one = useTimeline(id, consoleKey);
-  const two = useTimeline(other, consoleKey);
+  const apiKey = state.router.needs_api_key ? keptApiKey() : "";
+  const one = useTimeline(id, consoleKey, apiKey);
+  const two = useTimeline(other, consoleKey, apiKey);
   const listed = [one, two].filter((each) => each?.timeline).map((each) => each.timeline);
   const end = Math.max(1, ...listed.map((timeline) => timeline.total_ms));
   const underWay = state.requests.live.find((each) => each.request_id === id);
   return html`
     <p class="back"><a href="#/requests">← Requests</a></p>
-    ${underWay && html`<p role="status">Under way: ${underWay.stage}, ${underWay.output_tokens} tokens. Its timeline is complete when it ends.</p>`}
+    ${underWay && html`<p role="status">Under way: ${underWay.stage}, ${underWay.output_tokens} tokens. This is its timeline so far.</p>`}
     ${listed.length === 2 && html`<${Compared} one=${listed[0]} two=${listed[1]} />`}
     ${[one, two].map((each, index) => each && (each.timeline
-      ? html`<${Timeline} key=${index} timeline=${each.timeline} end=${end} />`
+      ? html`<${Timeline} key=${index} timeline=${each.timeline} end=${end} consoleKey=${consoleKey} />`
       : html`<p key=${index} role="alert" class="bad">${each.error}</p>`))}
     ${!one && html`<${Empty}>Asking the router …<//>`}`;
 }
 
-function Timeline({ timeline, end }) {
+function Timeline({ timeline, end, consoleKey }) {
   const troubles = failures(timeline);
   const made = useMemo(() => makers(timeline), [timeline]);
-  const aside = html`<button onClick=${() => download(`${timeline.request_id}.trace.json`, chromeTrace(timeline))}>Trace for Perfetto</button>`;
+  const name = timeline.request_id;
+  const save = async () => download(`${name}.trace.json`, await askJson(`../${addressOf(name)}?format=perfetto`, consoleKey));
+  const aside = html`<button onClick=${save}>Trace for Perfetto</button>`;
   return html`
-    <${Panel} title=${`Timeline of ${timeline.request_id}`} aside=${aside} className="timeline">
+    <${Panel} title=${`Timeline of ${name}`} aside=${aside} className="timeline">
       <dl class="figures small">
         <${Figure} name="Total">${millis(timeline.total_ms)}<//>
         <${Figure} name="TTFT">${millis(timeline.ttft_ms)}<//>
@@ -127,8 +161,16 @@ function Timeline({ timeline, end }) {
       <${Makers} made=${made} total=${timeline.output_tokens} />
       <${Stages} timeline=${timeline} />
       ${timeline.scores.length > 0 && html`<${Scores} scores=${timeline.scores} />`}
+      ${timeline.text && html`<${Texts} text=${timeline.text} />`}
     <//>`;
 }
+
+const Texts = ({ text }) => html`
+  <h3>Prompt${text.cut ? ", cut" : ""}</h3>
+  <pre class="text" tabindex="0" role="region" aria-label="Prompt">${text.prompt}</pre>
+  ${text.answers.map((answer, index) => html`
+    <h3 key=${`h${index}`}>${text.answers.length > 1 ? `Answer ${index + 1}` : "Answer"}</h3>
+    <pre key=${index} class="text" tabindex="0" role="region" aria-label=${`Answer ${index + 1}`}>${answer}</pre>`)}`;
 
 function Stages({ timeline }) {
   const spans = stageRows(timeline);

@@ -20,7 +20,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
-SpeculativeMethod = Literal["none", "ngram", "draft"]
+SpeculativeMethod = Literal["none", "ngram", "draft", "mtp"]
 # "widened": a GGUF file's integers are not kept. The last four: as the checkpoint is stored
 # (checkpoint.py).
 Quantization = Literal[
@@ -137,7 +137,7 @@ class EngineConfig:
     )
     speculative_method: SpeculativeMethod = option(
         "none",
-        "who guesses tokens ahead: n-grams of the text, or a draft model",
+        "who guesses tokens ahead: n-grams of the text, a draft model, the model's head (mtp)",
         choices=get_args(SpeculativeMethod),
     )
     num_speculative_tokens: int = option(4, "most tokens guessed ahead in one step")

@@ -15,7 +15,7 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.parallel.lockstep import Lockstep
 from baton.engine.performance.meter import Meter
-from baton.engine.running.runner import ModelRunner
+from baton.engine.running.head_drafts import make_runner
 from baton.engine.running.speculation import load_proposer
 from baton.engine.sampling.proposer import Proposer
 from baton.engine.state.interface import ChunkResult, Runner, SequenceChunk
@@ -65,7 +65,8 @@ def activate(
     measured into `utilization` unless they are known. `config` has the arena's block size and
     number of blocks. Raises ConfigError for a draft that does not fit the model.
     """
-    meter = Meter(ModelRunner(model, arena), model, config, utilization)
+    runner = make_runner(model, arena, config.num_speculative_tokens)
+    meter = Meter(runner, model, config, utilization)
     pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
     proposer = load_proposer(config, model.info, draft)
     return ActiveModel(

@@ -74,6 +74,7 @@ class Outputs:
             else:
                 events.append(self._sampled(row, result.sampled))
             if begins and not row.group.begun:
+                self._stats.num_first_step_drafts += row.chunk.num_drafts
                 _begin(plan, row)
         return events
 
@@ -139,6 +140,7 @@ class Outputs:
         self._scheduler.computed(group, sequence, chunk, num_accepted)
         self._stats.num_accepted_tokens += num_accepted
         self._stats.num_generated_tokens += len(tokens)
+        sequence.drafts = sampled.drafts  # guesses behind the last of `drawn`; if cut, it has ended
         event = TokenEvent(
             group.request.id, group.request.epoch, position, tokens, sequence.sample_index,
             finish_reason=reason,

@@ -35,6 +35,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
 from baton.engine.loading.route import (
     DTYPES,
+    HEAD_METHODS,
     choose_dtype,
     choose_length,
     choose_route,
@@ -47,6 +48,7 @@ from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.deterministic import FixedTiles, prove
+from baton.engine.models.draft_heads import DraftHead, read_mtp_head
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.lora import read_adapter
 from baton.engine.models.tensor_names import is_extra_layer, tensor_names
@@ -93,11 +95,13 @@ class LoadedModel:
     rounded_head_bytes: int = 0  # the part of weight_bytes that is a head of integers
     classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
     lockstep: Lockstep | None = None
+    head: DraftHead | None = None  # its layer is the last one of info.layers
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """How each layer attends."""
-        return self.model.attention_layers
+        """How each layer attends, the draft head's included."""
+        own = () if self.head is None else (self.head.attention_layer,)
+        return (*self.model.attention_layers, *own)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See CausalModel.forward."""
@@ -141,7 +145,7 @@ def load_model(
     info = ModelInfo(
         name=config.model_name,
         digest=_digest(checkpoint, config, lean=is_lean),
-        layers=model.layers,
+        layers=(*model.layers, *(() if built.head is None else (built.head.layer,))),
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
@@ -163,7 +167,7 @@ def load_model(
     return LoadedModel(
         info, model, device, dtype, weight_bytes, config.deterministic,
         rounded_head_bytes=built.rounded_head_bytes, classifier=built.classifier,
-        lockstep=None if data is None else data.lockstep,
+        lockstep=None if data is None else data.lockstep, head=built.head,
     )  # fmt: skip
 
 
@@ -194,6 +198,8 @@ def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) 
         named.append(f"quantization {config.quantization}")
     if config.lm_head_quantization != "auto":
         named.append(f"head {config.lm_head_quantization}")
+    if config.speculative_method in HEAD_METHODS:  # its KV is one more layer
+        named.append(f"draft head {config.speculative_method}")
     if not named:
         return base
     return hashlib.sha256("\n".join([base, *named]).encode()).hexdigest()
@@ -208,6 +214,7 @@ class _Built:
     weight_bytes: int
     rounded_head_bytes: int = 0
     classifier: Tensor | None = None
+    head: DraftHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +293,7 @@ def _build_lean(
 ) -> _Built:
     if at.data is not None:
         return _build_data_rank(config, checkpoint, lean, weights, at)
+    head: DraftHead | None = None
     with _once_per_host(config, checkpoint, weights, at) as source:
         if at.group is not None:  # this rank's share
             from baton.engine.parallel.rank import RankModel
@@ -294,7 +302,9 @@ def _build_lean(
         else:
             decoder = Decoder(lean, source.tensor, source, config.deterministic)
             model = FixedTiles(decoder) if config.deterministic else decoder
-    return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
+            if config.speculative_method == "mtp":
+                head = read_mtp_head(lean, decoder, source, weights.names)
+    return _Built("lean", model, source.num_bytes, source.rounded_head_bytes, head=head)
 
 
 def _build_data_rank(

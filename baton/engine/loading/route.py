@@ -31,6 +31,7 @@ DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+HEAD_METHODS: Final = ("mtp",)  # speculative methods with a draft head (models/draft_heads.py)
 _CLASSIFIER: Final = "ForSequenceClassification"
 _NO_DECODERS: Final = (
     "ForTokenClassification",
@@ -72,6 +73,8 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
             lean = _lean(values, config)
         except NotLean as reason:
             leave_lean(values, config, str(reason))
+    if config.speculative_method in HEAD_METHODS:
+        _refuse_head(config, lean, classifies(values))
     if config.data_parallel_size > 1:
         from baton.engine.parallel import data_rank  # lazy: as above
 
@@ -197,6 +200,23 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
     if classifier:
         message = "classifiers are not split over ranks yet"
         raise ModelRefused(message, field="tensor_parallel_size")
+
+
+def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, classifier: bool) -> None:
+    """Raise ConfigError if this model, or these options, cannot have a draft head."""
+    method, reason = config.speculative_method, None
+    if config.tensor_parallel_size > 1:
+        reason = "a draft head is not split over tensor-parallel ranks yet"
+    elif config.data_parallel_size > 1:
+        reason = "data-parallel ranks have no draft head yet"
+    elif classifier:
+        reason = "a classifier generates nothing"
+    elif lean is None:
+        reason = "only the lean route runs a draft head, and it does not serve this model"
+    elif method == "mtp" and not lean.extra_layers:
+        reason = "the checkpoint has no layer that drafts (num_nextn_predict_layers)"
+    if reason is not None:
+        raise ConfigError(f"speculative_method {method}: {reason}", field="speculative_method")
 
 
 def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:

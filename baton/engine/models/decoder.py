@@ -121,6 +121,11 @@ class Decoder:
         self._scale = torch.tensor(config.embedding_scale).to(place.dtype).item()
 
     @property
+    def place(self) -> tuple[torch.dtype, torch.device]:
+        """The dtype and the device of its activations."""
+        return self._embedding.dtype, self._embedding.device
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._config.vocab_size
@@ -172,9 +177,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
-        residual = self._shards.embed(token_ids, self._embedding)
-        if self._scale != 1.0:
-            residual = residual * self._scale
+        residual = self.embed(token_ids)
         rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         if self.step is not None and not groups:
             pools = self.step.pools(batch, token_ids.shape[0])
@@ -190,6 +193,11 @@ class Decoder:
             delta = layer.mlp.summed(hidden, groups, reduce)
             delta = self._normalized(delta, layer.mlp_output_norm)
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Look up token_ids [T] -> [T, H], a new tensor."""
+        embedded = self._shards.embed(token_ids, self._embedding)
+        return embedded if self._scale == 1.0 else embedded * self._scale
 
     def empty_forward(self) -> None:
         """Run a forward without rows: this rank's experts compute the rows of other ranks."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from baton.engine.state.attention import KVViews
 from baton.engine.state.batch import Span, Step, flatten
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
 from baton.protocol.events import TokenLogprob
+
+if TYPE_CHECKING:  # it draws with what is below
+    from baton.engine.running.head_drafts import HeadDrafts
 
 PROMPT_SLAB_ELEMENTS: Final = 1 << 23  # logits of prompt rows at once: 32 MiB
 
@@ -52,10 +55,16 @@ class Asked:
 
 
 class ModelRunner:
-    """Implements interface.Runner over a loaded model and the pool's KV views."""
+    """Implements interface.Runner over a loaded model and the pool's KV views.
 
-    def __init__(self, loaded: LoadedModel, pool: KVViews) -> None:
+    `drafts`: runs the model's draft head behind each step.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, pool: KVViews, drafts: HeadDrafts | None = None
+    ) -> None:
         self._loaded = loaded
+        self._drafts = drafts
         self._attention = choose_attention(loaded, pool)
         self._block_size = pool.layer(0)[0].shape[1]
         self._graphs = choose_graphs(loaded, self._attention, self._block_size)
@@ -71,6 +80,8 @@ class ModelRunner:
         step = flatten(chunks, self._attention, self._block_size, self._loaded.device, on_layer)
         hidden = self._forward(step)
         sampled = self._sample(chunks, step.batch.spans, hidden)
+        if self._drafts is not None:
+            sampled = self._drafts.run(chunks, step.batch, hidden, sampled)
         prompts = self._prompt_logprobs(chunks, step.batch.spans, hidden)
         return [
             ChunkResult(sampled.get(index), prompts.get(index, ())) for index in range(len(chunks))

@@ -32,7 +32,7 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.available_memory import CGROUP, PROC, available_memory, kilobytes
 from baton.engine.memory.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers, one_group
-from baton.engine.running.runner import ModelRunner
+from baton.engine.running.head_drafts import make_runner
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import HeldBlocks
@@ -292,7 +292,7 @@ def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Ca
     info = model.info
     groups = one_group(info.layers)
     arena = KVArena(groups, len(table), block_size, info.kv_dtype, model.device)
-    runner = ModelRunner(model, arena)
+    runner = make_runner(model, arena, config.num_speculative_tokens)
 
     def run() -> None:
         for count in (1, config.max_num_seqs):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.config import EngineConfig
 from baton.engine.memory.layer_groups import group_layers
-from baton.engine.sampling.proposer import DraftAsk, NgramProposer, Proposer
+from baton.engine.sampling.proposer import DraftAsk, HeadProposer, NgramProposer, Proposer
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.sequence import SequenceState
 from baton.protocol.errors import ConfigError
@@ -56,7 +56,7 @@ class Drafter:
             budget -= count
             ask = DraftAsk(
                 sequence.request.id, sequence.tokens, count, params, sequence.num_outputs,
-                sequence.sample_index,
+                sequence.sample_index, sequence.drafts,
             )  # fmt: skip
             asks.append((sequence, ask))
         drafts = self._proposer.propose([ask for _, ask in asks]) if asks else []
@@ -109,6 +109,8 @@ def load_proposer(
         return None
     if config.speculative_method == "ngram":
         return NgramProposer()
+    if config.speculative_method == "mtp":
+        return HeadProposer()
     # A late import, because only this method needs a second model.
     from baton.engine.running.draft import DraftModelProposer
 

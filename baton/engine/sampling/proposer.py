@@ -2,8 +2,8 @@
 
 A guess is accepted only if the target's own sample at that position is the same token (runner.py).
 So a proposer changes how fast tokens come, never which tokens come. This file has the seam
-(`Proposer`) and prompt lookup (`NgramProposer`), which needs no model. draft.py has the proposer
-that uses a small model.
+(`Proposer`), prompt lookup (`NgramProposer`), which needs no model, and `HeadProposer`, which hands
+on what a draft head has guessed. draft.py has the proposer that uses a small model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DraftAsk:
 
     `history` holds all known tokens, prompt first. `position` is the index, in the output, of the
     first guessed token. From `params`, `sample_index` and `position` follow the random numbers with
-    which the target will sample at `position`.
+    which the target will sample at `position`. `made`: the guesses of the model's draft head.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class DraftAsk:
     params: SamplingParams
     position: int
     sample_index: int = 0
+    made: Sequence[int] = ()
 
 
 class Proposer(Protocol):
@@ -47,6 +48,17 @@ class Proposer(Protocol):
     def forget(self, request_id: str) -> None:
         """Drop the state of a request and its samples. Unknown ids are ignored."""
         ...
+
+
+class HeadProposer:
+    """Hands on the guesses that the model's draft head made in the step before (head_drafts.py)."""
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """See Proposer.propose."""
+        return [list(ask.made[: ask.max_drafts]) for ask in asks]
+
+    def forget(self, request_id: str) -> None:
+        """Do nothing: the guesses belong to the sequence."""
 
 
 class NgramProposer:

@@ -79,12 +79,13 @@ class Sampled:
     token that differs from its draft. With `fan_out` it is one token for each of those samples.
     `logprobs[i]` belongs to token_ids[i]: the token itself first, then the best alternatives. It is
     empty unless params.logprobs is set. `candidates` is the result for a beam, best first; then
-    token_ids is empty.
+    token_ids is empty. `drafts`: what the model's draft head guesses behind token_ids.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     candidates: tuple[TokenLogprob, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

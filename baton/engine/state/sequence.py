@@ -70,6 +70,7 @@ class SequenceState:
     forked: bool = False  # it may share blocks that it will write, and must copy them before
     candidates: tuple[TokenLogprob, ...] | None = None  # result of this beam step, once computed
     guide: Guide | None = None  # position in params.guided; recomputed from the output, if lost
+    drafts: tuple[int, ...] = ()  # what the model's draft head guesses behind the last token
     exact_chunk: int | None = None  # tokens per chunk; None: any number, as is cheapest
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)

@@ -55,6 +55,7 @@ class EngineStats:
     num_pooled_tokens: int = 0  # tokens of pooled prompts
     num_drafted_tokens: int = 0  # proposed and verified
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
+    num_first_step_drafts: int = 0  # of the proposed: in a request's first step here
     num_prefix_query_tokens: int = 0  # looked up in the prefix map
     num_prefix_hit_tokens: int = 0  # looked-up tokens that were found
     num_prompt_tokens: int = 0  # computed in prefill chunks, recomputed ones included, hits not

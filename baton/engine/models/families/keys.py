@@ -45,7 +45,7 @@ _NOAUX_TC: Final = _LATENT_MOE | {"n_group", "topk_group", "norm_topk_prob"}
 _LATENT_OPTIONAL: Final = {
     "qk_head_dim", "num_local_experts", "num_experts", "first_k_dense_replace", "moe_layer_freq",
     "scoring_func", "topk_method", "n_group", "topk_group", "norm_topk_prob",
-    "num_nextn_predict_layers", "num_mtp_layers",
+    "num_mtp_layers",
 }  # fmt: skip
 COUNTS: Final = ("num_experts", "num_local_experts")  # transformers 5 always writes the latter
 _HEADS: Final = {"num_key_value_heads", "head_dim", "rms_norm_eps"}
@@ -108,6 +108,7 @@ _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "pretraining_tp",
+    "num_nextn_predict_layers",
 }  # fmt: skip
 UNDERSTOOD_BY_FAMILY: Final = {
     "mixtral": {*COUNTS},

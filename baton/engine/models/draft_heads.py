@@ -1,0 +1,166 @@
+"""Draft heads: one more layer behind a lean decoder, which guesses the tokens after the next one.
+
+    row of position i    state of position i, embedding of token i + 1
+                         -> one layer, which writes slot i of its own KV
+                         -> a state of position i + 1; its logits guess token i + 2
+
+MtpHead is a layer of the target's own checkpoint (DeepSeek-V3, GLM-4). The state of a position is
+the target's hidden state, and behind the first guess the head's own output. A head owns weights
+only; its KV is one more layer of the target's pool.
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); vLLM's deepseek_mtp.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.checkpoint.shared_weights import WeightSource
+from baton.engine.kernels.rope import Frequencies
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.elementwise import Elementwise, choose_elementwise
+from baton.engine.models.layers.layer import DecoderLayer, LayerBuilder
+from baton.engine.models.tensor_names import tensor_names
+from baton.engine.quantization.linear import Linear
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
+
+
+class DraftHead(Protocol):
+    """What the runner asks of a draft head. T = rows, N = sampled rows, H = hidden size."""
+
+    @property
+    def layer(self) -> LayerSpec:
+        """What its layer stores per token."""
+        ...
+
+    @property
+    def attention_layer(self) -> AttentionLayer:
+        """How its layer attends."""
+        ...
+
+    def forward(self, states: Tensor, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Run states [T, H] of positions [T] with the tokens behind them, token_ids [T].
+
+        Return the states [T, H] of the positions behind; write the rows' KV."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return what follows states [N, H] that `forward` returned, [N, vocab] float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """The one decoder layer of a head: weights, rotation and norms."""
+
+    layer: DecoderLayer
+    frequencies: Frequencies
+    between: Elementwise
+    epsilon: float
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMSNorm of x [T, H]."""
+        return self.between.add_norm(x, None, weight, self.epsilon)[1]
+
+    def __call__(self, residual: Tensor, hidden: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Attend with hidden [T, inputs], then the MLP; return the sum with residual [T, H], which
+        may be overwritten."""
+        rotation = self.frequencies.at(positions, residual.dtype)
+        layer = self.layer
+        delta = layer.attention(hidden, rotation, batch, (), _whole)
+        residual, hidden = self.between.add_norm(residual, delta, layer.mlp_norm, self.epsilon)
+        return residual + layer.mlp.summed(hidden, (), _whole)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """Multi-token prediction: the layer behind the last one of the target's checkpoint.
+
+    Its embedding and vocabulary head are the target's. A checkpoint may hold copies of both, which
+    are not read.
+    """
+
+    target: Decoder
+    own: HeadLayer
+    config: DecoderConfig  # of this layer alone
+    token_norm: Tensor  # [H]
+    state_norm: Tensor  # [H]
+    join: Linear  # [2H] -> [H]
+    final_norm: Tensor  # [H]
+
+    @property
+    def layer(self) -> LayerSpec:
+        """See DraftHead."""
+        return self.config.layers[0]
+
+    @property
+    def attention_layer(self) -> AttentionLayer:
+        """See DraftHead."""
+        return self.config.attention_layers[0]
+
+    def forward(self, states: Tensor, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See DraftHead."""
+        tokens = self.own.norm(self.target.embed(token_ids), self.token_norm)
+        states = self.own.norm(states, self.state_norm)
+        joined = self.join(torch.cat((tokens, states), dim=1))
+        hidden = self.own.norm(joined, self.own.layer.input_norm)
+        return self.own(joined, hidden, positions, batch)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See DraftHead."""
+        return self.target.logits(self.own.norm(states, self.final_norm))
+
+
+def read_mtp_head(
+    config: DecoderConfig, target: Decoder, source: WeightSource, names: frozenset[str]
+) -> MtpHead:
+    """Read the layer behind the last one of `target`, which `config` describes.
+
+    `names`: those of the checkpoint's tensors. Raises ModelRefused, naming them, if some are
+    missing.
+    """
+    index = config.num_layers
+    prefix = f"model.layers.{index}."
+    experts = config.experts
+    if experts is not None and f"{prefix}{experts.prefix}{experts.router}.weight" in names:
+        experts = replace(experts, layers=experts.layers | {index})
+    whole = replace(
+        config, num_layers=index + 1, windows=(*config.windows, 0), local_rope=None, experts=experts
+    )
+    own = (f"{prefix}{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    needed = {name for name in tensor_names(whole) if name.startswith(prefix)}.union(own)
+    missing = sorted(needed - names)
+    if missing:
+        raise ModelRefused(
+            f"the layer that drafts lacks tensors: {missing[:3]}", field="speculative_method"
+        )
+    dtype, device = target.place
+    between = choose_elementwise(config, dtype, device)
+    builder = LayerBuilder(whole, source.tensor, source, False, between)
+    norm = between.norm_weight
+    return MtpHead(
+        target=target,
+        own=HeadLayer(
+            builder.layer(index),
+            Frequencies.of(config.rope, config.turned, config.pairs, device),
+            between,
+            config.rms_norm_eps,
+        ),
+        config=replace(config, num_layers=1, windows=(0,), local_rope=None),
+        token_norm=norm(source.tensor(f"{prefix}enorm.weight")),
+        state_norm=norm(source.tensor(f"{prefix}hnorm.weight")),
+        join=source.read([f"{prefix}eh_proj"], False),
+        final_norm=norm(source.tensor(f"{prefix}shared_head.norm.weight")),
+    )
+
+
+def _whole(part: Tensor) -> Tensor:
+    """Return the sum over the ranks: a head is in one piece."""
+    return part

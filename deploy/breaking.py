@@ -4,9 +4,11 @@ A Unix socket in a folder of this user alone takes one line of JSON, {"node", "a
 with {"done": text} or {"error": text}. The router's console asks there; the router knows the socket
 by its option --break-socket. Only members of this cluster can be named, by the names of its nodes.
 
-    kill     SIGKILL: the launcher starts the node again
-    stop     SIGSTOP: it hangs, until `resume`
-    slow     stopped for most of each 200 ms, for SLOW_S seconds
+    kill       SIGKILL: the launcher starts the node again
+    stop       SIGSTOP: it hangs, until `resume`
+    slow       stopped for most of each 200 ms, for SLOW_S seconds
+    slow-lane  each fetch of KV from this node takes LANE_MS longer, until it is asked for again.
+               The nodes of a demo read their failpoints from files (baton/runtime/failpoints.py)
 """
 
 from __future__ import annotations
@@ -25,19 +27,28 @@ from typing import Any, Final
 SLOW_S: Final = 20.0
 REST_S: Final = 0.15  # stopped, of each period of a slow node
 RUN_S: Final = 0.05
+LANE_MS: Final = 1500
+LANE_FAULT: Final = f"kv.last:*:delay={LANE_MS}"  # every fetch passes it, whatever its lane
 MOST_BYTES: Final = 4096
 CLIENT_S: Final = 5.0
 BACKLOG: Final = 8
 
 
+def faults_file(folder: Path, node: str) -> Path:
+    """Return where a node of a demo looks for its failpoints."""
+    return folder / f"{node}.faults"
+
+
 class BreakServer:
     """Serves one socket from a thread of its own. Life: made (listens) -> stop().
 
-    `pid_of`: returns the process (leader of its group) of a node, None if it does not run.
+    `pid_of`: returns the process (leader of its group) of a node, None if it does not run. The
+    folder of `path` also holds the nodes' files of failpoints.
     """
 
     def __init__(self, path: Path, pid_of: Callable[[str], int | None]) -> None:
         self._pid_of = pid_of
+        self._folder = path.parent
         self._held: set[int] = set()  # stopped; they must go on before they can end
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -79,10 +90,22 @@ class BreakServer:
                 self._spawn(lambda: self._slow(pid))
                 share = round((REST_S + RUN_S) / RUN_S)
                 return f"{node} runs {share} times slower for {SLOW_S:g} s"
+            case "slow-lane":
+                return self._turn_lane(node)
             case _:
-                raise ValueError(f"action {action!r}: kill, stop, resume or slow")
+                raise ValueError(f"action {action!r}: kill, stop, resume, slow or slow-lane")
 
     # ---- inside ----
+
+    def _turn_lane(self, node: str) -> str:
+        file = faults_file(self._folder, node)
+        if file.exists():
+            file.unlink()
+            return f"KV leaves {node} at its own speed again"
+        written = file.with_suffix(".new")
+        written.write_text(LANE_FAULT)
+        written.rename(file)  # a node never reads half of it
+        return f"each transfer of KV from {node} takes {LANE_MS / 1000:g} s longer"
 
     def _spawn(self, work: Callable[[], None]) -> None:
         self._threads = [each for each in self._threads if each.is_alive()]

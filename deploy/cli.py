@@ -23,7 +23,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from router.config import API_OPTIONS, RouterConfig
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
 DEMO_NAME = "baton-demo"
+DEMO_PARSER = "hermes"  # of tool calls
 LISTED = 20  # requests that `baton trace` lists if it is not told how many
 DEMO_POOL = "256MB"
 LANES = ("kv_lanes", "kv_shm_dir", "kv_adopt")  # options that decide which lane two nodes take
@@ -235,8 +237,22 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
             flags.setdefault("served_model_name", (Path(given).stem,))
         elif "/" in given and not Path(given).expanduser().is_dir():
             flags.setdefault("served_model_name", (given,))
+    if options.demo:
+        told = {*flags, *given_options(UpOptions, arguments)}
+        told |= {name.removeprefix("BATON_").lower() for name in os.environ}
+        options = for_demo(options, flags, told)
     check_options(options, flags)
     return options, flags
+
+
+def for_demo(options: UpOptions, flags: dict[str, object], told: Collection[str]) -> UpOptions:
+    """Return the options of a demo: with each request KV is on its way, and the playground can call
+    tools. What the user has `told` stays. Mutates `flags`."""
+    if not {"enable_auto_tool_choice", "tool_call_parser"}.intersection(told):
+        flags |= {"enable_auto_tool_choice": True, "tool_call_parser": DEMO_PARSER}
+    if "prefill_placement" in told:
+        return options
+    return replace(options, prefill_placement="remote")
 
 
 def run_up(arguments: argparse.Namespace) -> int:

@@ -26,9 +26,10 @@ from types import TracebackType
 from typing import Any
 
 from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.failpoints import VARIABLE as FAILPOINT_FILE
 from baton.runtime.redis_keys import without_password
 from baton.runtime.socket_folder import SocketFolder
-from deploy.breaking import BreakServer
+from deploy.breaking import BreakServer, faults_file
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,
@@ -189,9 +190,10 @@ class Cluster:
             # PASSIVE: a team that spins at its barriers starves other processes on its cores, above
             # all the router (docs/log/: a colocated node of two threads answered 12 times faster).
             threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
-            self._launch(
-                node.name, command, {**variables, **threads, **NO_TLS}, self.options.node_stop_s
-            )
+            settings = {**variables, **threads, **NO_TLS}
+            if self.options.demo:  # where the console's slow lanes are written
+                settings[FAILPOINT_FILE] = f"@{faults_file(self._sockets(), node.name)}"
+            self._launch(node.name, command, settings, self.options.node_stop_s)
         if self.redis_url is None:
             self._wait_all_ready(deadline)
         if self.options.port is None and self.plan.router_port == 0:

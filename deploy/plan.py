@@ -84,7 +84,11 @@ class UpOptions:
         "without a node that serves: requests wait so long for one that was here, seconds; above"
         " the time that nodes need to start",
     )
-    demo: bool = option(False, "let the console kill, stop and slow nodes, to see what follows")
+    demo: bool = option(
+        False,
+        "let the console kill, stop and slow nodes and KV lanes; prompts go to prefill nodes, and"
+        " the model may call tools, unless other flags say how",
+    )
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
     log_level: str = option("info", "log level of every process", choices=LEVELS)
     log_format: str = option("text", "lines of every process's log", choices=FORMATS)

@@ -73,7 +73,7 @@ class BreakBody(msgspec.Struct, kw_only=True):
     """What to do to which node."""
 
     node: str
-    action: Literal["kill", "stop", "resume", "slow"]
+    action: Literal["kill", "stop", "resume", "slow", "slow-lane"]
 
 
 class BreakAnswer(msgspec.Struct):

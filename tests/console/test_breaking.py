@@ -9,13 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
 from baton.protocol.errors import BatonError
-from deploy.breaking import BreakServer
+from baton.runtime.failpoints import FailurePlan
+from deploy.breaking import LANE_MS, BreakServer, faults_file
 from router.api.http.web_errors import on_baton_error
 from router.console.nodes import BreakApi
 from router.events import EventRing
@@ -72,6 +74,15 @@ async def test_the_route_asks_the_launcher(
             assert (await ask("slow")).status_code == 200
             await until_state(sleeper.pid, "T")
             await until_state(sleeper.pid, "S", "R")
+            plan = FailurePlan(f"@{faults_file(tmp_path, 'decode-0')}", None)
+            for slow in (True, False, True):
+                done = (await ask("slow-lane")).json()["done"]
+                assert ("longer" in done) is slow
+                plan.hit("accepted")  # looks at the file
+                faults: Any = vars(plan)["_faults"]
+                assert [(it.name, it.delay_ms) for it in faults] == (
+                    [("kv.last", LANE_MS)] if slow else []
+                )
             unknown = await ask("kill", "decode-7")
             assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "node")
             assert (await ask("explode")).status_code == 400
@@ -80,7 +91,7 @@ async def test_the_route_asks_the_launcher(
     finally:
         server.stop()
         server.stop()
-    assert [each.node for each in events.newest(9) if each.kind == "broken"] == ["decode-0"] * 4
+    assert [each.node for each in events.newest(9) if each.kind == "broken"] == ["decode-0"] * 7
     async with client_of(str(path), events) as client:
         body = {"node": "decode-0", "action": "kill"}
         assert (await client.post("/console/data/break", json=body)).status_code == 503

@@ -7,6 +7,7 @@ import { keepApiKey, keptApiKey, numTokens, StreamFigures, StreamText, useStream
 import { EventTable } from "./view-events.js";
 
 const ACTIONS = [["kill", "Kill -9"], ["stop", "Stop"], ["resume", "Resume"], ["slow", "Slow"]];
+const LANE = ["slow-lane", "Slow lane"]; // of a node that sends KV; once more: as before
 const STREAM_TOKENS = 400;
 const PAUSE_MS = 1500; // between two streams
 const MOST_EVENTS = 12;
@@ -36,13 +37,14 @@ function Nodes({ state, consoleKey }) {
     }
   };
   return html`
-    <${Panel} title="Break a node">
+    <${Panel} title="Break a node or a lane">
       <div class="scroll" tabindex="0" role="region" aria-label="Nodes to break"><table>
         <thead><tr><th>node</th><th>role</th><th>state</th><th>faults</th></tr></thead>
         <tbody>${nodes.map((node) => html`
           <tr key=${node.id}><td class="id">${node.id}</td><td>${node.role}</td><td><${State} node=${node} /></td>
-          <td class="actions">${ACTIONS.map(([action, title]) => html`<button key=${action} class=${action === "kill" ? "danger" : ""} aria-label=${`${title} ${node.id}`} onClick=${() => act(node.id, action)}>${title}</button>`)}</td></tr>`)}</tbody>
+          <td class="actions">${(node.role === "prefill" ? [...ACTIONS, LANE] : ACTIONS).map(([action, title]) => html`<button key=${action} class=${action === "kill" ? "danger" : ""} aria-label=${`${title} ${node.id}`} onClick=${() => act(node.id, action)}>${title}</button>`)}</td></tr>`)}</tbody>
       </table></div>
+      <p class="hint">Slow lane: KV that leaves this node is late, until you press it again.</p>
       <p role="status" class="said">${said}</p>
     <//>`;
 }

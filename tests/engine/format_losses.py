@@ -1,10 +1,11 @@
-"""What each format that is widened loses: `python -m tests.engine.format_losses [--model DIR]`.
+"""What each weight format loses: `python -m tests.engine.format_losses [--model DIR]`.
 
-The products of a Llama's layers are packed as the tests pack them (to nearest; llama.cpp's own
-quantizer searches for better scales), GGUF files with their embeddings too; the packed model is
-loaded in float32 and compared with the plain one on the answers of the demo glossary and on a text
-that the demo model never saw: relative error of the logits, Kullback-Leibler divergence in nats per
-token, share of other greedy tokens. Bits per weight: of what is packed, scales included.
+The products of a Llama's layers are rounded on load, or packed as the tests pack them (to nearest;
+GPTQ's and AWQ's own tools calibrate, and llama.cpp's searches for better scales), GGUF files with
+their embeddings too; the model is loaded in float32 and compared with the plain one on the answers
+of the demo glossary and on a text that the demo model never saw: relative error of the logits,
+Kullback-Leibler divergence in nats per token, share of other greedy tokens. Bits per weight: of
+what is packed, scales included.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine.checkpoint.gguf.header import read_gguf
+from baton.engine.quantization.integer import Scheme, quantize
 from baton.text.tokenizer import Tokenizer
 from bench.quantization import UNSEEN, UNSEEN_TOKENS, TimedAnswer, all_logits, glossary, load
 from tests.engine.gguf_models import MIXES, write_gguf
+from tests.engine.quantized_models import RECIPES, quantized_pair
 from tests.engine.widened_models import FORMATS, edit_config
 
+MODEL_FILE = "model.safetensors"
 SKIPPED = ("fp8-small-blocks", "fp8-static", "fp8-modelopt", "fp8-deepseek", "nvfp4-modelopt")
 
 
@@ -39,9 +44,33 @@ class Losses:
     other: float
 
 
+def bits_on_load(model: Path, scheme: Scheme) -> float:
+    """Mean bits of a weight of the layers' products, rounded on load."""
+    plain = load_file(model / MODEL_FILE)
+    weights = [weight for key, weight in plain.items() if key.endswith("_proj.weight")]
+    num_bytes = sum(quantize(weight.float(), scheme).num_bytes for weight in weights)
+    return 8 * num_bytes / sum(weight.numel() for weight in weights)
+
+
+def integer_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float]]:
+    """(name, checkpoint, bits per packed weight) of compressed-tensors, GPTQ and AWQ."""
+    names = load_file(model / MODEL_FILE).keys()
+    for name in RECIPES:
+        path, twin = folder / name, folder / f"{name}-twin"
+        for each in (path, twin):
+            shutil.copytree(model, each)
+        quantized_pair(name, path, twin)
+        packed, numbers = load_file(path / MODEL_FILE), load_file(twin / MODEL_FILE)
+        added = [key for key in packed if key not in names and not key.endswith(".bias")]
+        kept = [key for key in names if key.endswith("_proj.weight")]
+        num_bytes = sum(packed[key].nbytes for key in [*added, *(k for k in kept if k in packed)])
+        yield name, path, 8 * num_bytes / sum(numbers[key].numel() for key in kept)
+
+
 def packed_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float]]:
     """(name, checkpoint or file, bits per packed weight) of each format."""
-    plain = load_file(model / "model.safetensors")
+    yield from integer_models(model, folder)
+    plain = load_file(model / MODEL_FILE)
     for name, format_ in FORMATS.items():
         if name in SKIPPED:
             continue
@@ -56,7 +85,7 @@ def packed_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float]
                 tensors.update(packed)
                 numbers += weight.numel()
                 num_bytes += sum(each.nbytes for each in packed.values())
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        save_file(tensors, path / MODEL_FILE, {"format": "pt"})
         edit_config(path, quantization_config=format_.config)
         yield name, path, 8 * num_bytes / numbers
     for mix in MIXES:
@@ -67,6 +96,15 @@ def packed_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float]
             num_bytes = sum(each.shape[0] * each.row_bytes for each in tensors)
             numbers = sum(each.shape[0] * each.shape[1] for each in tensors)
             yield f"GGUF {mix}", file, 8 * num_bytes / numbers
+
+
+def models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float, dict[str, Any]]]:
+    """(name, what is loaded, bits per weight, the engine's options) of each format."""
+    for scheme in get_args(Scheme):
+        options = {"quantization": scheme, "lm_head_quantization": "none"}
+        yield f"{scheme} on load", model, bits_on_load(model, scheme), options
+    for name, path, bits in packed_models(model, folder):
+        yield name, path, bits, {}
 
 
 def losses(found: Tensor, exact: Tensor) -> Losses:
@@ -86,7 +124,7 @@ def texts(model: Path, every: int) -> tuple[list[TimedAnswer], list[TimedAnswer]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What each widened format loses.")
+    parser = argparse.ArgumentParser(description="What each weight format loses.")
     parser.add_argument("--model", type=Path, default=Path("demo_model"))
     parser.add_argument("--every", type=int, default=4, help="of so many glossary entries one")
     given = parser.parse_args()
@@ -97,8 +135,8 @@ def main() -> int:
     sys.stdout.write(f"| {' | '.join(heads)} | of unseen text: error | KL | other |\n|")
     sys.stdout.write("---|" * 8 + "\n")
     with tempfile.TemporaryDirectory() as folder:
-        for name, path, bits in packed_models(given.model.resolve(), Path(folder)):
-            model = load(path, dtype="float32")
+        for name, path, bits, options in models(given.model.resolve(), Path(folder)):
+            model = load(path, dtype="float32", **options)
             cells = [name, f"{bits:.2f}"]
             for answers, expected in zip(kinds, exact, strict=True):
                 each = losses(torch.cat(all_logits(model, answers)), expected)

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -35,6 +35,7 @@ from router.events import EventRing
 from router.nodes.attachments import (
     Attachments,
     Attempt,
+    Inbox,
     RequestEvent,
     SessionLost,
     in_order,
@@ -90,7 +91,7 @@ class NodeSession:
         self.keys: tuple[str, ...] = (address,)  # the node's names in router/nodes/health.py
         self.refused = ""  # why this router does not use the node
         self._attached = Attachments()
-        self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
+        self._outbox: Inbox[messages.RouterMessage] = Inbox()
         self._wake = asyncio.Event()
         self._drained = False  # the node has sent its last step
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
@@ -203,7 +204,7 @@ class NodeSession:
     def send(self, message: messages.RouterMessage) -> None:
         """Queue a message to the node; drop it if the session is down."""
         if self.boot_id is not None:
-            self._outbox.put_nowait(message)
+            self._outbox.put(message)
 
     # ---- the stream ----
 
@@ -302,7 +303,7 @@ class NodeSession:
         self._snapshot = None
         self.refused = ""
         self.keys = (self.address, record.node_id)
-        self._outbox = asyncio.Queue()
+        self._outbox = Inbox()
         self._drained = False
         self.prefix.clear()
         self._watchdog.heard()
@@ -408,13 +409,8 @@ class NodeSession:
             while True:
                 first = await self._outbox.get()
                 await asyncio.sleep(0)  # messages of the same turn of the loop go along
-                batch = chain((first,), self._waiting())
+                batch = chain((first,), self._outbox.taken())
                 await call.write(wire.router_messages_to_bytes(batch, clock, BATCH_BYTES))
-
-    def _waiting(self) -> Iterator[messages.RouterMessage]:
-        """Take the messages that wait in the outbox, one after another."""
-        while not self._outbox.empty():
-            yield self._outbox.get_nowait()
 
     def _note(self, step: NodeStep) -> None:
         """Take what a step reports of the node itself: load, adapters, orders, block events."""

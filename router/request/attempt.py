@@ -22,7 +22,7 @@ from baton.protocol.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from router.nodes.attachments import Attempt, NodeEvent, SessionLost
+from router.nodes.attachments import Attempt, Inbox, NodeEvent, SessionLost
 from router.nodes.policy import NodeSnapshot
 from router.nodes.registry import NodeRegistry
 
@@ -51,7 +51,7 @@ class NodeAttempts:
     def __init__(self, registry: NodeRegistry, visited: Callable[[str, NodeTimings], None]) -> None:
         self._registry = registry
         self._visited = visited
-        self.inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
+        self.inbox: Inbox[tuple[Attempt, NodeEvent]] = Inbox()
         # None: there is no lease to renew, or the decode node renews it.
         self._renewal: asyncio.TimerHandle | None = None
         self.prefill: Attempt | None = None
@@ -114,12 +114,12 @@ class NodeAttempts:
         def deliver(event: NodeEvent) -> None:
             # Nearly all tokens of all streams come through here. They are shown at once, without a
             # switch to the journey's task, unless an earlier event still waits for that task.
-            shows = self.shows if attempt is self.decode and self.inbox.empty() else None
+            shows = None if attempt is not self.decode or self.inbox.items else self.shows
             if shows is None or not isinstance(event, TokenEvent) or not shows(event):
                 if isinstance(event, NodeTimings):
                     self._visited(node.node_id, event)
                 else:
-                    self.inbox.put_nowait((attempt, event))
+                    self.inbox.put((attempt, event))
 
         attempt = Attempt(request.id, request.epoch, deliver, max(0, num_tokens))
         session.attach(attempt)
@@ -184,7 +184,7 @@ class NodeAttempts:
 
     def pending_events(self) -> list[tuple[Attempt, NodeEvent]]:
         """Remove and return the events that have been delivered and that nobody has read."""
-        return [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
+        return list(self.inbox.taken())
 
     def drop_decode(self) -> None:
         """Abort the request on the decode node, which failed. Keep the export, and let this router

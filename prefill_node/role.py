@@ -131,6 +131,7 @@ def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
                 sample=event.sample,
                 finish_reason=event.finish_reason if index == last else None,
                 logprobs=event.logprobs[index] if event.logprobs else (),
+                drafts=event.drafts if index == last else (),
             )
             for index, token in enumerate(event.token_ids)
         )

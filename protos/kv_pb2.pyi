@@ -152,20 +152,22 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("sample", "position", "token_id", "logprobs", "finish_reason", "cumulative_logprob")
+    __slots__ = ("sample", "position", "token_id", "logprobs", "finish_reason", "cumulative_logprob", "drafts")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     sample: int
     position: int
     token_id: int
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     finish_reason: str
     cumulative_logprob: float
-    def __init__(self, sample: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
+    drafts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sample: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cumulative_logprob: _Optional[float] = ..., drafts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class End(_message.Message):
     __slots__ = ("num_tokens", "lease_held", "first_tokens", "num_frames", "waited_ms", "lease_ms")

@@ -66,7 +66,7 @@ NOT_DRAWN: dict[type, set[str]] = {
     SamplingParams: {"stop", "include_stop_str_in_output", "skip_special_tokens"},
     Request: {"arrival"},
     Endpoint: {"ranks"},
-    TokenEvent: {"candidates"},
+    TokenEvent: {"candidates", "drafts"},
 }
 
 

@@ -62,6 +62,12 @@ NODE: Final = MetricList(
     counter("baton_export_refusals", "Steps without room for an export", "steps", OF_NODE),
     counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed", "tokens", OF_NODE),
     counter("vllm:spec_decode_num_accepted_tokens", "Of these, right", "tokens", OF_NODE),
+    counter(
+        "baton_first_step_draft_tokens",
+        "Of the proposed: in a request's first decode step here, made by the node before it",
+        "tokens",
+        OF_NODE,
+    ),
     counter("baton_replayed_tokens", "Output tokens computed again", "tokens", OF_NODE),
     counter("baton_engine_requests", "Requests that came to the engine", "requests", OF_NODE),
     counter(

@@ -158,6 +158,7 @@ def _engine_counters(engine: EngineStats) -> Mapping[str, float]:
         "baton_export_refusals": engine.num_export_refusals,
         "vllm:spec_decode_num_draft_tokens": engine.num_drafted_tokens,
         "vllm:spec_decode_num_accepted_tokens": engine.num_accepted_tokens,
+        "baton_first_step_draft_tokens": engine.num_first_step_drafts,
         "baton_replayed_tokens": engine.num_replayed_tokens,
         "baton_engine_requests": engine.num_requests,
         "baton_queue_seconds": engine.queue_seconds,

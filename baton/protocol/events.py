@@ -29,7 +29,8 @@ class TokenEvent(msgspec.Struct, frozen=True):
     possibly with no new token. The end-of-sequence or stop token that ended a sample IS the last of
     token_ids and is repeated in `stop_token_id`. `logprobs[i]` belongs to token_ids[i], the token
     itself first. `candidates`: for a beam search that goes on at another node, its first
-    candidates, best first, instead of tokens; they are sent in END, never to a router.
+    candidates, best first, instead of tokens; they are sent in END, never to a router, like
+    `drafts`: what the draft head of a prefill node guesses behind token_ids.
     `preemptions`: in a sample's last event, how often the sample was preempted on this node.
     """
 
@@ -45,13 +46,15 @@ class TokenEvent(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     candidates: tuple[TokenLogprob, ...] = ()
     preemptions: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     """Token 1 as END carries it: one per sample, or one per candidate of a beam search, best first.
 
-    For a candidate, `sample` is its rank from 0 and `cumulative_logprob` its score.
+    For a candidate, `sample` is its rank from 0 and `cumulative_logprob` its score. `drafts`: what
+    the sender's draft head guesses behind the token; the receiver verifies them in its first step.
     """
 
     position: int
@@ -60,6 +63,7 @@ class FirstToken:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     cumulative_logprob: float = 0.0
+    drafts: tuple[int, ...] = ()
 
 
 class HandleReady(msgspec.Struct, frozen=True):

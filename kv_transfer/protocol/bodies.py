@@ -132,6 +132,7 @@ def _end(message: End) -> kv_pb2.End:
                 token_id=token.token_id,
                 finish_reason=token.finish_reason.value if token.finish_reason else "",
                 cumulative_logprob=token.cumulative_logprob,
+                drafts=token.drafts,
                 logprobs=[
                     kv_pb2.TokenLogprob(token_id=p.token_id, logprob=p.logprob, rank=p.rank)
                     for p in token.logprobs
@@ -207,6 +208,7 @@ def _decode_end(payload: bytes) -> End:
             finish_reason=FinishReason(token.finish_reason) if token.finish_reason else None,
             logprobs=tuple(TokenLogprob(p.token_id, p.logprob, p.rank) for p in token.logprobs),
             cumulative_logprob=token.cumulative_logprob,
+            drafts=tuple(token.drafts),
         )
         for token in body.first_tokens
     )

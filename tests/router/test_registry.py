@@ -216,6 +216,7 @@ async def test_a_refused_node_is_seen_as_such() -> None:
             status = {s.address: s for s in router.registry.statuses()}[alien.address]
             assert not status.connected
             assert "serves model" in status.refused
+            assert "draft head" in status.refused
             assert len(router.registry.snapshots()) == 1
     finally:
         await alien.stop()

@@ -33,6 +33,7 @@ FIRST = (
         finish_reason=FinishReason.LENGTH,
         logprobs=(TokenLogprob(42, -0.5, 1), TokenLogprob(7, -1.5, 2)),
         cumulative_logprob=-0.5,
+        drafts=(9, 300),
     ),
 )
 IMPATIENT = Timing(kv_progress_s=0.3)

@@ -100,12 +100,13 @@ def arrive(
 
 
 def fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
-    """Append the tokens of positions that the sequence lacks; for other positions it has
-    the token.
+    """Append the tokens of positions that the sequence lacks, with the drafts behind them; for
+    other positions it has the token.
     """
     for first in sorted(first_tokens, key=lambda token: token.position):
         if first.sample == sequence.sample_index and first.position == sequence.num_outputs:
             sequence.tokens.append(first.token_id)
+            sequence.drafts = first.drafts
 
 
 def known_logprobs(

@@ -72,7 +72,12 @@ def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -
     if first < 0:
         return None  # only the last token of the prompt is left to compute
     beyond = tuple(
-        FirstToken(first + index, token, each.sample_index)
+        FirstToken(
+            first + index,
+            token,
+            each.sample_index,
+            drafts=each.drafts if num_tokens + index + 1 == len(each.tokens) else (),
+        )
         for each in group.sequences
         if group.beams is None
         for index, token in enumerate(each.tokens[num_tokens:])

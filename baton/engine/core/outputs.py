@@ -116,7 +116,7 @@ class Outputs:
                     replace(
                         last, token_ids=(token,), sample=samples[index], finish_reason=end[0],
                         stop_token_id=end[1], logprobs=sampled.logprobs[index : index + 1],
-                        prompt_logprobs=_reported_now(group),
+                        drafts=sampled.drafts, prompt_logprobs=_reported_now(group),
                     )
                 )  # fmt: skip
             self._stats.num_generated_tokens += len(events)

@@ -1,0 +1,89 @@
+"""A draft head on prefill and decode nodes: the decode node verifies drafts in its first step.
+
+No token differs from those of one engine without drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
+from tests.cluster import Plan, cluster
+from tests.golden.draft_models import add_mtp, make_bigram
+from tests.system.references import one_engine_tokens, prompts
+from tests.system.test_migration import Stream, move_all
+from tests.tiny_models import make_tiny_model
+
+MTP: dict[str, Any] = {"speculative_method": "mtp", "block_size": 32}
+PROMPTS = prompts((3, 17, 40, 65), seed=3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, seed=4)
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama without context, with a head that is always right."""
+    return make_bigram(add_mtp(make_tiny_model("llama", tmp_path_factory.mktemp("bigram"))))
+
+
+@pytest.fixture(scope="module")
+def random_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_mtp(make_tiny_model("llama", tmp_path_factory.mktemp("random")))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_the_decode_node_drafts_from_its_first_step(
+    perfect: Path, params: SamplingParams
+) -> None:
+    expected = one_engine_tokens(perfect, PROMPTS, params)
+    async with cluster(Plan(perfect, (MTP,), (MTP,))) as c:
+        done = await c.generate(PROMPTS, params)
+        decode = c.decode[0].stats
+        assert [each.token_ids for each in done] == expected
+        # The prompts leave room for four drafts in their last blocks, and all are right.
+        assert decode.num_first_step_drafts == 4 * len(PROMPTS)
+        assert decode.num_prompt_tokens == 0
+        assert decode.acceptance_rate == 1.0
+        assert c.prefill[0].stats.num_drafted_tokens == 0  # it verifies none
+        await c.settle()
+
+
+async def test_a_random_head_changes_no_token(random_head: Path) -> None:
+    expected = one_engine_tokens(random_head, PROMPTS, SAMPLED)
+    small = {**MTP, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    async with cluster(Plan(random_head, (small,), (MTP,))) as c:
+        for _ in range(2):  # prefix hits, and their head's KV, the second time
+            done = await c.generate(PROMPTS, SAMPLED)
+            assert [each.token_ids for each in done] == expected
+        assert c.decode[0].stats.num_first_step_drafts > 0
+        assert c.prefill[0].stats.num_prefix_hit_tokens > 0
+        await c.settle()
+
+
+async def test_several_answers_and_grammars(perfect: Path) -> None:
+    several = replace(SAMPLED, n=3)
+    guided = replace(GREEDY, guided=GuidedDecoding("regex", "[0-9a-z]{2,30}"), ignore_eos=False)
+    async with cluster(Plan(perfect)) as c:
+        plain = [await c.client.generate(PROMPTS[2], each) for each in (several, guided)]
+    async with cluster(Plan(perfect, (MTP,), (MTP,))) as c:
+        found = [await c.client.generate(PROMPTS[2], each) for each in (several, guided)]
+        await c.settle()
+    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+
+
+async def test_drafts_move_with_a_request(perfect: Path) -> None:
+    params = replace(SAMPLED, max_tokens=150)
+    async with cluster(Plan(perfect, (MTP,), (MTP, MTP))) as c:
+        streams = [Stream(c.client, prompt, params) for prompt in PROMPTS]
+        c.pace(streams, lambda: [len(s.tokens) for s in streams if not s.task.done()])
+        for stream in streams:
+            await stream.at_least(9)
+        assert await move_all(c) == [True] * len(PROMPTS)
+        assert [await stream.whole() for stream in streams] == one_engine_tokens(
+            perfect, PROMPTS, params
+        )
+        assert sum(member.stats.acceptance_rate for member in c.decode) > 1.9
+        await c.settle()

@@ -78,6 +78,15 @@ class EngineDispatcher:
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
 
+    @asynccontextmanager
+    async def passage(self, request: Request, trace: RequestTrace) -> AsyncIterator[None]:
+        """See Dispatcher; no timeline is kept."""
+        ticket = await self.gate.enter(request, trace)
+        try:
+            yield
+        finally:
+            self.gate.leave(ticket)
+
     def _blocks_freed(self) -> None:
         self.pools.desk.blocks_freed()
 
@@ -100,7 +109,10 @@ class EnginePools:
         self.num_live = 0
 
     async def vectors(
-        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+        self,
+        ask: PoolAsk,
+        trace: RequestTrace | None = None,
+        passage: AbstractAsyncContextManager[object] | None = None,
     ) -> list[bytes]:
         """See Pools."""
         found: list[bytes] = []

@@ -24,6 +24,8 @@ FIXED_COLUMNS: Final = 76  # what the other columns of the table need
 MOST_KB: Final = 10_000  # more is told in MB
 ID_COLUMNS: Final = 45  # a reply's id: `baton trace` needs all of it
 COLORS: Final = {
+    "intake": "white",
+    "elsewhere": "bright_black",
     "gate": "bright_black",
     "placement": "yellow",
     "prefill": "green",
@@ -31,6 +33,8 @@ COLORS: Final = {
     "decode": "blue",
     "migration": "magenta",
     "retry": "red",
+    "pooling": "green",
+    "reply": "white",
     "transfer": "bright_cyan",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.request.timeline import STAGES, TimelineEntry
+from router.request.timeline import BEFORE, STAGES, TimelineEntry
 
 SLACK_S = 1e-6  # nodes tell microseconds
 
@@ -16,7 +16,7 @@ def assert_whole(entry: TimelineEntry) -> None:
     tokens = [token for each in stages for token in (each.first_token, each.last_token)]
     assert tokens == sorted(tokens), entry
     assert (tokens[0], tokens[-1]) == (0, entry.trace.output_tokens), entry
-    assert {each.stage for each in stages} <= {"gate", *STAGES.values()}, entry
+    assert {each.stage for each in stages} <= {*BEFORE.values(), *STAGES.values()}, entry
     for each in entry.transfers:
         assert entry.arrival <= each.start <= each.end <= entry.end, entry
     work = entry.trace.work

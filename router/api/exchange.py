@@ -28,6 +28,7 @@ from router.api.receipt import with_receipt
 from router.request.completion import CallRunner, Completion, Delta
 from router.request.failures import as_baton_error, log_failure
 from router.request.together import together
+from router.request.trace import TRACES_KEY
 
 GRACE_S: Final = 5.0  # the dispatcher keeps the deadline; so much later this file does, if it fails
 WRITE_TIMEOUT_S: Final = 30.0
@@ -72,6 +73,7 @@ async def respond(
 ) -> None:
     """Run the completions of an exchange and send its answer. An error of a completion becomes the
     answer, or the end of the stream; it is not raised."""
+    scope[TRACES_KEY] = [each.trace for each in exchange.completions]
     if not exchange.stream:
         await respond_whole(exchange, runner, scope, receive, send)
         return

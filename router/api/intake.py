@@ -218,7 +218,9 @@ class Intake:
         adapter: str,
     ) -> Request:
         """Return the request for the dispatcher. `terms`: from the headers and from the body."""
-        config, now = self._services.config, self._services.clock.monotonic()
+        config, arrival = self._services.config, terms.arrival
+        if arrival is None:
+            arrival = self._services.clock.monotonic()
         return terms.applied(
             Request(
                 id=id_,
@@ -227,10 +229,10 @@ class Intake:
                 adapter=adapter,
                 priority=body.priority or 0,
                 tenant_salt=body.cache_salt or "",
-                deadline=now + config.request_timeout_s,
+                deadline=arrival + config.request_timeout_s,
                 resume=config.resume,
                 traceparent=terms.traceparent,
-                arrival=now,
+                arrival=arrival,
             )
         )
 

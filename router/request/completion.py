@@ -151,7 +151,8 @@ class Completion:
         return Completion(self.request, self.model, self.rules, self.tokenizer, self.trace.terms)
 
     def deltas(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
-        """Run the request and yield its deltas. The metrics measure from the request's arrival.
+        """Run the request and yield its deltas. The metrics measure from the request's arrival, or
+        from when this router took it over.
 
         Raises BatonError.
         """
@@ -165,7 +166,8 @@ class Completion:
         request's meter is ended on every way out.
         """
         dispatch, clock, outcome = runner.dispatch, runner.clock, "cancelled"
-        meter = runner.metrics.begin(self.model, self.request.arrival)
+        began = self.trace.adopted_at or self.request.arrival
+        meter = runner.metrics.begin(self.model, began)
         meter.params = self.request.params
         num_running = len(self._samples)
         last: Delta | None = None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,11 +20,11 @@ from baton.protocol.request import Request, RequestState
 from router.nodes.migration import Candidate, MigrationStats
 from router.request.dispatch import MOVE_S, Journey
 from router.request.dispatch_parts import DispatchParts
-from router.request.gate.admission import Bounds
+from router.request.gate.admission import Bounds, Ticket
 from router.request.gate.gate import Gate, GateSettings
 from router.request.retry_budget import RetryBudget
 from router.request.texts import TextRing
-from router.request.timeline import TimelineEntry
+from router.request.timeline import Milestone, TimelineEntry, TimelineMark
 from router.request.trace import RequestTrace
 from router.request.tracing import RouterTracing
 
@@ -60,12 +61,7 @@ class Dispatcher:
         if parts.tracing is not None:
             trace.root = parts.tracing.begin(request.traceparent)
             request = trace.joined(request)
-        try:
-            ticket = None if admitted else await self.gate.enter(request, trace)
-        except BaseException as error:  # also if its client went away
-            self._ended(trace, error)
-            self._keep(request, trace, error)
-            raise
+        ticket = None if admitted else await self._let_in(request, trace)
         journey = Journey(request, trace, parts)
         try:
             self._live[request.id] = journey
@@ -87,6 +83,34 @@ class Dispatcher:
                 parts.texts.add(request, trace.terms.grant, journey.output.output_ids)
             self._log_end(request, entry, journey.failure)
 
+    @asynccontextmanager
+    async def passage(self, request: Request, trace: RequestTrace) -> AsyncGenerator[None, None]:
+        """A context within the gate for a call that no journey serves: nodes pool its inputs.
+
+        Keeps its timeline and writes its line of the log. Mutates `trace`. Raises BatonError.
+        """
+        ticket, failure = await self._let_in(request, trace), None
+        now = trace.dispatched_at = self._parts.clock.monotonic()
+        trace.marks.append(TimelineMark(now, Milestone.POOLING, epoch=request.epoch))
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self.gate.leave(ticket)
+            self._ended(trace, failure)
+            self._log_end(request, self._keep(request, trace, failure), failure)
+
+    async def _let_in(self, request: Request, trace: RequestTrace) -> Ticket:
+        """Let a request pass the gate. Raises BatonError if it is refused: that is its end."""
+        try:
+            return await self.gate.enter(request, trace)
+        except BaseException as error:  # also if its client went away
+            self._ended(trace, error)
+            self._log_end(request, self._keep(request, trace, error), error)
+            raise
+
     def _ended(self, trace: RequestTrace, error: BaseException | None) -> None:
         outcome = RequestState.FINISHED
         if error is not None:
@@ -94,12 +118,15 @@ class Dispatcher:
             outcome = RequestState.FAILED if failed else RequestState.CANCELLED
         trace.outcome, trace.finished_at = outcome.value, self._parts.clock.monotonic()
 
-    def _log_end(self, request: Request, entry: TimelineEntry, failure: BatonError | None) -> None:
+    def _log_end(
+        self, request: Request, entry: TimelineEntry, failure: BaseException | None
+    ) -> None:
         """Write the request's line of the log; if it was slow, as a warning with its timeline."""
         slow = 0 < self._parts.slow_request_s < entry.total_s
         level = logging.WARNING if slow else logging.INFO
         if logger.isEnabledFor(level):
-            told = entry.trace.told(request, failure)
+            known = failure if isinstance(failure, BatonError) else None
+            told = entry.trace.told(request, known)
             logger.log(level, "request %s: %s%s", request.id, told, entry.told() if slow else "")
 
     def _keep(

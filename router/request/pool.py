@@ -39,6 +39,7 @@ from router.nodes.registry import NodeRegistry
 from router.nodes.session import NodeSession
 from router.request.choice import is_guilty
 from router.request.together import together
+from router.request.trace import RequestTrace
 from router.tenants.keys import EVERYBODY, Grant
 from router.tenants.turns import Turns
 
@@ -118,12 +119,15 @@ class Pools(Protocol):
     def num_live(self) -> int: ...
 
     async def vectors(
-        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+        self,
+        ask: PoolAsk,
+        trace: RequestTrace | None = None,
+        passage: AbstractAsyncContextManager[object] | None = None,
     ) -> list[bytes]:
         """Return a vector per prompt, in order, as little-endian float32.
 
-        The work is done within the context `passage`, if one is given. Raises BatonError;
-        cancelling the call aborts the work.
+        The work is done within the context `passage`, if one is given. Writes into `trace` which
+        node did what. Raises BatonError; cancelling the call aborts the work.
         """
         ...
 
@@ -140,13 +144,17 @@ class PoolDispatcher:
         self.retries = 0
 
     async def vectors(
-        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+        self,
+        ask: PoolAsk,
+        trace: RequestTrace | None = None,
+        passage: AbstractAsyncContextManager[object] | None = None,
     ) -> list[bytes]:
         """Return a vector per prompt, in order, as little-endian float32.
 
-        The work is done within the context `passage`, if one is given. Raises BatonError;
-        cancelling the call aborts the work on every node.
+        The work is done within the context `passage`, if one is given. Writes into `trace` which
+        node did what. Raises BatonError; cancelling the call aborts the work on every node.
         """
+        trace = trace or RequestTrace()
         if self.num_live >= self._max_live:
             raise Overloaded(f"{self._max_live} pooling calls are under way already")
         self.num_live += 1
@@ -157,7 +165,7 @@ class PoolDispatcher:
             for index, prompts in waiting:
                 place = await self._turns.take(ask.grant, GROUP_S)
                 try:
-                    parts[index] = await self._group(f"{ask.id}-{index}", prompts, ask)
+                    parts[index] = await self._group(f"{ask.id}-{index}", prompts, ask, trace)
                 finally:
                     place.give_back()
 
@@ -187,22 +195,27 @@ class PoolDispatcher:
             return FIRST_TOKENS
         return min(GROUP_TOKENS, max(LEAST_TOKENS, int(rate * GROUP_S)))
 
-    async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
+    async def _group(
+        self, id_: str, prompts: Prompts, ask: PoolAsk, trace: RequestTrace
+    ) -> tuple[bytes, ...]:
         """Return the vectors of one group, trying one node after another until it is done."""
         wanted, tries = Ask((), adapter=ask.adapter), 0
         request = ask.group(id_, prompts)
         while True:
             node, session = await self._choose(wanted)
+            sent_at = self._clock.monotonic()
             try:
                 event = await self._ask(session, ask.task(request, prompts))
             except NodeLost as error:  # the node went between the choice and the submission
                 event = SessionLost(node.node_id, error.message)
+            trace.pooled_on(node.node_id, sent_at, self._clock.monotonic())
             if isinstance(event, Pooled):
                 if len(event.vectors) != len(prompts):
                     raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
                 return event.vectors
             tries += 1
             await self._fail_over(node, event, wanted, last=tries >= MAX_ATTEMPTS)
+            trace.retries += 1
             request = request.retried(request.output_ids)
 
     async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:

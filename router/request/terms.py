@@ -18,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Protocol, cast, get_args
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
@@ -39,6 +40,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 }
 MAX_SESSION_CHARS: Final = 256
 GRANT_KEY: Final = "baton.grant"  # where the key guard leaves the Grant in the ASGI scope
+ARRIVAL_KEY: Final = "baton.arrival"  # where the HTTP server leaves the time of the first byte
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,10}")
 _TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -60,12 +62,12 @@ class BodyTerms(Protocol):
     def priority(self) -> int | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """What a client asks for beside the body.
 
     `session`: a digest, empty without a session. `timeout_s` None: the server's limit holds.
-    `resume` None: the request's own field decides.
+    `resume` None: the request's own field decides. `arrival`: when the first byte of its head came,
+    in seconds of the router's clock; None if no HTTP server of this process has read it.
     """
 
     grant: Grant = EVERYBODY
@@ -76,6 +78,7 @@ class Terms:
     receipt: bool = False
     traceparent: str = ""
     resume: Resume | None = None
+    arrival: float | None = None
 
     def with_body(self, body: BodyTerms, receipts: bool = True) -> Terms:
         """Return the terms with what the body adds. With `receipts` False there is no receipt.
@@ -96,7 +99,7 @@ class Terms:
         receipt = receipts and (self.receipt or bool(body.baton_timing))
         if (session, priority, receipt) == (self.session, self.priority, self.receipt):
             return self
-        return replace(self, session=session, priority=priority, receipt=receipt)
+        return msgspec.structs.replace(self, session=session, priority=priority, receipt=receipt)
 
     def salt(self, cache_salt: str) -> str:
         """Return the salt of the prompt's block hashes: only prompts with the same salt share KV.
@@ -134,10 +137,10 @@ STANDARD: Final = Terms()  # for requests without any of these headers
 
 def terms_of(request: HttpRequest) -> Terms:
     """Return the terms of an HTTP request. Raises InvalidRequest that names the header."""
-    grant = grant_of(request.scope)
+    grant, arrival = grant_of(request.scope), request.scope.get(ARRIVAL_KEY)
     if _SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
-        return STANDARD if grant is EVERYBODY else Terms(grant)
-    return read_terms(lambda name: request.headers.get(name, ""), grant)
+        return Terms(grant, arrival=arrival)
+    return read_terms(lambda name: request.headers.get(name, ""), grant, arrival)
 
 
 def grant_of(scope: Scope) -> Grant:
@@ -147,7 +150,9 @@ def grant_of(scope: Scope) -> Grant:
     return grant
 
 
-def read_terms(header: Callable[[str], str], grant: Grant = EVERYBODY) -> Terms:
+def read_terms(
+    header: Callable[[str], str], grant: Grant = EVERYBODY, arrival: float | None = None
+) -> Terms:
     """Return the terms in headers. `header(name)` returns "" for an absent header.
 
     Raises InvalidRequest that names the header.
@@ -168,6 +173,7 @@ def read_terms(header: Callable[[str], str], grant: Grant = EVERYBODY) -> Terms:
         receipt=header("x-baton-receipt").strip().lower() in _YES,
         traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
         resume=resume_of(header("x-baton-resume").strip().lower(), "x-baton-resume"),
+        arrival=arrival,
     )
 
 

@@ -1,9 +1,12 @@
 """The timeline of a request: what happened to it, when, and on which node.
 
 A journey notes a TimelineMark at each milestone. A mark ends one stage and begins the next, so the
-stages cover the time from the arrival to the end, without a gap and without an overlap:
+stages cover the time from the first byte that came to the last byte that went, without a gap and
+without an overlap:
 
-    (arrival)  -> gate       waits to be let in
+    (arrival)  -> intake     its body is read, checked and tokenized; `elsewhere` if ADOPTED follows
+    ENTERED    -> gate       waits to be let in
+    ADOPTED    -> placement  this router goes on with a request of a router that is gone
     ADMITTED   -> placement  nodes are chosen; if there is none, the request waits for one
     PREFILLING -> prefill    a node computes the prompt: a prefill node, or the decode node itself
     PREFILLED  -> hand-over  token 1 is out; the decode node does not have all of the KV yet
@@ -11,6 +14,8 @@ stages cover the time from the arrival to the end, without a gap and without an 
     DECODING   -> decode     the decode node has sent its first event
     MOVING     -> migration  a decode node has exported the KV and let go of the request
     FAILED     -> retry      a node failed; the next epoch begins
+    POOLING    -> pooling    nodes compute the vectors of its inputs
+    FINISHED   -> reply      nodes are done; the rest of the answer is written
     (end)
 
 EXPORTED and SUBSCRIBED begin no stage: the KV moves while the prompt is computed. They bound the
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 class Milestone(StrEnum):
     """What a mark notes."""
 
+    ENTERED = "entered"
+    ADOPTED = "adopted"
     ADMITTED = "admitted"
     PREFILLING = "prefilling"
     EXPORTED = "exported"
@@ -50,12 +57,18 @@ class Milestone(StrEnum):
     DECODING = "decoding"
     MOVING = "moving"
     FAILED = "failed"
+    POOLING = "pooling"
+    FINISHED = "finished"
 
 
 GATE: Final = "gate"
 PREFILL: Final = "prefill"
+POOLING: Final = "pooling"
 TRANSFER: Final = "transfer"
+REPLY: Final = "reply"
 STAGES: Final = {
+    Milestone.ENTERED: GATE,
+    Milestone.ADOPTED: "placement",
     Milestone.ADMITTED: "placement",
     Milestone.PREFILLING: PREFILL,
     Milestone.PREFILLED: "hand-over",
@@ -63,11 +76,17 @@ STAGES: Final = {
     Milestone.DECODING: "decode",
     Milestone.MOVING: "migration",
     Milestone.FAILED: "retry",
+    Milestone.POOLING: POOLING,
+    Milestone.FINISHED: REPLY,
 }
+# The first stage, by the first mark; else the gate.
+BEFORE: Final = {Milestone.ENTERED: "intake", Milestone.ADOPTED: "elsewhere"}
 _OF_FETCHES: Final = (STAGES[Milestone.PREFILLED], STAGES[Milestone.MOVING])
 _MOVES_KV: Final = frozenset(
     {Milestone.EXPORTED, Milestone.SUBSCRIBED, Milestone.FETCHING, Milestone.MOVING}
 )
+
+_HAS_KV: Final = frozenset({Milestone.DECODING, Milestone.FAILED, Milestone.FINISHED})
 
 
 class TimelineMark(msgspec.Struct, frozen=True, gc=False):
@@ -128,7 +147,8 @@ class TimelineEntry:
 
     @property
     def end(self) -> float:
-        return self.trace.finished_at or self.now or self.arrival
+        trace = self.trace
+        return trace.answered_at or trace.finished_at or self.now or self.arrival
 
     @property
     def total_s(self) -> float:
@@ -136,11 +156,23 @@ class TimelineEntry:
 
     @property
     def marks(self) -> list[TimelineMark]:
-        """All marks in order, with the gate's."""
-        admitted_at, marks = self.trace.admitted_at, self.trace.marks
-        if admitted_at is None:  # refused, or adopted from another router
-            return marks
-        return [TimelineMark(max(self.arrival, admitted_at), Milestone.ADMITTED), *marks]
+        """All marks in order, with those of the times that stand in the trace."""
+        trace, all_tokens = self.trace, self.trace.output_tokens
+        known = trace.marks[0].tokens if trace.marks else all_tokens
+        before = (
+            (trace.adopted_at, Milestone.ADOPTED, known),
+            (trace.entered_at, Milestone.ENTERED, 0),
+            (trace.admitted_at, Milestone.ADMITTED, 0),
+        )
+        found = [
+            TimelineMark(max(self.arrival, at), milestone, tokens=tokens)
+            for at, milestone, tokens in before
+            if at is not None
+        ]
+        found += trace.marks
+        if trace.finished_at is not None and trace.answered_at is not None:
+            found.append(TimelineMark(trace.finished_at, Milestone.FINISHED, tokens=all_tokens))
+        return found
 
     @property
     def stages(self) -> list[StageSpan]:
@@ -158,11 +190,11 @@ class TimelineEntry:
     @property
     def work(self) -> list[tuple[StageSpan, list[NodeWork]]]:
         """Return each stage with what nodes did for it: the work of a node that fetched belongs to
-        the hand-over (or migration), all other work to the prefill."""
+        the hand-over (or migration), all other work to the prefill (or pooling)."""
         found: list[tuple[StageSpan, list[NodeWork]]] = [(stage, []) for stage in self.stages]
         for each in self.trace.work:
-            kinds = _OF_FETCHES if each.fetched else (PREFILL,)
-            begun = [it for it in found if it[0].epoch <= each.epoch]
+            kinds = _OF_FETCHES if each.fetched else (PREFILL, POOLING)
+            begun = [it for it in found if it[0].epoch <= each.epoch and it[0].stage != REPLY]
             of_kind = [it for it in begun if it[0].stage in kinds]
             # A decode node's first event may come before that of the prefill node.
             (of_kind or begun)[-1][1].append(each)
@@ -209,13 +241,12 @@ def stages_of(
 ) -> list[StageSpan]:
     """Return the stages from `arrival` to `end`, in order. Each begins where the one before ends.
 
-    `tokens`: how many the client got in all. Those that another router had shown before it was lost
-    belong to no stage.
+    `tokens`: how many the client got in all.
     """
     spans: list[StageSpan] = []
     begun = [(mark, STAGES[mark.milestone]) for mark in marks if mark.milestone in STAGES]
-    shown = begun[0][0].tokens if begun else tokens
-    opened = TimelineMark(arrival, Milestone.ADMITTED, tokens=shown), GATE
+    first = BEFORE.get(begun[0][0].milestone, GATE) if begun else GATE
+    opened = TimelineMark(arrival, Milestone.ENTERED), first
     for (mark, stage), after in zip([opened, *begun], [*begun, None], strict=True):
         until, had = (end, tokens) if after is None else (after[0].at, after[0].tokens)
         spans.append(
@@ -233,7 +264,7 @@ def transfers_of(marks: Sequence[TimelineMark], end: float) -> list[StageSpan]:
         if mark.milestone in _MOVES_KV:
             first = opened or mark
             opened = msgspec.structs.replace(first, node=mark.node or first.node)
-        elif opened is not None and mark.milestone in (Milestone.DECODING, Milestone.FAILED):
+        elif opened is not None and mark.milestone in _HAS_KV:
             spans.append(_transfer(opened, mark.at, mark.why))
             opened = None
     if opened is not None:

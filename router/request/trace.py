@@ -11,15 +11,17 @@ from typing import Final
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import BatonError
-from baton.protocol.events import NodeTimings, SpanName, TokenEvent
+from baton.protocol.events import NodeSpan, NodeTimings, SpanName, TokenEvent
 from baton.protocol.request import Request
 from baton.runtime.tracing.spans import TraceContext
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
-from router.request.timeline import Milestone, NodeWork, TimelineMark
+from router.request.timeline import POOLING, Milestone, NodeWork, TimelineMark
 
+MOST_WORK: Final = 256  # parts of a timeline
 HANDOVER_PARTS: Final = (SpanName.QUEUE, SpanName.FETCH, SpanName.FIRST_STEP)
-SERVERS_FAULT: Final = 500  # HTTP statuses from this one on are the server's fault
+OWN_WORDS: Final = 429  # messages of HTTP statuses from this one on never quote a client
+TRACES_KEY: Final = "baton.traces"  # in an ASGI scope: the traces that the answer ends
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class RequestTrace:
 
     terms: Terms = STANDARD
     pooled: str = ""  # the client's field with the inputs to pool; empty: tokens are generated
+    entered_at: float | None = None  # came to the gate: it is read, checked and tokenized
+    adopted_at: float | None = None  # taken over from a router that is gone
     admitted_at: float | None = None  # let in by the gate
     queued_at: float | None = None  # recorded in the store
     dispatched_at: float | None = None  # first submitted to a node
@@ -38,6 +42,7 @@ class RequestTrace:
     subscribed_at: float | None = None  # the decode node has begun to fetch the KV
     handover_at: float | None = None  # first event of the decode node after a transfer
     finished_at: float | None = None  # terminal, whatever the outcome
+    answered_at: float | None = None  # the last byte of its answer went to the transport
     prefill_node: str | None = None  # node ids; None for prefill: local on the decode node
     decode_node: str | None = None
     local_prefill: bool = False
@@ -75,9 +80,16 @@ class RequestTrace:
         now = clock.monotonic()
         came = now - timings.age_us / 1e6
         fetched = SpanName.FETCH in [span.name for span in timings.spans]
-        for span in timings.spans:
+        for span in timings.spans[: max(0, MOST_WORK - len(self.work))]:
             start, end = came + span.start_us / 1e6, came + span.end_us / 1e6
             self.work.append(NodeWork(span, node, start, end, now, timings.epoch, fetched))
+
+    def pooled_on(self, node: str, start: float, end: float) -> None:
+        """Note that a node had one group of the inputs to pool, whether it answered or failed."""
+        self.decode_node = node
+        if len(self.work) < MOST_WORK:
+            span = NodeSpan(POOLING, 0, round((end - start) * 1e6))
+            self.work.append(NodeWork(span, node, start, end, end, 1, fetched=False))
 
     def count(self, event: TokenEvent) -> None:
         """Take from a node's event how much of the prompt the node found in its prefix map, and how
@@ -124,10 +136,15 @@ class RequestTrace:
 
     def queue_s(self, arrival: float) -> float | None:
         """Return how long the request waited: at the gate, for a choice of nodes, and on nodes.
-        None if it was never sent to a node."""
+        None if it was never sent to a node. `arrival`: its own, or when this router took it over.
+        """
         if self.dispatched_at is None:
             return None
-        return max(0.0, self.dispatched_at - arrival) + self.node_queue_s()
+        return max(0.0, self.dispatched_at - self._came(arrival)) + self.node_queue_s()
+
+    def _came(self, arrival: float) -> float:
+        """Return when the request began to wait on this router."""
+        return self.entered_at or self.adopted_at or arrival
 
     @property
     def scheduled_at(self) -> float | None:
@@ -140,18 +157,27 @@ class RequestTrace:
     def told(self, request: Request, failure: BatonError | None) -> str:
         """Return a line for the log: the outcome, and the time that each stage took.
 
-        A stage in which the request ended lasts until that end. The hand-over is a part of the
-        decode stage: from token 1 to the decode node's first event.
+        A stage in which the request ended lasts until that end. The queue is all waiting, that on
+        nodes too. The hand-over is a part of the decode stage: from token 1 to the decode node's
+        first event.
         """
-        why = "" if failure is None else f"; {failure.code}"
-        if failure is not None and failure.http_status >= SERVERS_FAULT:
-            why += f": {failure.message}"  # not for a client's fault: it may quote the prompt
-        end = self.finished_at or request.arrival
+        why = "" if failure is None else f"; {failure.http_status} {failure.code}"
+        if failure is not None and failure.http_status >= OWN_WORDS:
+            why += f": {failure.message}"
+        if self.terms.grant.tenant:
+            why = f", tenant {self.terms.grant.tenant}{why}"
+        end, came = self.finished_at or request.arrival, self._came(request.arrival)
         prefill_node = self.decode_node if self.local_prefill else self.prefill_node
-        stages = [f"queue {_ms(request.arrival, self.dispatched_at or end)}"]
-        if self.dispatched_at is not None:
-            took = _ms(self.dispatched_at, self.first_token_at or end)
+        waited_s = self.queue_s(request.arrival)
+        stages = [f"queue {_ms(0.0, end - came if waited_s is None else waited_s)}"]
+        if came > request.arrival:
+            before = "intake" if self.adopted_at is None else "elsewhere"
+            stages.insert(0, f"{before} {_ms(request.arrival, came)}")
+        if self.scheduled_at is not None and not self.pooled:
+            took = _ms(self.scheduled_at, self.first_token_at or end)
             stages.append(f"prefill {took} on {prefill_node}")
+        elif self.scheduled_at is not None:
+            stages.append(f"pooling {_ms(self.scheduled_at, end)}")
         if self.handover_s is not None:
             stages.append(f"hand-over {round(self.handover_s * 1000)} ms")
         if self.first_token_at is not None:

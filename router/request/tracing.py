@@ -5,7 +5,7 @@ parent in `traceparent`. When the request has ended, its marks go to a child pro
 the spans themselves are made there (`python -m router.request.tracing`), off the event loop:
 
     chat demo            root: continues the client's trace
-        gate, placement, migration, retry
+        intake, elsewhere, gate, placement, migration, retry, reply
         attempt          one per epoch: an error if its node failed; the nodes' spans are below it
             prefill, hand-over, decode
             kv transfer  as the router sees it; the nodes tell their own halves
@@ -43,7 +43,7 @@ DELAY_S: Final = 0.25  # the most that a request waits for others
 OPERATIONS: Final = {"chatcmpl": "chat", "cmpl": "text_completion", "msg": "chat", "resp": "chat"}
 ANY_OPERATION: Final = "text_completion"
 _OF_ATTEMPTS: Final = frozenset({"prefill", "hand-over", "decode"})
-_ENDS: Final = (Milestone.FAILED, Milestone.MOVING)
+_ENDS: Final = (Milestone.FAILED, Milestone.MOVING)  # of an epoch
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +83,7 @@ class RouterTracing:
         self._model = model
         self._ratio = ratio
         self._drawn = drawn
-        self._ended: list[FinishedRequest] = []
+        self._ended: list[tuple[Request, TimelineEntry]] = []
         self._encode = msgspec.msgpack.Encoder().encode
 
     def begin(self, traceparent: str) -> TraceContext:
@@ -92,35 +92,37 @@ class RouterTracing:
         return TraceContext.root(parent, parent is not None or self._drawn() < self._ratio)
 
     def finished(self, request: Request, entry: TimelineEntry) -> None:
-        """Send the spans of a request that has ended, within DELAY_S."""
+        """Send the spans of a request that has ended, within DELAY_S: its answer is written by
+        then, if the client reads."""
         root = entry.trace.root
         if root is None or not root.sampled:
             return
-        model = request.adapter or self._model()
-        self._ended.append(
-            FinishedRequest(
-                root=root,
-                name=_operation(request.id),
-                model=model,
-                arrival=entry.arrival,
-                arrived_at=entry.arrived_at,
-                end=entry.end,
-                marks=entry.marks,
-                output_tokens=entry.trace.output_tokens,
-                error=entry.error if entry.trace.outcome == RequestState.FAILED else "",
-                attributes=_attributes(request, entry),
-            )
-        )
         if len(self._ended) == BATCH:
             self.flush()
-        elif len(self._ended) == 1:
+        self._ended.append((request, entry))
+        if len(self._ended) == 1:
             asyncio.get_running_loop().call_later(DELAY_S, self.flush)
 
     def flush(self) -> None:
         """Send the requests that have ended."""
         if self._ended:
-            self._sink.send(self._encode(self._ended))
-            self._ended = []
+            ended, self._ended = self._ended, []
+            self._sink.send(self._encode([self._told(*each) for each in ended]))
+
+    def _told(self, request: Request, entry: TimelineEntry) -> FinishedRequest:
+        assert entry.trace.root is not None, "only sampled requests are kept"
+        return FinishedRequest(
+            root=entry.trace.root,
+            name=_operation(request.id),
+            model=request.adapter or self._model(),
+            arrival=entry.arrival,
+            arrived_at=entry.arrived_at,
+            end=entry.end,
+            marks=entry.marks,
+            output_tokens=entry.trace.output_tokens,
+            error=entry.error if entry.trace.outcome == RequestState.FAILED else "",
+            attributes=_attributes(request, entry),
+        )
 
     def close(self) -> None:
         """Send what is left, and wait until the child has sent it on. Twice is safe."""
@@ -184,15 +186,16 @@ def _attributes(request: Request, entry: TimelineEntry) -> Attributes:
         "baton.migrations": trace.migrations,
         "baton.preemptions": trace.preemptions,
     }
-    if trace.dispatched_at is not None:
-        found["gen_ai.latency.time_in_queue"] = trace.dispatched_at - entry.arrival
+    if (queue_s := trace.queue_s(entry.arrival)) is not None:
+        found["gen_ai.latency.time_in_queue"] = queue_s
     if trace.first_token_at is not None:
         first_s = trace.first_token_at - entry.arrival
         found["gen_ai.latency.time_to_first_token"] = first_s
         found["gen_ai.response.time_to_first_chunk"] = first_s
-        found["gen_ai.latency.time_in_model_decode"] = entry.end - trace.first_token_at
-        if trace.dispatched_at is not None:
-            prefill_s = trace.first_token_at - trace.dispatched_at
+        end = trace.finished_at or entry.end
+        found["gen_ai.latency.time_in_model_decode"] = end - trace.first_token_at
+        if trace.scheduled_at is not None:
+            prefill_s = trace.first_token_at - trace.scheduled_at
             found["gen_ai.latency.time_in_model_prefill"] = prefill_s
     return found
 
@@ -236,13 +239,15 @@ def _attempts(finished: FinishedRequest) -> Iterator[TraceSpan]:
     """Yield a span for each epoch that reached a node."""
     epochs = dict.fromkeys(mark.epoch for mark in finished.marks if mark.epoch)
     last = max(epochs, default=0)
+    ended = [mark.at for mark in finished.marks if mark.milestone is Milestone.FINISHED]
+    done = ended[0] if ended else finished.end
     for epoch in epochs:
         marks = list(_marks_of(finished.marks, epoch))
         if not marks:
             continue
         begin = marks[0].at
         over = next((mark for mark in marks if _is_end(mark, epoch)), None)
-        end = finished.end if over is None else over.at
+        end = done if over is None else over.at
         failed = over is not None and over.milestone is Milestone.FAILED
         error = over.why if failed and over is not None else None
         if over is None and epoch == last:

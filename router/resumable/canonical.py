@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 import orjson
@@ -56,6 +58,7 @@ class Canonical:
             "api": self.api,
             "name": self.name,
             "created": self.created,
+            "arrived_at": time.time() - (clock.monotonic() - self.request.arrival),
             "grace_s": self.grace_s,
             "body": base64.b64encode(self.body).decode(),
             "request": base64.b64encode(request_to_bytes(self.request, clock)).decode(),
@@ -76,7 +79,7 @@ class Canonical:
 
 
 def canonical_of(record: RequestRecord, clock: Clock) -> Canonical | None:
-    """Return the canonical form in a record, with the rest of its deadline.
+    """Return the canonical form in a record, with its arrival and the rest of its deadline.
 
     None for the record of a plain request, or of another version.
     """
@@ -87,6 +90,9 @@ def canonical_of(record: RequestRecord, clock: Clock) -> Canonical | None:
     if content["v"] != _VERSION:
         return None
     request = request_from_bytes(base64.b64decode(content["request"]), clock)
+    # Clocks of machines differ: it came at least as long ago as the store has had it.
+    age_s = max(record.age_s, time.time() - content.get("arrived_at", inf))
+    request = replace(request, arrival=clock.monotonic() - age_s)
     if request.deadline is not None:
         request = replace(request, deadline=request.deadline - record.age_s)
     return Canonical(

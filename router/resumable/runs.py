@@ -406,6 +406,7 @@ class Runs:
             await store.release([request_id])
             return False
         log.told.add(entries)
+        completion.trace.adopted_at = self.clock.monotonic()
         run = Run(canonical, completion, log, self._parts)
         run.epoch = record.epoch
         self._start(run, record.fields.get(ALIAS, run.id))

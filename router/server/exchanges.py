@@ -1,5 +1,7 @@
 """Exchanges: middleware that gives every HTTP request an id and a line in the log, and counts it.
 
+It also ends the timelines of an answer, when the answer's last byte has gone to the transport.
+
 The id is the client's `x-request-id` if that is valid, else a random one; a `request_id` in the
 body replaces it (router/request/request_ids.py). The answer repeats the id, and every line that is
 logged for the request has it. While the router drains, every answer says `connection: close`, so a
@@ -12,15 +14,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Iterable, Mapping
-from time import perf_counter
 from types import MappingProxyType
 from typing import Final
 
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.protocol.clock import SystemClock
 from baton.runtime.log import request_context
 from router.request.request_ids import known_id, note_request_id
+from router.request.terms import ARRIVAL_KEY
+from router.request.trace import TRACES_KEY
 from router.server.auth import OPEN_PATHS
 from router.services import Lifecycle
 from router.tallies import Count, Counter, Distribution, Histogram
@@ -88,7 +92,7 @@ class Exchanges:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, began = CLIENT_LEFT, perf_counter()
+        status, began = CLIENT_LEFT, scope.get(ARRIVAL_KEY) or SystemClock.monotonic()
         path: str = scope["path"]
 
         def send_with_id(message: Message) -> Awaitable[None]:
@@ -111,10 +115,14 @@ class Exchanges:
             try:
                 await app(scope, receive, send_with_id)
             finally:
+                ended = SystemClock.monotonic()
+                for trace in scope.get(TRACES_KEY, ()):
+                    trace.answered_at = ended
                 if self._meter is not None:
                     key = (scope["method"], path, status)
                     tally = self._meter.known.get(key) or self._meter.tally(scope, status)
                     tally[0].value += 1.0
-                    tally[1].observe(perf_counter() - began)
+                    tally[1].observe(ended - began)
                 level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
-                log.log(level, "%s %s %s", scope["method"], path, status)
+                took_ms = (ended - began) * 1000
+                log.log(level, "%s %s %s in %.1f ms", scope["method"], path, status, took_ms)

@@ -18,8 +18,10 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from baton.protocol.clock import SystemClock
 from baton.protocol.errors import Overloaded
 from router.api.http.web_errors import raw_error
+from router.request.terms import ARRIVAL_KEY
 
 # Most framing bytes per byte of a body. Chunks of one byte each need five.
 MAX_FRAMING: Final = 8
@@ -112,8 +114,11 @@ class BoundedParser:
     # ---- callbacks of llhttp ----
 
     def on_message_begin(self) -> None:
+        """Begin a request at the first byte of its head: its time counts from now on."""
         self.phase = ParserPhase.HEAD
         self._protocol.on_message_begin()
+        scope = cast("dict[str, object]", self._protocol.scope)
+        scope[ARRIVAL_KEY] = SystemClock.monotonic()
 
     def on_headers_complete(self) -> None:
         """Begin the request. Raises Overloaded for more than MAX_PIPELINED; that ends the

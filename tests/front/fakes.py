@@ -122,6 +122,16 @@ class FakeDispatcher:
     migrations: MigrationStats = field(default_factory=MigrationStats)
     texts: TextRing | None = None
 
+    @asynccontextmanager
+    async def passage(self, request: Request, trace: RequestTrace) -> AsyncIterator[None]:
+        ticket = await self.gate.enter(request, trace)
+        trace.dispatched_at = SystemClock.monotonic()
+        self.traces.append(trace)
+        try:
+            yield
+        finally:
+            self.gate.leave(ticket)
+
     async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         self.traces.append(trace)

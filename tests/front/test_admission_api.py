@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
 from router.request.gate.admission import Bounds, Reason
 from router.request.gate.gate import Gate, GateSettings
+from router.request.timeline import TimelineRing
 from tests.front.fakes import Front
 from tests.front.test_http_api import COMPLETIONS
 from tests.router.clients import cluster
 from tests.router.fakes import PATIENCE_S, FakeNode
+from tests.timelines import assert_whole
 
 KEYS = """
 [[keys]]
@@ -78,12 +81,15 @@ async def serving(tmp_path: Path, live: int = 1) -> AsyncIterator[Served]:
     async with cluster("d") as (router, (node,)):
         gate = Gate(clock, GateSettings(Bounds(live, 2)), router.registry.snapshots)
         router.registry.watch_reports(gate.poke)
-        parts = DispatchParts(router.registry, router.guard, clock, gate=gate)
+        ring = TimelineRing(9)
+        parts = DispatchParts(router.registry, router.guard, clock, gate=gate, timelines=ring)
         dispatcher = Dispatcher(parts)
         config = RouterConfig(api_keys=str(path), api_key=("open",), grpc_port=0)
         doors: dict[str, Any] = {"dispatcher": dispatcher, "registry": router.registry}
-        yield Served(Front(config=config, **doors), gate, node)
+        yield Served(Front(config=config, timelines=ring, **doors), gate, node)
         await dispatcher.stop()
+        for entry in ring.newest():
+            assert_whole(entry)
 
 
 async def test_limits_of_a_key_are_429_with_retry_after(tmp_path: Path) -> None:
@@ -105,6 +111,32 @@ async def test_limits_of_a_key_are_429_with_retry_after(tmp_path: Path) -> None:
         assert late.status_code == 429
         assert int(late.headers["retry-after"]) == 3
         assert served.gate.queue.stats.refused[Reason.TOKEN_RATE] == 1
+
+
+async def test_a_refusal_at_the_gate_is_logged_with_tenant_and_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.request")
+    async with serving(tmp_path, live=9) as served, served.front.client() as client:
+        first = served.post(client, "a")
+        await served.node.has_heard(SubmitDecode)
+        await served.post(client, "a")
+        await served.finish_next()
+        await first
+        greedy = served.post(client, "b", max_tokens=57)
+        await served.finish_next()
+        await greedy
+        await served.post(client, "b", prompt=list(range(3, 61)))
+    busy = "tenant alice; 429 overloaded: as many requests of this key are under way as it may have"
+    spent = "tenant bob; 429 overloaded: this key has used its tokens per minute"
+    unread, finished, _, refused = (
+        each.getMessage() for each in caplog.records if "tenant" in each.getMessage()
+    )
+    assert unread.startswith(f"refused before its body is read, {busy}")
+    assert refused.startswith("request cmpl-")
+    assert ": failed in " in refused
+    assert refused.endswith(spent)
+    assert finished.endswith("0 retries, tenant alice")
 
 
 async def test_a_wait_then_a_turn_and_a_full_queue(tmp_path: Path) -> None:

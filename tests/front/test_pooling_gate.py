@@ -74,6 +74,27 @@ async def test_embeddings_and_completions_share_a_keys_concurrency(tmp_path: Pat
         assert served.gate.queue.num_live == 0
 
 
+async def test_a_pooling_call_has_a_timeline(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, served.front.client() as client:
+        asked = embed(client, "b", [3] * 30, [4] * 20)
+        await answer_next(served)
+        reply = (await asked).json()
+        refused(await embed(client, "b", [5] * 20))  # it has used its tokens
+        headers = {"authorization": "Bearer b"}
+        listed = (await client.get("/v1/requests", headers=headers)).json()["data"]
+        told = (await client.get(f"/v1/requests/{reply['id']}/timeline", headers=headers)).json()
+    assert [each["error"] for each in listed] == ["overloaded", None]
+    assert (told["outcome"], told["prompt_tokens"], told["output_tokens"]) == ("finished", 50, 0)
+    assert (told["tenant"], told["decode_node"]) == ("bob", "d")
+    stages = [(each["stage"], len(each.get("parts", ()))) for each in told["stages"]]
+    assert stages == [("intake", 0), ("gate", 0), ("placement", 0), ("pooling", 1), ("reply", 0)]
+    (part,) = told["stages"][3]["parts"]
+    assert (part["name"], part["node"]) == ("pooling", "d")
+    ends = [0.0, *(each["end_ms"] for each in told["stages"])]
+    assert [each["start_ms"] for each in told["stages"]] == ends[:-1]
+    assert told["total_ms"] == ends[-1]
+
+
 async def test_tokens_of_inputs_are_charged_exactly(tmp_path: Path) -> None:
     async with serving(tmp_path, live=9) as served, served.front.client() as client:
         good = embed(client, "b", [3] * 30, [4] * 28)

@@ -162,10 +162,10 @@ async def test_a_request_through_two_nodes(tells: bool) -> None:
     found = TimelineEntry("r", 0.0, 0.0, 10, "", trace)
     assert_whole(found)
     names = [each.stage for each in found.stages]
-    assert names == ["gate", "placement", "prefill", "hand-over", "decode"]
+    assert names == ["intake", "gate", "placement", "prefill", "hand-over", "decode"]
     inside = [[each.span.name for each in work] for _, work in found.work]
-    told = [[], [], ["compute"], ["fetch", "first step"], []]
-    assert inside == (told if tells else [[]] * 5)
+    told = [[], [], [], ["compute"], ["fetch", "first step"], []]
+    assert inside == (told if tells else [[]] * 6)
 
 
 async def test_times_of_an_older_epoch_are_dropped() -> None:
@@ -217,23 +217,58 @@ async def test_a_slow_request_is_a_warning_with_its_timeline(
         )
     assert (lines[True].levelno, lines[False].levelno) == (logging.WARNING, logging.INFO)
     text = lines[True].getMessage()
-    assert "; timeline: gate 0.0 to " in text
+    assert "; timeline: intake 0.0 to " in text
     assert " on p [p: compute " in text
     assert " on d [d: fetch " in text
     assert "timeline" not in lines[False].getMessage()
 
 
-def test_tokens_of_the_router_before_belong_to_no_stage() -> None:
-    marks = [
-        TimelineMark(2.0, Milestone.PREFILLING, "p", 2, 7),
-        TimelineMark(3.0, Milestone.DECODING, "d", 2, 8),
-    ]
-    found = stages_of(1.0, marks, 4.0, 10)
-    assert [(each.stage, each.first_token, each.last_token) for each in found] == [
-        ("gate", 7, 7), ("prefill", 7, 8), ("decode", 8, 10),
+def adopted(*marks: TimelineMark) -> TimelineEntry:
+    """A request that came at 1.0, and that this router took over at 5.0 with 7 tokens."""
+    trace = RequestTrace(adopted_at=5.0, finished_at=8.0, marks=list(marks), output_tokens=7)
+    return TimelineEntry("r", 1.0, 1e9, 3, "", trace)
+
+
+def test_the_time_at_the_router_before_is_a_stage_with_its_tokens() -> None:
+    entry = adopted(
+        TimelineMark(6.0, Milestone.PREFILLING, "p", 2, 7),
+        TimelineMark(7.0, Milestone.DECODING, "d", 2, 8),
+    )
+    entry.trace.output_tokens = 10
+    assert_whole(entry)
+    found = [(it.stage, it.start, it.first_token, it.last_token) for it in entry.stages]
+    assert found == [
+        ("elsewhere", 1.0, 0, 7), ("placement", 5.0, 7, 7), ("prefill", 6.0, 7, 8),
+        ("decode", 7.0, 8, 10),
     ]  # fmt: skip
-    (only,) = stages_of(1.0, [], 2.0, 5)
-    assert (only.first_token, only.last_token) == (5, 5)
+    assert entry.trace.queue_s(entry.arrival) is None, "it was never sent to a node"
+    entry.trace.dispatched_at = 6.0
+    assert entry.trace.queue_s(entry.arrival) == 1.0, "what it waited on this router"
+
+
+def test_an_adopted_request_that_ends_before_it_has_a_node() -> None:
+    entry = adopted()
+    assert_whole(entry)
+    assert [(each.stage, each.last_token) for each in entry.stages] == [
+        ("elsewhere", 7), ("placement", 7),
+    ]  # fmt: skip
+
+
+def test_the_end_is_the_last_byte_of_the_answer() -> None:
+    marks = [mark(2.0, Milestone.PREFILLING, "p"), mark(3.0, Milestone.EXPORTED, "d")]
+    trace = RequestTrace(entered_at=1.0, admitted_at=1.5, finished_at=4.0, marks=marks)
+    entry = TimelineEntry("r", 0.5, 1e9, 3, "", trace)
+    spans = NodeSpan("compute", 0, 10_000)
+    trace.visited(FakeClock(3.5), "p", NodeTimings("r", 1, 20_000, (spans,)))
+    assert (entry.end, [each.stage for each in entry.stages][-1]) == (4.0, "prefill")
+    trace.answered_at = 4.75
+    assert_whole(entry)
+    assert entry.total_s == 4.25
+    assert [(each.stage, each.start) for each in entry.stages] == [
+        ("intake", 0.5), ("gate", 1.0), ("placement", 1.5), ("prefill", 2.0), ("reply", 4.0),
+    ]  # fmt: skip
+    assert [(each.start, each.end) for each in entry.transfers] == [(3.0, 4.0)]
+    assert [len(work) for _, work in entry.work] == [0, 0, 0, 1, 0]
 
 
 # ---- the ring ----

@@ -7,13 +7,16 @@ import re
 
 import pytest
 
-from baton.protocol.errors import InvalidRequest, KVTimeout
+from baton.protocol.errors import InvalidRequest, KVTimeout, Overloaded
+from baton.protocol.events import NodeSpan, NodeTimings
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from router.request.terms import Terms
 from router.request.trace import RequestTrace
+from router.tenants.keys import Grant
 from tests.router.clients import Client, cluster
-from tests.router.fakes import make_request
+from tests.router.fakes import FakeClock, make_request
 
 REQUEST = Request("r", tuple(range(812)), SamplingParams(seed=1), arrival=100.0)
 
@@ -49,12 +52,33 @@ def test_a_failure_says_in_which_stage_and_why() -> None:
     made.outcome = "failed"
     told = made.told(REQUEST, KVTimeout("no progress for 5.0 s"))
     assert told.startswith("failed in 5001 ms: queue 1 ms, prefill 5000 ms on p;")
-    assert told.endswith("1 retries; kv_timeout: no progress for 5.0 s")
+    assert told.endswith("1 retries; 503 kv_timeout: no progress for 5.0 s")
     refused = made.told(REQUEST, InvalidRequest("what the client sent"))
-    assert refused.endswith("1 retries; invalid_request"), "texts of clients stay out of the log"
+    assert refused.endswith("1 retries; 400 invalid_request"), (
+        "texts of clients stay out of the log"
+    )
     waited = trace(finished_at=2.0)
     waited.outcome = "cancelled"
     assert waited.told(REQUEST, None).startswith("cancelled in 2000 ms: queue 2000 ms; 812 prompt")
+
+
+def test_what_was_refused_at_the_gate_names_tenant_status_and_reason() -> None:
+    made = RequestTrace(Terms(Grant("alice", "research")), finished_at=100.25, outcome="failed")
+    made.entered_at = 100.2
+    assert made.told(REQUEST, Overloaded("its queue is full")) == (
+        "failed in 250 ms: intake 200 ms, queue 50 ms; 812 prompt tokens (0 cached),"
+        " 0 output tokens, 0 retries, tenant research; 429 overloaded: its queue is full"
+    )
+
+
+def test_the_queue_is_all_waiting_as_in_the_metric() -> None:
+    made = trace(dispatched_at=0.010, first_token_at=0.100, finished_at=0.200)
+    made.entered_at = 100.004
+    spans = NodeSpan("queue", 0, 50_000), NodeSpan("compute", 50_000, 80_000)
+    made.visited(FakeClock(100.1), "p", NodeTimings("r", 1, 80_000, spans))
+    made.outcome = "finished"
+    assert made.queue_s(100.0) == pytest.approx(0.056)
+    assert "intake 4 ms, queue 56 ms, prefill 40 ms on p, decode" in made.told(REQUEST, None)
 
 
 async def test_the_line_is_logged_once_per_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -103,6 +104,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
                 if completion.trace.terms.receipt:
                     told = header_of(receipt_of(completion))
                     context.set_trailing_metadata(((HEADER, told),))
+                completion.trace.answered_at = self._services.clock.monotonic()
             except Exception as error:  # noqa: BLE001  every failure becomes one gRPC status
                 await _abort(context, error)
 
@@ -155,7 +157,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             first = None if any(after) else await self._prepared(message, request_id, context)
             completion, numbered = await self._resumable.open(asked, first)
             terms = completion.trace.terms
-            completion.trace.terms = replace(terms, receipt=False)
+            completion.trace.terms = msgspec.structs.replace(terms, receipt=False)
             return completion, numbered
         services = self._services
         completion = await self._prepared(message, request_id, context)
@@ -190,6 +192,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         """Check a message and make its completion, with a random seed if it has none.
 
         Raises InvalidRequest, naming the field; ModelNotFound; Unavailable."""
+        now = self._services.clock.monotonic()
         model = self._model(message.model)
         if len(request_id) > MAX_NAME_CHARS or not request_id.isprintable():
             raise InvalidRequest(
@@ -216,7 +219,6 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             raise beyond_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         check_token_ids(params, model.vocab_size)
-        now = self._services.clock.monotonic()
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None if the caller sets no deadline
         metadata = context.invocation_metadata()
@@ -237,7 +239,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         receipt = terms.receipt and self._services.config.receipts
         resume = resume_of(message.resume, "resume") or terms.resume
         priority = message.priority or terms.priority
-        terms = replace(terms, priority=priority, receipt=receipt, resume=resume)
+        terms = msgspec.structs.replace(terms, priority=priority, receipt=receipt, resume=resume)
         request = terms.applied(request)
         return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 

@@ -15,8 +15,7 @@ import struct
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -27,7 +26,6 @@ from starlette.responses import Response
 
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
-from baton.protocol.request import Request
 from router.api.http.connection import while_connected
 from router.api.http.preparing import end_preparing
 from router.api.http.reading import read_body
@@ -42,8 +40,8 @@ from router.prompts.reader import PromptReader, TextInputs
 from router.request.failures import as_baton_error
 from router.request.pool import PoolAsk, Pools
 from router.request.request_ids import note_body_id, reply_id
-from router.request.terms import Terms, terms_of
-from router.request.trace import RequestTrace
+from router.request.terms import terms_of
+from router.request.trace import TRACES_KEY, RequestTrace
 from router.services import RouterServices
 from router.tenants.keys import Grant
 
@@ -119,22 +117,27 @@ class PoolingParts:
         The tokens count for `model` in the metrics. The call passes the gate like any request of
         its key (router/request/gate/gate.py). Raises BatonError."""
         end_preparing(request.scope)
+        trace = RequestTrace(pooled=ask.field)
+        request.scope[TRACES_KEY] = [trace]
         # Service levels are about generated tokens, and no tokens are generated here.
-        terms = replace(terms_of(request), slo=ANY)
+        terms = msgspec.structs.replace(terms_of(request), slo=ANY)
         if ask.priority is not None:
-            terms = replace(terms, priority=ask.priority)
+            terms = msgspec.structs.replace(terms, priority=ask.priority)
         outcome, tokens = "ok", ask.tokens
         try:
-            return await while_connected(request.receive, self._vectors(ask, terms))
+            trace.terms = terms
+            return await while_connected(request.receive, self._vectors(ask, trace))
         except BaseException as error:
             outcome, tokens = as_baton_error(error).code, 0
             raise
         finally:
             self.services.metrics.pooled(model, tokens, outcome)
 
-    async def _vectors(self, ask: PoolAsk, terms: Terms) -> list[bytes]:
-        now = self.services.clock.monotonic()
-        call = terms.applied(replace(ask.counted(), arrival=now))
+    async def _vectors(self, ask: PoolAsk, trace: RequestTrace) -> list[bytes]:
+        terms, arrival = trace.terms, trace.terms.arrival
+        if arrival is None:
+            arrival = self.services.clock.monotonic()
+        call = terms.applied(replace(ask.counted(), arrival=arrival))
         ask = replace(
             ask,
             deadline=ask.deadline if call.deadline is None else call.deadline,
@@ -142,17 +145,7 @@ class PoolingParts:
             traceparent=terms.traceparent,
             grant=terms.grant,
         )
-        return await self.pools.vectors(ask, self._passage(call, terms, ask.field))
-
-    @asynccontextmanager
-    async def _passage(self, call: Request, terms: Terms, field: str) -> AsyncIterator[None]:
-        trace, gate = RequestTrace(terms, pooled=field), self.services.dispatcher.gate
-        ticket = await gate.enter(call, trace)
-        try:
-            trace.dispatched_at = self.services.clock.monotonic()
-            yield
-        finally:
-            gate.leave(ticket)
+        return await self.pools.vectors(ask, trace, self.services.dispatcher.passage(call, trace))
 
     def deadline(self) -> float:
         return self.services.clock.monotonic() + self.services.config.request_timeout_s

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
@@ -189,7 +190,7 @@ class ResumableApi:
         [completion] = exchange.completions
         completion.request = canonical.request
         # No receipt: a replay does not know the times of the real run.
-        completion.trace.terms = replace(completion.trace.terms, receipt=False)
+        completion.trace.terms = msgspec.structs.replace(completion.trace.terms, receipt=False)
         return exchange
 
     async def _completion(self, canonical: Canonical) -> Completion:

@@ -16,6 +16,7 @@ loop only. The limits are this router's own: two routers let in twice as many re
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
 from router.tenants.turns import LARGE_BYTES, LONGEST_WAIT_S, Pace
 
+logger = logging.getLogger(__name__)
 MOST_REQUEST_TOKENS: Final = 1 << 20
 RETRY_PAUSED_S: Final = 10  # a guess: only the operator knows when the pause ends
 COUNTED_SHARE: Final = 0.01  # a token that is only counted costs this share of one that is served
@@ -133,7 +135,11 @@ class Gate:
         self._pace.seen(grant.domain, now)
         refusal = self.queue.prepare(grant, now)
         if refusal is not None:
-            raise Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
+            error = Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
+            tenant, status = grant.tenant or "-", error.http_status
+            text = "refused before its body is read, tenant %s; %d %s: %s"
+            logger.info(text, tenant, status, error.code, error.message)
+            raise error
         return Preparation(self, grant)
 
     def prepared(self, preparation: Preparation) -> None:
@@ -165,6 +171,7 @@ class Gate:
         Raises InvalidRequest (too large, id in use), Overloaded (full, over its key's limits),
         Unavailable (too late, paused) and Cancelled (by `cancel`).
         """
+        now = trace.entered_at = self._clock.monotonic()
         if request.id in self._tickets:
             raise InvalidRequest("this request id is in use", field="request_id")
         nodes = Capacity(self._nodes(), self._settings.prefill_window_s)
@@ -176,7 +183,6 @@ class Gate:
         asks_for_times = terms.slo is not ANY or terms.timeout_s is not None
         if asks_for_times and not self._levels.plan(ticket, nodes.nodes):
             raise self._refused(Reason.SLO, RETRY_TPOT_S)
-        now = self._clock.monotonic()
         if self.queue.num_queued:
             self._note_pause(nodes, now)
         self.queue.offer(ticket, now, partial(self._take_room, nodes))

@@ -91,6 +91,16 @@ def test_boards_name_the_source_and_recorded_rules_that_exist() -> None:
                 assert {word for word in words if word.startswith("baton:")} <= recorded
 
 
+def test_each_recorded_rule_is_asked_for() -> None:
+    recorded = {
+        rule["record"] for group in read("rules/recording.yml")["groups"] for rule in group["rules"]
+    }
+    boards = [line for board in BOARDS for panel in board.panels for line, _ in panel.lines]
+    alerts = [rule["expr"] for rule in read("rules/alerts.yml")["groups"][0]["rules"]]
+    asked = " ".join([*boards, *alerts])
+    assert [name for name in recorded if name not in asked] == []
+
+
 def test_compose_finds_all_files() -> None:
     services = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
     for name in ("prometheus", "grafana"):

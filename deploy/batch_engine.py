@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, cast
 
 from starlette.types import ASGIApp
@@ -30,6 +31,7 @@ from baton.protocol.request import Request
 from baton.runtime.timing import Timing
 from baton.text.chat_template import ChatTemplate
 from baton.text.generation_config import sampling_defaults
+from baton.text.sentence_files import sentence_files
 from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
@@ -37,7 +39,7 @@ from router.nodes.registry import NodeRegistry, ServedModel
 from router.request.aborts import Aborts
 from router.request.dispatcher import Dispatcher
 from router.request.gate.gate import Gate, GateSettings
-from router.request.pool import PoolAsk, groups
+from router.request.pool import GROUP_TOKENS, PoolAsk
 from router.request.trace import RequestTrace
 from router.server.app import create_app
 from router.services import RouterServices
@@ -119,8 +121,8 @@ class EnginePools:
         self.num_live += 1
         try:
             async with passage or nullcontext(), asyncio.timeout(seconds_left(ask.deadline)):
-                for prompts in groups(ask.prompts):
-                    found += await self.desk.vectors(ask.task(ask.group(ask.id, prompts), prompts))
+                for part in ask.parts(GROUP_TOKENS):
+                    found += await self.desk.vectors(part.task(part.request(part.id)))
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
         finally:
@@ -167,6 +169,7 @@ def record_of(engine: Engine, model: ServedModel) -> NodeRecord:
         vocab_size=model.vocab_size,
         endpoint=Endpoint(NODE, "", PoolFormat(block_size, engine.info.kv_dtype), ()),
         adapters=engine.info.adapters,
+        encodes=engine.info.encodes,
     )
 
 
@@ -197,6 +200,7 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
         sampling_defaults=sampling_defaults(api.model) if api.generation_config == "auto" else {},
         clock=clock,
         pools=dispatcher.pools,
+        encoder=sentence_files(Path(api.model)),
     )
     app: Any = create_app(services)
     dispatcher.thread.start()

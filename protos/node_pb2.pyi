@@ -193,7 +193,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
-    __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "group", "rank", "leaving_adapters")
+    __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "group", "rank", "encodes", "leaving_adapters")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class NodeRecord(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    ENCODES_FIELD_NUMBER: _ClassVar[int]
     LEAVING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: str
@@ -233,8 +234,9 @@ class NodeRecord(_message.Message):
     deterministic: bool
     group: str
     rank: int
+    encodes: bool
     leaving_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., leaving_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., encodes: bool = ..., leaving_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
     __slots__ = ("kind", "hashes", "parent")
@@ -281,20 +283,22 @@ class PrefillTask(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolTask(_message.Message):
-    __slots__ = ("lengths", "kind", "normalize", "dimensions", "yes_id", "no_id")
+    __slots__ = ("lengths", "kind", "normalize", "dimensions", "yes_id", "no_id", "second_from")
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     YES_ID_FIELD_NUMBER: _ClassVar[int]
     NO_ID_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FROM_FIELD_NUMBER: _ClassVar[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
     kind: str
     normalize: bool
     dimensions: int
     yes_id: int
     no_id: int
-    def __init__(self, lengths: _Optional[_Iterable[int]] = ..., kind: _Optional[str] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., yes_id: _Optional[int] = ..., no_id: _Optional[int] = ...) -> None: ...
+    second_from: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lengths: _Optional[_Iterable[int]] = ..., kind: _Optional[str] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., yes_id: _Optional[int] = ..., no_id: _Optional[int] = ..., second_from: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeTask(_message.Message):
     __slots__ = ("handle", "prefilling")

@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, cast
 
 import uvicorn
@@ -40,6 +41,7 @@ from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate
 from baton.text.generation_config import SamplingDefaults, sampling_defaults
+from baton.text.sentence_files import sentence_files
 from baton.text.tokenizer import Tokenizer
 from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
@@ -170,6 +172,7 @@ class Router:
             timelines=timelines,
             events=events,
             batches=BatchRunner.of(config),
+            encoder=sentence_files(Path(config.model)),
             runs=Runs(
                 RunParts(
                     dispatcher, self.guard, metrics, clock, max_kept_mb=config.max_resumable_mb

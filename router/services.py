@@ -11,6 +11,7 @@ from router.events import EventRing
 
 if TYPE_CHECKING:
     from baton.text.chat_template import ChatTemplate
+    from baton.text.sentence_files import SentenceFiles
     from baton.text.tokenizer import Tokenizer
     from router.batches.runner import BatchRunner
     from router.config import RouterConfig
@@ -57,6 +58,7 @@ class RouterServices:
     timelines: TimelineRing | None = None  # of ended requests; None: none are kept
     batches: BatchRunner | None = None  # None: /v1/files and /v1/batches are not served
     events: EventRing = field(default_factory=EventRing)
+    encoder: SentenceFiles | None = None  # set if the model is one: it writes no text
 
     @property
     def ready(self) -> bool:

@@ -244,6 +244,7 @@ records = struct(
     leaving_adapters=st.lists(texts, max_size=3).map(tuple),
     group=texts,
     rank=st.integers(0, 2**31),
+    encodes=st.booleans(),
 )
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3
@@ -340,6 +341,7 @@ def pool_submission(draw: st.DrawFn) -> messages.SubmitPool:
         draw(st.booleans()),
         draw(counts),
         (draw(counts), draw(counts)),
+        draw(st.sampled_from(((), tuple(len(ids) - 1 for ids in prompts)))),
     )
     assert value.prompts == [tuple(ids) for ids in prompts]
     return value

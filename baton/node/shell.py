@@ -210,6 +210,7 @@ class NodeShell:
             deterministic=config.deterministic,
             group=self._group[0],
             rank=self._group[1],
+            encodes=info.encodes,
         )
 
     def load(self) -> NodeLoad:

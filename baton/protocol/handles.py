@@ -141,3 +141,4 @@ class NodeRecord:
     deterministic: bool = False
     group: str = ""  # of data-parallel ranks, which end together; "" = it is in none
     rank: int = 0  # among them
+    encodes: bool = False  # it computes vectors and classes, and no tokens

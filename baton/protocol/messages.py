@@ -58,7 +58,7 @@ class Prefilled:
     epoch: int
 
 
-PoolKind = Literal["last", "mean", "yes_no", "classify"]
+PoolKind = Literal["last", "mean", "yes_no", "classify", "own"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,11 @@ class SubmitPool:
     """Compute vectors of some prompts; the answer is Pooled.
 
     `kind`: the last token's hidden state, the mean of all hidden states, the probability of "yes"
-    against "no" as the next token, or a classifier's logits. The request's prompt ids are all
+    against "no" as the next token, a classifier's logits, or ("own") what an encoder's checkpoint
+    makes of the hidden states. The request's prompt ids are all
     prompts, one after another; `lengths` are the prompts' lengths. `dimensions`: how many leading
-    dimensions to keep, 0 = all. `answers`: the token ids of yes and no.
+    dimensions to keep, 0 = all. `answers`: the token ids of yes and no. `second_from`: where the
+    second text of each prompt begins; () = the prompts are single texts, or the model is not told.
     """
 
     request: Request
@@ -77,6 +79,7 @@ class SubmitPool:
     normalize: bool = True
     dimensions: int = 0
     answers: tuple[int, int] = (0, 0)
+    second_from: tuple[int, ...] = ()
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

@@ -79,7 +79,7 @@ _LOAD: Final = tuple(spec.name for spec in fields(NodeLoad))
 _PLAIN_RECORD: Final = (
     "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
     "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs",
-    "precision", "deterministic", "leaving_adapters", "group", "rank",
+    "precision", "deterministic", "leaving_adapters", "group", "rank", "encodes",
 )  # fmt: skip
 
 

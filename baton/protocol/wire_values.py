@@ -35,7 +35,7 @@ from baton.protocol.wire_checks import (
 from protos import kv_pb2, node_pb2
 
 KEPT: Final = 256  # endpoints in each cache; one per start of a node
-POOL_KINDS: Final = ("last", "mean", "yes_no", "classify")
+POOL_KINDS: Final = ("last", "mean", "yes_no", "classify", "own")
 
 
 def logprobs_to_wire(rows: Sequence[Sequence[TokenLogprob]]) -> list[node_pb2.TokenLogprobs]:
@@ -107,6 +107,7 @@ def pool_task_to_wire(value: SubmitPool) -> node_pb2.PoolTask:
         dimensions=value.dimensions,
         yes_id=yes,
         no_id=no,
+        second_from=value.second_from,
     )
 
 
@@ -114,6 +115,12 @@ def pool_task_from_wire(request: Request, message: node_pb2.PoolTask) -> SubmitP
     lengths = tuple(message.lengths)
     if min(lengths, default=0) < 1 or sum(lengths) != len(request.prompt_ids):
         raise InvalidRequest("lengths do not cut prompt_ids into prompts", field="lengths")
+    second_from = tuple(message.second_from)
+    if second_from and (
+        len(second_from) != len(lengths)
+        or any(start > length for start, length in zip(second_from, lengths, strict=True))
+    ):
+        raise InvalidRequest("second_from must be a place in each prompt", field="second_from")
     return SubmitPool(
         request,
         lengths,
@@ -121,6 +128,7 @@ def pool_task_from_wire(request: Request, message: node_pb2.PoolTask) -> SubmitP
         message.normalize,
         message.dimensions,
         (message.yes_id, message.no_id),
+        second_from,
     )
 
 

@@ -93,6 +93,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ModelRefused(f"{path} cannot be read: {error}") from error
+        if read_json(directory / "sentence_bert_config.json").get("do_lower_case") is True:
+            backend.normalizer = _lowering(backend.normalizer)
         # Both are settings of training. Some checkpoints leave them on, and they would cut prompts.
         backend.no_truncation()
         backend.no_padding()
@@ -122,6 +124,17 @@ class Tokenizer:
             return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Return the token ids of two texts in one prompt, special tokens added, and where the
+        tokens of the second begin, as the post-processor counts them (type 1).
+
+        Raises InvalidRequest for text that is not valid Unicode."""
+        try:
+            (found,) = self._backend.encode_batch([(first, second)])
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
+        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else len(found.ids)
 
     def encode_chat(self, text: str, salt: str = "") -> list[int]:
         """Return the ids of a rendered conversation, which holds its special tokens already.
@@ -283,15 +296,26 @@ class _WindowStream:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} without the file; else raise ModelRefused."""
-    if not path.is_file():
-        return {}
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelRefused(f"{path} cannot be read: {error}") from error
+    content = _content(path) if path.is_file() else {}
     if not isinstance(content, dict):
         raise ModelRefused(f"{path} does not hold a JSON object")
     return cast("dict[str, Any]", content)
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Return the list of objects in a JSON file, [] without the file; else raise ModelRefused."""
+    content = _content(path) if path.is_file() else []
+    items = cast("list[object]", content) if isinstance(content, list) else [None]
+    if not all(isinstance(item, dict) for item in items):
+        raise ModelRefused(f"{path} does not hold a list of JSON objects")
+    return cast("list[dict[str, Any]]", items)
+
+
+def _content(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelRefused(f"{path} cannot be read: {error}") from error
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
@@ -310,6 +334,13 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 
 def _known(backend: tokenizers.Tokenizer, token: str) -> bool:
     return backend.token_to_id(token) is not None
+
+
+def _lowering(normalizer: normalizers.Normalizer | None) -> normalizers.Normalizer:
+    """Return a normalizer that writes everything in lower case first, as sentence-transformers does
+    for `do_lower_case`."""
+    lower = normalizers.Lowercase()
+    return lower if normalizer is None else normalizers.Sequence([lower, normalizer])
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:

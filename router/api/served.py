@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+import msgspec
+
 from baton.protocol.adapters import adapter_name, ids_named
-from baton.protocol.errors import ModelNotFound, Unavailable
+from baton.protocol.errors import ModelNotFound, Unavailable, UnsupportedFeature
 from baton.protocol.handles import NodeRecord
 from router.api.openai.replies import Model
 from router.services import RouterServices
@@ -47,6 +49,16 @@ def served_model(services: RouterServices, asked: str | None) -> tuple[ServedNam
     if not services.registry.records():
         raise Unavailable("no node is connected")  # nobody can say which adapters there are
     raise unknown(asked, [*names, *adapters(services)])
+
+
+def refuse_encoder(services: RouterServices) -> None:
+    """Raise UnsupportedFeature if the served model is an encoder, which writes no text."""
+    if services.encoder is not None:
+        message = (
+            "the served model is an encoder and writes no text: ask /v1/embeddings, /v1/rerank, "
+            "/v1/score or /classify"
+        )
+        raise UnsupportedFeature(message, field="model")
 
 
 def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotFound:
@@ -108,7 +120,8 @@ def cards(services: RouterServices, created: int) -> list[Model]:
     if model is None:
         return []
     names, most = model_names(services, model), model.max_model_len
-    own = [Model(name, created, model.name, most) for name in names]
+    task = msgspec.UNSET if services.encoder is None else services.encoder.task
+    own = [Model(name, created, model.name, most, task=task) for name in names]
     return own + [
         Model(adapter, created, adapter, most, parent=names[0])
         for adapter in adapters(services)

@@ -236,9 +236,10 @@ class NodeRegistry:
         return self._model
 
     def can_serve(self) -> bool:
-        """Whether some decode node takes requests. (Without prefill nodes it also prefills.)"""
+        """Whether some decode node takes requests. (Without prefill nodes it also prefills.) Of an
+        encoder any node does."""
         return any(
-            record.role is Role.DECODE and session.takes_requests
+            (record.role is Role.DECODE or record.encodes) and session.takes_requests
             for session, record in self._known().connected
         )
 

@@ -220,6 +220,19 @@ class PromptReader:
         num_chars = sum(len(query) + len(document) for query, document in pairs)
         return await self._encoded(grant, num_chars, encode)
 
+    async def pairs(
+        self, pairs: Sequence[tuple[str, str]], grant: Grant
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Return, for each (query, document), the token ids of both in one prompt of a
+        cross-encoder, and where the second begins."""
+
+        def encode() -> list[tuple[tuple[int, ...], int]]:
+            read = (self._tokenizer.encode_pair(*pair) for pair in pairs)
+            return [(tuple(ids), second) for ids, second in read]
+
+        num_chars = sum(len(query) + len(document) for query, document in pairs)
+        return await self._encoded(grant, num_chars, encode)
+
     async def decode(self, ids: Sequence[int], grant: Grant) -> str:
         """Return the text of token ids, including special tokens."""
         return await self._encoded(

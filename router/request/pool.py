@@ -62,6 +62,7 @@ class PoolAsk:
 
     `deadline`: monotonic seconds. `answers`: token ids of "yes" and "no", for scores by their
     probability. `field`: the name of the client's field with the prompts, for errors.
+    `second_from`: where the second text of each prompt begins, see SubmitPool.
     """
 
     id: str = ""
@@ -76,6 +77,7 @@ class PoolAsk:
     priority: int | None = None
     field: str = "input"
     grant: Grant = EVERYBODY
+    second_from: Sequence[int] = ()
 
     @property
     def tokens(self) -> int:
@@ -88,9 +90,16 @@ class PoolAsk:
         """
         return self._request(self.id, (0,) * self.tokens)
 
-    def group(self, id_: str, prompts: Prompts) -> Request:
-        """Return one request whose prompt is `prompts`, concatenated."""
-        return self._request(id_, tuple(chain.from_iterable(prompts)))
+    def parts(self, most_tokens: int) -> Iterator[PoolAsk]:
+        """Yield the orders of the call's groups, see groups()."""
+        end = 0
+        for prompts in groups(self.prompts, most_tokens):
+            begin, end = end, end + len(prompts)
+            yield replace(self, prompts=prompts, second_from=self.second_from[begin:end])
+
+    def request(self, id_: str) -> Request:
+        """Return one request whose prompt is all prompts, concatenated."""
+        return self._request(id_, tuple(chain.from_iterable(self.prompts)))
 
     def _request(self, id_: str, prompt_ids: tuple[int, ...]) -> Request:
         return Request(
@@ -103,12 +112,16 @@ class PoolAsk:
             traceparent=self.traceparent,
         )
 
-    def task(self, request: Request, prompts: Prompts) -> SubmitPool:
-        """Return the message that asks a node for the vectors of `prompts`, which `request`
-        holds concatenated."""
-        lengths = tuple(map(len, prompts))
+    def task(self, request: Request) -> SubmitPool:
+        """Return the message that asks a node for the vectors. `request`: made by request()."""
         return SubmitPool(
-            request, lengths, self.kind, self.normalize, self.dimensions, self.answers
+            request,
+            tuple(map(len, self.prompts)),
+            self.kind,
+            self.normalize,
+            self.dimensions,
+            self.answers,
+            tuple(self.second_from),
         )
 
 
@@ -158,14 +171,14 @@ class PoolDispatcher:
         if self.num_live >= self._max_live:
             raise Overloaded(f"{self._max_live} pooling calls are under way already")
         self.num_live += 1
-        waiting = enumerate(groups(ask.prompts, self._group_tokens()))
+        waiting = enumerate(ask.parts(self._group_tokens()))
         parts: dict[int, tuple[bytes, ...]] = {}
 
         async def some() -> None:
-            for index, prompts in waiting:
+            for index, part in waiting:
                 place = await self._turns.take(ask.grant, GROUP_S)
                 try:
-                    parts[index] = await self._group(f"{ask.id}-{index}", prompts, ask, trace)
+                    parts[index] = await self._group(f"{ask.id}-{index}", part, trace)
                 finally:
                     place.give_back()
 
@@ -195,23 +208,22 @@ class PoolDispatcher:
             return FIRST_TOKENS
         return min(GROUP_TOKENS, max(LEAST_TOKENS, int(rate * GROUP_S)))
 
-    async def _group(
-        self, id_: str, prompts: Prompts, ask: PoolAsk, trace: RequestTrace
-    ) -> tuple[bytes, ...]:
+    async def _group(self, id_: str, ask: PoolAsk, trace: RequestTrace) -> tuple[bytes, ...]:
         """Return the vectors of one group, trying one node after another until it is done."""
         wanted, tries = Ask((), adapter=ask.adapter), 0
-        request = ask.group(id_, prompts)
+        request = ask.request(id_)
         while True:
             node, session = await self._choose(wanted)
             sent_at = self._clock.monotonic()
             try:
-                event = await self._ask(session, ask.task(request, prompts))
+                event = await self._ask(session, ask.task(request))
             except NodeLost as error:  # the node went between the choice and the submission
                 event = SessionLost(node.node_id, error.message)
             trace.pooled_on(node.node_id, sent_at, self._clock.monotonic())
             if isinstance(event, Pooled):
-                if len(event.vectors) != len(prompts):
-                    raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
+                if len(event.vectors) != len(ask.prompts):
+                    message = f"{len(event.vectors)} vectors for {len(ask.prompts)} prompts"
+                    raise InternalError(message)
                 return event.vectors
             tries += 1
             await self._fail_over(node, event, wanted, last=tries >= MAX_ATTEMPTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,6 +24,7 @@ from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.http_api import BUSIEST, HttpApi
 from router.api.responses.stored_api import StoredApi
 from router.api.resumable.http import ResumableApi
+from router.api.served import refuse_encoder
 from router.api.strict_fields import strict
 from router.api.timelines import TimelinesApi
 from router.metrics.vllm import watch
@@ -34,6 +36,13 @@ from router.server.http_guard import HeadGuard, HttpLimits
 from router.services import RouterServices
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
+# Routes that write text.
+GENERATING: Final = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+        "/inference/v1/generate",
+    }
+)  # fmt: skip
 
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
@@ -91,9 +100,22 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes(), *timelines.routes()]
     resumable = ResumableApi(services, plain)
     every = StoredApi(services, resumable).routes(resumable.routes())
+    if services.encoder is not None:
+        every = [
+            _refusing(route, services) if route.path in GENERATING else route for route in every
+        ]
     if services.config.strict_fields:
         every = [strict(route) for route in every]
     return [counted(route, lambda: services.dispatcher.gate) for route in every]
+
+
+def _refusing(route: Route, services: RouterServices) -> Route:
+    """Return the route of a model that writes no text."""
+
+    async def refuse(_: HttpRequest) -> None:
+        refuse_encoder(services)
+
+    return Route(route.path, refuse, methods=["POST"])
 
 
 class DirectRoutes:

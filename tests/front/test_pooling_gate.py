@@ -149,7 +149,7 @@ async def test_too_large_an_input_is_told_by_its_field(tmp_path: Path) -> None:
 
 
 async def test_every_pooling_route_passes_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.pooling.rerank.answer_tokens", lambda _: (7, 8))
+    monkeypatch.setattr("router.api.pooling.judges.answer_tokens", lambda _: (7, 8))
     monkeypatch.setattr(
         "router.prompts.reader.rerank_prompts", lambda *given: [(3, 4) for _ in given[2]]
     )

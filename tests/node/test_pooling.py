@@ -164,6 +164,8 @@ async def test_an_abort_a_lost_router_and_a_deadline_free_everything() -> None:
 class _CountingThread:
     """An engine thread on which calls of jobs wait: how many of them at once."""
 
+    engine = SimpleNamespace(active=SimpleNamespace(encoder=None))
+
     def __init__(self) -> None:
         self.waiting = self.most = 0
 

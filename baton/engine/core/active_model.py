@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.pooling import Pooler
@@ -21,6 +22,9 @@ from baton.engine.sampling.proposer import Proposer
 from baton.engine.state.interface import ChunkResult, Runner, SequenceChunk
 from baton.engine.state.work import Utilization
 from baton.protocol.errors import InternalError
+
+if TYPE_CHECKING:  # lazy at run time: it takes transformers, which takes seconds
+    from baton.engine.encoders.encoder import Encoder
 
 
 class NoModel:
@@ -40,7 +44,8 @@ class ActiveModel:
     `runner` runs the steps. The other fields are None without a real model: `pooler` is for
     embeddings and reranking, `proposer` for speculation, `when_idle` is called once the work has
     ended. `utilization`: where `runner` counts how much of the machine the steps use. `lockstep`:
-    in which the forwards meet those of other ranks.
+    in which the forwards meet those of other ranks. `encoder`: set if the model is one; then no
+    step runs.
     """
 
     runner: Runner
@@ -50,6 +55,7 @@ class ActiveModel:
     when_idle: Callable[[], None] | None = None
     utilization: Utilization = field(default_factory=Utilization)
     lockstep: Lockstep | None = None
+    encoder: Encoder | None = None
 
 
 def activate(

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.engine.checkpoint.checkpoint import as_stored
+from baton.engine.checkpoint.checkpoint import as_stored, open_checkpoint
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
-from baton.engine.core.active_model import ActiveModel, activate
+from baton.engine.core.active_model import ActiveModel, NoModel, activate
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import grammars_of
@@ -32,18 +32,21 @@ from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
+from baton.engine.memory.layer_groups import MIN_BLOCKS
 from baton.engine.memory.pins import Pins
 from baton.engine.memory.swap import Swapper
 from baton.engine.parallel.data_rank import DataRank
 from baton.engine.running.sizing import make_pool, size_pool
 from baton.engine.running.speculation import Drafter, load_draft
 from baton.engine.state.interface import EngineHooks, ModelInfo
+from baton.engine.state.place import choose_device
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
 from baton.guided.cache import GrammarCache
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import ConfigError
+from baton.text.sentence_files import is_encoder
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ def load_parts(
     config = as_stored(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if is_encoder(open_checkpoint(config.model).config):
+        return _encoder_parts(config, memory)
     model, draft = load_model(config, data=data), load_draft(config)
     info = model.info
     block_size = config.block_size or DEFAULT_BLOCK_SIZE[model.device.type]
@@ -86,6 +91,21 @@ def load_parts(
     config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
     active = activate(model, draft, config, arena, Utilization())
     return EngineParts(config, active, arena, info, grammars_of(config, info))
+
+
+def _encoder_parts(config: EngineConfig, memory: MakeMemory | None) -> EngineParts:
+    """Load an encoder. It keeps no KV: its pool holds the few bytes that one text of it counts."""
+    from baton.engine.encoders.encoder import load_encoder  # lazy: transformers takes seconds
+
+    encoder = load_encoder(config)
+    info, device = encoder.info, choose_device(config.device)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    num_blocks = max(MIN_BLOCKS, -(-info.max_model_len // block_size))
+    placed = memory if device.type == "cpu" else None
+    arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device, placed)
+    config = replace(config, block_size=block_size, num_kv_blocks=num_blocks)
+    active = ActiveModel(NoModel(), encoder=encoder)
+    return EngineParts(config, active, arena, info)
 
 
 def assemble(

@@ -50,7 +50,9 @@ def validate(request: Request, task: Task, bounds: EngineBounds) -> None:
     if request.adapter and request.adapter not in bounds.adapters:
         raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
     if not bounds.generates:
-        raise UnsupportedFeature("this model is a classifier: it writes no text", field="model")
+        raise UnsupportedFeature(
+            "this model is a classifier or an encoder: it writes no text", field="model"
+        )
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty", field="prompt")
     known = [*request.prompt_ids, *(token for ids in request.output_ids for token in ids)]

@@ -114,7 +114,8 @@ class ModelInfo:
     kv_dtype: str  # "float32" | "bfloat16" | "float16"
     model_impl: str  # "lean" | "transformers"
     adapters: tuple[str, ...] = ()  # ids of the LoRA adapters that requests may ask for
-    generates: bool = True  # False for a classifier
+    generates: bool = True  # False for a classifier and for an encoder
+    encodes: bool = False  # an encoder: it keeps no KV
     dtype: str = ""  # the dtype in which it computes; "" = kv_dtype
 
     @property

@@ -42,7 +42,7 @@ from router.api.openai.fields import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.api.openai.prompt_options import logprobs_within
 from router.api.receipt import HEADER, header_of, receipt_of
 from router.api.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
-from router.api.served import adapter_named, model_names, unknown
+from router.api.served import adapter_named, model_names, refuse_encoder, unknown
 from router.config import RouterConfig
 from router.nodes.registry import ServedModel
 from router.prompts.reader import (
@@ -193,6 +193,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
         Raises InvalidRequest, naming the field; ModelNotFound; Unavailable."""
         now = self._services.clock.monotonic()
+        refuse_encoder(self._services)
         model = self._model(message.model)
         if len(request_id) > MAX_NAME_CHARS or not request_id.isprintable():
             raise InvalidRequest(

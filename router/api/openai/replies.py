@@ -85,6 +85,7 @@ class Model(msgspec.Struct):
     object: Literal["model"] = "model"
     owned_by: str = "baton"
     parent: str | None = None
+    task: Literal["embed", "score", "classify"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelList(msgspec.Struct):

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from baton.protocol.errors import UnsupportedFeature
 from baton.text.reranking import answer_tokens
-from router.api.pooling.config import PoolingSettings
+from router.api.pooling.config import PoolingSettings, logistic
 from router.api.pooling.embeddings import (
     EmbeddingBody,
     InputBody,
@@ -106,6 +106,7 @@ class ClassifyApi:
             vectors = [bytes_of(probs) for _, probs in self._named(told, body)]
         else:
             wanted = self._parts.embedding_of(body, body.dimensions)
+            body.input = self._parts.settings.prompted(body.input, body.prompt_name)
             told = await self._parts.of_inputs(request, body, "pool-", wanted)
             vectors = told.vectors
         content = msgspec.to_builtins(
@@ -145,12 +146,14 @@ class ClassifyApi:
 
 
 def activated(logits: Sequence[float], settings: PoolingSettings) -> list[float]:
-    """Return what a classifier's logits stand for: probabilities, or for regression the logits."""
+    """Return what a classifier's logits stand for: probabilities, or for regression the logits. Of
+    a cross-encoder with one class: the score."""
+    if settings.encoder is not None and len(logits) == 1:
+        return [settings.score(logits[0])]
     if settings.problem == "regression":
         return list(logits)
     if settings.problem == "multi_label_classification" or len(logits) == 1:
-        # The logistic function, in a form that cannot overflow.
-        return [0.5 * (1 + math.tanh(each / 2)) for each in logits]
+        return [logistic(each) for each in logits]
     highest = max(logits)
     weights = [math.exp(each - highest) for each in logits]
     return [each / sum(weights) for each in weights]

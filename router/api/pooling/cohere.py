@@ -115,12 +115,12 @@ class CohereApi:
         """Return the model's prompt for an input type, "" for none.
 
         Raises InvalidRequest for an unknown type."""
-        tasks = self._parts.settings.tasks
+        tasks, encoder = self._parts.settings.tasks, self._parts.settings.encoder
         if given is None:
-            return ""
+            return "" if encoder is None else encoder.prompt(None)
         known = [name for name in (given, INPUT_TYPES.get(given, given)) if name in tasks]
         if known:
-            return tasks[known[0]]
+            return tasks[known[0]] if encoder is None else encoder.prompt(known[0])
         if not tasks and given in INPUT_TYPES:
             return ""
         there = ", ".join(sorted(tasks) or INPUT_TYPES)

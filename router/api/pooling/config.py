@@ -11,12 +11,14 @@ config_sentence_transformers.json (text to write before an input, by task).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.sentence_files import SentenceFiles, labels_of, sentence_files
 from baton.text.tokenizer import read_json
 from router.config import RouterConfig
 
@@ -25,14 +27,16 @@ _TASKS: Final = "config_sentence_transformers.json"
 
 @dataclass(frozen=True, slots=True)
 class PoolingSettings:
-    """`dimensions`: the lengths to which vectors may be cut; () = any length, None = no cut."""
+    """`dimensions`: the lengths to which vectors may be cut; () = any length, None = no cut.
+    `kind`: "own" is what an encoder's checkpoint does. `encoder`: the files of an encoder."""
 
-    kind: Literal["last", "mean"] = "last"
+    kind: Literal["last", "mean", "own"] = "last"
     reranker: bool = False
     dimensions: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()  # the classes of a classifier; () for any other model
     problem: str = ""  # transformers' `problem_type`: how a classifier's logits are to be read
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
+    encoder: SentenceFiles | None = None
 
     @classmethod
     def of(cls, config: RouterConfig) -> PoolingSettings:
@@ -40,9 +44,13 @@ class PoolingSettings:
         directory = Path(config.model) if config.model else None
         model = {} if directory is None else read_json(directory / "config.json")
         pooling = {} if directory is None else read_json(directory / "1_Pooling" / "config.json")
+        encoder = None if directory is None else sentence_files(directory)
         kind = config.pooling_type
-        if kind == "auto":
-            kind = "mean" if pooling.get("pooling_mode_mean_tokens") is True else "last"
+        if kind == "auto" and encoder is not None:
+            kind = "own"
+        elif kind == "auto":
+            means = pooling.get("pooling_mode_mean_tokens") is True
+            kind = "mean" if means or pooling.get("pooling_mode") == "mean" else "last"
         known = model.get("classifier_from_token"), model.get("is_original_qwen3_reranker")
         dimensions: tuple[int, ...] | None = config.matryoshka_dimensions or None
         if dimensions is None and model.get("is_matryoshka") is True:
@@ -51,13 +59,37 @@ class PoolingSettings:
             dimensions = tuple(cast("list[int]", model["matryoshka_dimensions"]))
         tasks = {} if directory is None else read_json(directory / _TASKS).get("prompts")
         return cls(
-            cast("Literal['last', 'mean']", kind),
+            cast("Literal['last', 'mean', 'own']", kind),
             config.reranker == "qwen3" or (config.reranker == "auto" and any(known)),
             dimensions,
-            _labels(model),
+            labels_of(model),
             str(model.get("problem_type") or ""),
             cast("dict[str, str]", tasks) if isinstance(tasks, dict) else {},
+            encoder,
         )
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether vectors have length 1 if the client does not say: of an encoder, if its
+        checkpoint has a Normalize at the end."""
+        return self.encoder is None or self.kind != "own" or self.encoder.normalizes
+
+    def prompted(self, given: object, name: str | None) -> object:
+        """Return the inputs with the model's prompt in front of each text; ids stay as they are.
+
+        `name`: see SentenceFiles.prompt. Raises InvalidRequest."""
+        if self.encoder is None:
+            if name is not None:
+                message = "prompt_name: only encoders are asked by it (/v2/embed has input_type)"
+                raise UnsupportedFeature(message, field="prompt_name")
+            return given
+        prompt = self.encoder.prompt(name)
+        if isinstance(given, str):
+            return prompt + given
+        if not prompt or not isinstance(given, list):
+            return given
+        items = cast("list[object]", given)
+        return [prompt + each if isinstance(each, str) else each for each in items]
 
     def check_dimensions(self, asked: int | None) -> int:
         """Return how many dimensions to keep, 0 for all.
@@ -81,12 +113,18 @@ class PoolingSettings:
             message = f"the model {model!r} is not served as a reranker (--reranker qwen3)"
             raise UnsupportedFeature(message, field="model")
 
+    def score(self, logit: float) -> float:
+        """Return what a cross-encoder's logit stands for."""
+        assert self.encoder is not None, "the caller knows that it is one"
+        return logistic(logit) if self.encoder.activation == "Sigmoid" else logit
 
-def _labels(model: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a classifier's classes in config.json; () for any other model."""
-    architectures = cast("list[str]", model.get("architectures") or [])
-    if not any(name.endswith("ForSequenceClassification") for name in architectures):
-        return ()
-    labels = cast("dict[str, str]", model.get("id2label") or {})
-    count = len(labels) or 2  # transformers' default
-    return tuple(str(labels.get(str(index), f"LABEL_{index}")) for index in range(count))
+    def check_scores(self, model: str) -> None:
+        """Raise UnsupportedFeature, naming the model, if its classes are no score."""
+        if len(self.labels) > 1:
+            message = f"the model {model!r} has {len(self.labels)} classes; a score needs one"
+            raise UnsupportedFeature(message, field="model")
+
+
+def logistic(number: float) -> float:
+    """Return 1 / (1 + exp(-number)), in a form that cannot overflow."""
+    return 0.5 * (1 + math.tanh(number / 2))

@@ -73,11 +73,13 @@ class InputBody(PoolingBody, kw_only=True):
 
 
 class EmbeddingBody(InputBody, kw_only=True):
-    """The body of /v1/embeddings. `normalize` is the older name of `use_activation`."""
+    """The body of /v1/embeddings. `normalize` is the older name of `use_activation`.
+    `prompt_name`: which of an encoder's prompts is written before each text."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
 
 
 class PoolingUsage(msgspec.Struct):
@@ -177,9 +179,10 @@ class PoolingParts:
         """Return the order for an embedding, still without inputs.
 
         Raises InvalidRequest or UnsupportedFeature for `dimensions`."""
+        asked = body.use_activation
         return PoolAsk(
             kind=self.settings.kind,
-            normalize=body.use_activation is not False,
+            normalize=self.settings.normalizes if asked is None else asked,
             dimensions=self.settings.check_dimensions(dimensions),
         )
 
@@ -228,8 +231,9 @@ class EmbeddingsApi:
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, EmbeddingBody, POOLING)
         wanted = self._parts.embedding_of(body, body.dimensions)
-        if body.normalize is False:
-            wanted = replace(wanted, normalize=False)
+        if body.normalize is not None and body.use_activation is not False:
+            wanted = replace(wanted, normalize=body.normalize)
+        body.input = self._parts.settings.prompted(body.input, body.prompt_name)
         told = await self._parts.of_inputs(request, body, "embd-", wanted)
         reply = EmbeddingReply(told.id, int(time.time()), told.model, [], told.usage)
         content = msgspec.to_builtins(reply)

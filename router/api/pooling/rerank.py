@@ -1,15 +1,14 @@
-"""/v1/rerank and /v1/score: how well documents answer a query, by a reranker of yes or no.
+"""/v1/rerank and /v1/score: how well documents answer a query.
 
-/v1/rerank has the format of Cohere and Jina, /v1/score that of vLLM. For each document the model is
-asked for a yes or a no (baton/text/reranking.py); the score is the probability of the yes. If the
-served model is no such reranker, the request is refused.
+/v1/rerank has the format of Cohere and Jina, /v1/score that of vLLM. What the served model is says
+how a score comes about (judges.py); a model that cannot score is refused.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -19,7 +18,6 @@ from starlette.responses import Response
 
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
-from baton.text.reranking import answer_tokens
 from router.api.pooling.embeddings import (
     MAX_INPUT_TOKENS,
     MAX_INPUTS,
@@ -27,14 +25,13 @@ from router.api.pooling.embeddings import (
     PoolingParts,
     PoolingUsage,
     checked_length,
-    numbers_of,
     pool_id,
     read_pooling,
 )
+from router.api.pooling.judges import PairsAsked, judge_of
 from router.api.served import served_model
 from router.api.unserved import RERANKING
 from router.prompts.reader import Length
-from router.request.pool import PoolAsk
 from router.request.request_ids import reply_id
 from router.request.terms import terms_of
 
@@ -163,33 +160,29 @@ class RerankApi:
         parts, services = self._parts, self._parts.services
         model, base, adapter = served_model(services, body.model)
         name = adapter_name(adapter) or base
-        parts.settings.check_reranker(name)
+        judge = judge_of(parts, name)
         if not 0 < len(pairs) <= MAX_INPUTS:
             raise InvalidRequest(f"{field}: 1 to {MAX_INPUTS} documents", field=field)
-        answers = answer_tokens(services.tokenizer)
-        length = Length(model.max_model_len)
-        for index, pair in enumerate(pairs):
-            parts.prompts.fitting("".join(pair), length, f"{field}[{index}]")
-        prompts = await parts.prompts.rerank(pairs, body.instruction, terms_of(request).grant)
-        tokens = sum(map(len, prompts))
-        for index, prompt in enumerate(prompts):
-            checked_length(prompt, model.max_model_len, f"{field}[{index}]")
+        grant, length = terms_of(request).grant, Length(model.max_model_len)
+        asked = PairsAsked(pairs, field, length, grant, body.instruction)
+        order = await judge.order(asked)
+        for prompt, named in zip(order.ask.prompts, order.names, strict=True):
+            checked_length(prompt, model.max_model_len, named)
+        tokens = order.ask.tokens
         if tokens > MAX_INPUT_TOKENS:
             message = f"{field}: at most {MAX_INPUT_TOKENS} tokens in one call"
             raise InvalidRequest(message, field=field)
         id_ = reply_id("score-" if isinstance(body, ScoreBody) else "rerank-", request)
-        ask = PoolAsk(
+        ask = replace(
+            order.ask,
             id=pool_id(id_),
-            prompts=prompts,
             deadline=parts.deadline(),
-            kind="yes_no",
-            answers=answers,
             adapter=adapter,
             field=field,
             priority=body.priority,
         )
         vectors = await parts.run(request, ask, base)
-        scores = [numbers_of(vector)[0] for vector in vectors]
+        scores = await judge.scores(asked, vectors)
         return _Scored(id_, name, scores, PoolingUsage(tokens, tokens))
 
 

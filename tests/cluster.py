@@ -163,8 +163,8 @@ def _idle(engine: Engine) -> bool:
 @asynccontextmanager
 async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
     async with AsyncExitStack() as stack:
-        prefill = [await _member(stack, PREFILL, plan, options) for options in plan.prefill]
-        decode = [await _member(stack, DECODE, plan, options) for options in plan.decode]
+        prefill = [await member_of(stack, PREFILL, plan, options) for options in plan.prefill]
+        decode = [await member_of(stack, DECODE, plan, options) for options in plan.decode]
         config = RouterConfig(
             model=str(plan.model),
             port=0,
@@ -198,9 +198,10 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
             assert_whole(entry)
 
 
-async def _member(
+async def member_of(
     stack: AsyncExitStack, program: NodeProgram, plan: Plan, options: dict[str, Any]
 ) -> Member:
+    """Start one node; it stops with the stack."""
     defaults = {"num_kv_blocks": 64, "threads": 1, "check_invariants": True}
     engine_config = EngineConfig(model=str(plan.model), **(defaults | options))
     names = plan.lanes or (("shm", "grpc") if plan.shared else ("grpc",))

@@ -320,8 +320,9 @@ class NodeRegistry:
             if other.model_digest != record.model_digest:
                 raise ConfigError(
                     f"node {record.node_id} serves model {record.model_digest[:12]},"
-                    f" node {other.node_id} serves {other.model_digest[:12]}: checkpoint, weight"
-                    " formats and draft head (--speculative-method mtp) must be the same",
+                    f" node {other.node_id} serves {other.model_digest[:12]}: another checkpoint,"
+                    " weights in another format (--quantization), or a draft head on one of them"
+                    " (--speculative-method mtp)",
                     field="model_digest",
                 )
             if other.role is record.role:

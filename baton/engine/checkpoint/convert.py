@@ -37,6 +37,7 @@ from transformers.utils.import_utils import is_sentencepiece_available
 
 from baton.engine.checkpoint.gguf.folder import WEIGHTS, is_gguf, write_folder
 from baton.engine.checkpoint.sentencepiece_model import pipeline_of
+from baton.engine.checkpoint.tiktoken_model import is_tiktoken, tiktoken_tokenizer
 from baton.protocol.errors import BatonError, ConfigError, ModelRefused
 from baton.runtime.config import add_config, parse
 from baton.text.tokenizer import read_json
@@ -209,6 +210,9 @@ def stage_tokenizer(source: Path, stage: Path) -> None:
     Raises ModelRefused for a tokenizer that transformers cannot convert, or converts into one that
     lacks tokens of the original.
     """
+    if is_tiktoken(source):
+        tiktoken_tokenizer(source).save(str(stage / "tokenizer.json"))
+        return
     expected = _expected_tokens(source)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -294,7 +298,7 @@ def _sentencepiece(source: Path) -> Any:
     if not models:
         raise ModelRefused(
             f"{source} has no tokenizer that can be converted: neither vocab.json and merges.txt "
-            "nor a sentencepiece model (tokenizer.model, spiece.model)"
+            "nor a sentencepiece model (tokenizer.model, spiece.model) nor tiktoken.model"
         )
     if not is_sentencepiece_available():
         raise ModelRefused(

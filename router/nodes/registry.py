@@ -138,7 +138,6 @@ class NodeRegistry:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
-        self._tasks.clear()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 

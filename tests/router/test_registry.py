@@ -98,6 +98,22 @@ async def test_nodes_come_and_go_with_their_records() -> None:
         assert [status.address for status in registry.statuses()] == [d1.address]
 
 
+async def test_a_node_may_go_while_the_router_stops() -> None:
+    """The directory is read until the very end."""
+    directory = FakeDirectory()
+    async with fake_nodes("d") as (d,), running_router([], directory=directory) as router:
+        directory.known = [d.record]
+        await router.registry.refresh()
+        await router.until(lambda: len(router.registry.records()) == 1)
+        await d.stop()
+        await router.until(lambda: len(router.registry.records()) == 0)
+        await router.registry.stop()
+        directory.known = []
+        await router.registry.refresh()
+        assert router.registry.statuses() == []
+        await router.registry.stop()
+
+
 async def test_without_the_directory_what_is_known_stays() -> None:
     directory = FakeDirectory()
     async with fake_nodes("d") as (d,), running_router([], directory=directory) as router:

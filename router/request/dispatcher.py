@@ -59,7 +59,7 @@ class Dispatcher:
         if request.deadline is None:
             request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
         if parts.tracing is not None:
-            trace.root = parts.tracing.begin(request.traceparent)
+            trace.root = parts.tracing.begin(request)
             request = trace.joined(request)
         ticket = None if admitted else await self._let_in(request, trace)
         journey = Journey(request, trace, parts)

@@ -57,6 +57,7 @@ class RequestTrace:
     aborted: bool = False  # by an operator: its client still waits for an end
     told_at: int | None = None  # wall-clock seconds at which a replayed token was logged
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
+    left: bool = False  # given up here: another router goes on with it
     root: TraceContext | None = None  # its root span; None: traces are off
     # What its journey has reached, in order.
     marks: list[TimelineMark] = field(default_factory=list[TimelineMark])

@@ -1,6 +1,6 @@
 """Traces of requests: the router's spans of OpenTelemetry, made from timelines.
 
-`RouterTracing` draws the ids of a request's root span when it arrives, so that nodes get their
+`RouterTracing` makes the ids of a request's root span when it arrives, so that nodes get their
 parent in `traceparent`. When the request has ended, its marks go to a child process, in batches;
 the spans themselves are made there (`python -m router.request.tracing`), off the event loop:
 
@@ -9,12 +9,14 @@ the spans themselves are made there (`python -m router.request.tracing`), off th
         attempt          one per epoch: an error if its node failed; the nodes' spans are below it
             prefill, hand-over, decode
             kv transfer  as the router sees it; the nodes tell their own halves
+
+A resumable request may go on at another router, which makes the same ids. The router where it ends
+makes the root and all attempts; those of other routers are errors without nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
@@ -41,6 +43,7 @@ SCOPE: Final = "baton.router"
 BATCH: Final = 64  # requests in a message
 DELAY_S: Final = 0.25  # the most that a request waits for others
 OPERATIONS: Final = {"chatcmpl": "chat", "cmpl": "text_completion", "msg": "chat", "resp": "chat"}
+ROUTER_GONE: Final = "its router is gone or gave it up"
 ANY_OPERATION: Final = "text_completion"
 _OF_ATTEMPTS: Final = frozenset({"prefill", "hand-over", "decode"})
 _ENDS: Final = (Milestone.FAILED, Milestone.MOVING)  # of an epoch
@@ -48,7 +51,8 @@ _ENDS: Final = (Milestone.FAILED, Milestone.MOVING)  # of an epoch
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     """What the spans of one request are made of. Times: seconds of the router's clock, of which
-    `arrival` was at `arrived_at` wall-clock seconds."""
+    `arrival` was at `arrived_at` wall-clock seconds. `first_epoch`: earlier ones were another
+    router's. `left`: another router goes on with it."""
 
     root: TraceContext
     name: str
@@ -60,6 +64,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     error: str
     attributes: Attributes
+    first_epoch: int
+    left: bool
 
     def at_ns(self, at: float) -> int:
         return round((self.arrived_at + (at - self.arrival)) * 1e9)
@@ -77,19 +83,17 @@ class RouterTracing:
         sink: SpanSink,
         model: Callable[[], str],
         ratio: float = 1.0,
-        drawn: Callable[[], float] = random.random,
     ) -> None:
         self._sink = sink
         self._model = model
         self._ratio = ratio
-        self._drawn = drawn
         self._ended: list[tuple[Request, TimelineEntry]] = []
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def begin(self, traceparent: str) -> TraceContext:
-        """Return the root span of a request that came with `traceparent`."""
-        parent = TraceContext.parse(traceparent)
-        return TraceContext.root(parent, parent is not None or self._drawn() < self._ratio)
+    def begin(self, request: Request) -> TraceContext:
+        """Return the root span of a request, the same on any router."""
+        parent = TraceContext.parse(request.traceparent)
+        return TraceContext.root(parent, f"{request.id} {request.params.seed}", self._ratio)
 
     def finished(self, request: Request, entry: TimelineEntry) -> None:
         """Send the spans of a request that has ended, within DELAY_S: its answer is written by
@@ -122,6 +126,8 @@ class RouterTracing:
             output_tokens=entry.trace.output_tokens,
             error=entry.error if entry.trace.outcome == RequestState.FAILED else "",
             attributes=_attributes(request, entry),
+            first_epoch=request.epoch,
+            left=entry.trace.left,
         )
 
     def close(self) -> None:
@@ -212,18 +218,9 @@ def spans_in(message: bytes) -> Iterator[TraceSpan]:
 
 def spans_of(finished: FinishedRequest) -> Iterator[TraceSpan]:
     """Yield the spans of one request, the root first."""
-    model = {"gen_ai.operation.name": finished.name, "gen_ai.request.model": finished.model}
-    yield TraceSpan(
-        f"{finished.name} {finished.model}",
-        SCOPE,
-        finished.root,
-        finished.at_ns(finished.arrival),
-        finished.at_ns(finished.end),
-        {**finished.attributes, **model, "gen_ai.response.model": finished.model},
-        finished.error or None,
-        server=True,
-    )
-    yield from _attempts(finished)
+    if not finished.left:
+        yield _root(finished)
+        yield from _attempts(finished)
     stages = stages_of(finished.arrival, finished.marks, finished.end, finished.output_tokens)
     for stage in stages:
         of_attempt = stage.stage in _OF_ATTEMPTS
@@ -235,8 +232,34 @@ def spans_of(finished: FinishedRequest) -> Iterator[TraceSpan]:
         yield _stage(finished, transfer, "kv transfer", above)
 
 
+def _root(finished: FinishedRequest) -> TraceSpan:
+    model = {"gen_ai.operation.name": finished.name, "gen_ai.request.model": finished.model}
+    return TraceSpan(
+        f"{finished.name} {finished.model}",
+        SCOPE,
+        finished.root,
+        finished.at_ns(finished.arrival),
+        finished.at_ns(finished.end),
+        {**finished.attributes, **model, "gen_ai.response.model": finished.model},
+        finished.error or None,
+        server=True,
+    )
+
+
 def _attempts(finished: FinishedRequest) -> Iterator[TraceSpan]:
-    """Yield a span for each epoch that reached a node."""
+    """Yield a span for each epoch that reached a node, or was another router's."""
+    adopted = [mark.at for mark in finished.marks if mark.milestone is Milestone.ADOPTED]
+    taken_over_ns = finished.at_ns(adopted[0] if adopted else finished.arrival)
+    for epoch in range(1, finished.first_epoch):
+        yield TraceSpan(
+            "attempt",
+            SCOPE,
+            finished.root.epoch(epoch),
+            taken_over_ns,
+            taken_over_ns,
+            {"baton.epoch": epoch},
+            ROUTER_GONE,
+        )
     epochs = dict.fromkeys(mark.epoch for mark in finished.marks if mark.epoch)
     last = max(epochs, default=0)
     ended = [mark.at for mark in finished.marks if mark.milestone is Milestone.FINISHED]

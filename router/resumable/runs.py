@@ -181,7 +181,7 @@ class Run:
 
     async def leave(self) -> None:
         """Stop running the request here without recording an end: another router goes on."""
-        self._left = True
+        self._left = self._completion.trace.left = True
         self.told.cut()
         self.abandon()
         if self._task is not None:

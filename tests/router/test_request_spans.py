@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.protocol.request import Request
 from baton.runtime.tracing.spans import TraceContext, TraceSpan
 from router.request.timeline import Milestone, TimelineEntry, TimelineMark
 from router.request.trace import RequestTrace
@@ -36,11 +37,17 @@ class Sink:
         return [span for message in self.messages for span in spans_in(message)]
 
 
-def tracing(sink: Sink, ratio: float = 1.0, drawn: float = 0.5) -> RouterTracing:
-    return RouterTracing(sink, lambda: "llama", ratio, lambda: drawn)
+def tracing(sink: Sink, ratio: float = 1.0) -> RouterTracing:
+    return RouterTracing(sink, lambda: "llama", ratio)
 
 
-def finished(*marks: TimelineMark, error: str = "", **changes: Any) -> list[TraceSpan]:
+def asked(traceparent: str = PARENT, name: str = "chatcmpl-x-0.1", epoch: int = 1) -> Request:
+    return replace(make_request(name), traceparent=traceparent, epoch=epoch)
+
+
+def finished(
+    *marks: TimelineMark, error: str = "", epoch: int = 1, **changes: Any
+) -> list[TraceSpan]:
     """The spans of a request that came at 10 s (wall clock: 1000 s) and ended at 11 s."""
     sink = Sink()
     made = tracing(sink)
@@ -48,8 +55,8 @@ def finished(*marks: TimelineMark, error: str = "", **changes: Any) -> list[Trac
     trace = RequestTrace(
         admitted_at=10.0, finished_at=11.0, marks=list(marks), outcome=outcome, **changes
     )
-    trace.root = made.begin(PARENT)
-    request = make_request("chatcmpl-x-0.1")
+    request = asked(epoch=epoch)
+    trace.root = made.begin(request)
 
     async def end() -> None:
         made.finished(request, TimelineEntry(request.id, 10.0, 1000.0, 7, error, trace))
@@ -126,26 +133,58 @@ def test_a_refused_request_has_a_root_and_its_wait() -> None:
         (PARENT, True),
         (PARENT[:-2] + "00", False),
         (PARENT[:-2] + "03", True),
-        ("", False),  # 0.5 was drawn
+        ("", False),
         ("nonsense", False),
         (f"00-{'0' * 32}-{'cd' * 8}-01", False),
         (f"ff-{'ab' * 16}-{'cd' * 8}-01", False),
     ],
 )
 def test_who_is_traced(traceparent: str, sampled: bool) -> None:
-    root = tracing(Sink(), ratio=0.5).begin(traceparent)
+    root = tracing(Sink(), ratio=0.0).begin(asked(traceparent))
     assert root.sampled is sampled
     parent = TraceContext.parse(traceparent)
     assert (parent is None) == (root.trace_id != "ab" * 16)
     assert root.parent_id == ("" if parent is None else "cd" * 8)
 
 
+def test_each_router_makes_the_same_ids_of_a_request() -> None:
+    once, again = tracing(Sink()).begin(asked()), tracing(Sink()).begin(asked())
+    assert once == again
+    others = [asked(""), asked(name="chatcmpl-y-0.1"), asked(PARENT.replace("cd", "ce"))]
+    others.append(replace(asked(), params=replace(asked().params, seed=7)))
+    spans = {tracing(Sink()).begin(each).span_id for each in (asked(), *others)}
+    assert len(spans) == 5
+
+
+def test_the_share_of_traces_that_is_sampled() -> None:
+    names = [f"cmpl-{number}-0.1" for number in range(1000)]
+    for ratio, least, most in ((0.0, 0, 0), (0.2, 150, 250), (1.0, 1000, 1000)):
+        made = tracing(Sink(), ratio)
+        sampled = sum(made.begin(asked("", name)).sampled for name in names)
+        assert least <= sampled <= most
+
+
+def test_a_request_that_goes_on_at_another_router_is_one_trace() -> None:
+    marks = [mark(10.1, M.PREFILLING, node="p"), mark(10.4, M.DECODING, tokens=1, node="d")]
+    before = finished(*marks, left=True)
+    assert {span.name for span in before} == {"gate", "placement", "prefill", "decode"}
+    after = finished(mark(10.6, M.PREFILLING, epoch=2, node="p"), epoch=2)
+    lost, last = named(after, "attempt")
+    assert (lost.error, last.error) == ("its router is gone or gave it up", None)
+    assert [lost.context.span_id, last.context.span_id] == [
+        after[0].context.epoch(epoch).span_id for epoch in (1, 2)
+    ]
+    known = {span.context.span_id for span in after}
+    assert {span.context.parent_id for span in before} <= known
+    assert not known & {span.context.span_id for span in before}
+
+
 def test_nodes_get_the_span_of_their_epoch() -> None:
     made = tracing(Sink())
     trace = RequestTrace()
-    request = replace(make_request("r"), traceparent=PARENT)
+    request = asked(name="r")
     assert trace.joined(request) is request  # traces are off
-    trace.root = made.begin(request.traceparent)
+    trace.root = made.begin(request)
     seen = [trace.joined(replace(request, epoch=epoch)).traceparent for epoch in (1, 2)]
     assert seen == [trace.root.epoch(epoch).traceparent for epoch in (1, 2)]
     assert {header[:36] for header in seen} == {PARENT[:36]}
@@ -159,11 +198,11 @@ async def test_requests_are_sent_in_batches() -> None:
     request = make_request("cmpl-x-0.1")
     entry = TimelineEntry(request.id, 10.0, 1000.0, 7, "", trace)
     made.finished(request, entry)  # without a root
-    trace.root = made.begin(PARENT[:-2] + "00")
+    trace.root = made.begin(asked(PARENT[:-2] + "00"))
     made.finished(request, entry)  # not sampled
     made.close()
     assert not sink.messages
-    trace.root = made.begin(PARENT)
+    trace.root = made.begin(asked())
     for _ in range(65):
         made.finished(request, entry)
     assert len(sink.messages) == 1

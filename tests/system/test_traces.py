@@ -6,7 +6,6 @@ A process that stops waits only some seconds for its child, so the tests wait fo
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections import Counter
 from dataclasses import replace
@@ -29,10 +28,8 @@ from tests.collector import (
     http_collector,
     only,
 )
-from tests.system.processes import Processes, ServerProcess
 from tests.system.references import prompts
-from tests.system.test_kill import metric
-from tests.tiny_models import make_tiny_model, make_wide_model
+from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.slow
@@ -202,59 +199,3 @@ async def test_a_collector_that_is_away_hurts_nobody(model: Path) -> None:
             answers = await asyncio.gather(*(ask(c, traced(1)) for _ in range(8)))
             assert {answer.status_code for answer in answers} == {200}
             await c.settle()
-
-
-@pytest.mark.long
-async def test_a_decode_node_dies_in_mid_stream(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    wide = make_wide_model(tmp_path_factory.mktemp("wide"))
-    with http_collector() as collector:
-        flags = ["--otlp-traces-endpoint", collector.endpoint]
-        flags += ["--otlp-traces-protocol", "http/protobuf"]
-        node_flags = ["--num-kv-blocks", "96", "--metrics-port", "0", *flags]
-        async with Processes(wide, tmp_path) as processes:
-            prefill, decode = await processes.nodes(1, 2, node_flags)
-            router = await processes.router(prefill, decode, flags)
-            await stream_through_a_kill(router, decode)
-            await arrived(collector, 4, attempt=2)
-    spans = collector.trace(f"{4:032x}")
-    root = assert_connected(spans, CLIENT)
-    assert root.error is None
-    assert {span.service for span in spans} == {"baton-router", "baton-prefill", "baton-decode"}
-    attempts = sorted((s for s in spans if s.name == "attempt"), key=lambda span: span.start_ns)
-    assert ["lost" in (span.error or "") for span in attempts] == [True, False]
-    nodes = {span.span_id: span.parent_id for span in spans if span.name.endswith(" node")}
-    first, last = (span.span_id for span in attempts)
-    assert list(nodes.values()).count(first) == 1, "the prefill node; the dead one tells nothing"
-    assert last in nodes.values()
-    assert only(spans, "retry").parent_id == root.span_id
-    exported = [span for span in spans if span.name == "kv export" and not span.error]
-    fetched = [span for span in spans if span.name == "kv fetch"]
-    assert len(exported) >= 1
-    assert len(fetched) <= 1
-
-
-async def stream_through_a_kill(router: ServerProcess, decode: list[ServerProcess]) -> None:
-    """Stream 300 tokens; kill the node that decodes after some of them."""
-    body = BODY | {"max_tokens": 300, "stream": True, "stream_options": {"include_usage": True}}
-    chunks: list[dict[str, Any]] = []
-    async with (
-        httpx.AsyncClient(base_url=f"http://{router.address}", timeout=WAIT_S) as http,
-        http.stream("POST", "/v1/completions", json=body, headers=traced(4)) as answer,
-    ):
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                chunks.append(json.loads(line.removeprefix("data: ")))
-                if len(chunks) == 10:
-                    await kill_the_busy_one(decode)
-    assert chunks[-1]["usage"]["completion_tokens"] == 300
-
-
-async def kill_the_busy_one(decode: list[ServerProcess]) -> None:
-    async def busy() -> list[ServerProcess]:
-        running = [await metric(server, "vllm:num_requests_running") for server in decode]
-        return [server for server, count in zip(decode, running, strict=True) if count]
-
-    [victim] = await eventually(busy)
-    await victim.kill()

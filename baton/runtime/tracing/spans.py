@@ -1,12 +1,14 @@
 """Spans of requests, and the W3C trace context that joins those of several processes. Values only.
 
-A router draws the ids of a request's root span. Each epoch of the request is a span, too, whose id
-follows from the root's: so the nodes get their parent (`traceparent`) before any span has ended.
+The ids of a request's root span follow from the request, so a router that adopts it goes on with
+the same trace. Each epoch of the request is a span, too, whose id follows from the root's: so the
+nodes get their parent (`traceparent`) before any span has ended.
 Source: https://www.w3.org/TR/trace-context/
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import Final, TypeAlias
@@ -19,6 +21,8 @@ _TRACEPARENT: Final = re.compile(
 )
 _SAMPLED: Final = 1  # of the flags
 _LAST_ID: Final = (1 << 64) - 1
+_SHARE_DIGITS: Final = 8  # of a trace's id: whether it is one of the share that is sampled
+_SHARES: Final = 16**_SHARE_DIGITS
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
@@ -42,13 +46,16 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
         return cls(found[1], found[2], bool(int(found[3], 16) & _SAMPLED))
 
     @classmethod
-    def root(cls, parent: TraceContext | None, sampled: bool) -> TraceContext:
-        """Return a new span: below `parent`, which decides whether it is sampled, or a trace of its
-        own."""
+    def root(cls, parent: TraceContext | None, name: str, ratio: float = 1.0) -> TraceContext:
+        """Return the span of what is called `name`: below `parent`, which decides whether it is
+        sampled, or a trace of its own, of which the share `ratio` is sampled."""
+        above = "" if parent is None else parent.traceparent
+        drawn = hashlib.blake2b(f"{above} {name}".encode(), digest_size=24).digest()
         # One bit less: the ids of the epochs are sums, and must not overflow or be 0.
-        span_id = f"{(int.from_bytes(os.urandom(8)) >> 1) + 1:016x}"
+        span_id = f"{(int.from_bytes(drawn[:8]) >> 1) + 1:016x}"
         if parent is None:
-            return cls(os.urandom(16).hex(), span_id, sampled)
+            trace_id = drawn[8:].hex()
+            return cls(trace_id, span_id, int(trace_id[:_SHARE_DIGITS], 16) < ratio * _SHARES)
         return cls(parent.trace_id, span_id, parent.sampled, parent.span_id)
 
     def epoch(self, number: int) -> TraceContext:

@@ -17,16 +17,17 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor
-from tqdm import tqdm
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.core.pooling import Pooler, PoolingJob, PoolingKind, normalized
 from baton.engine.state.interface import Task
+from baton.llm_encoder import Bar, OfflineEncoder, progress_bar
 from baton.llm_inputs import (
     Adapter,
     BeamSearchParams,
@@ -50,7 +51,6 @@ __all__ = [
 ]  # fmt: skip
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Bar = bool | Callable[..., Any]  # show one on a terminal, or make it by this instead of tqdm
 
 
 class LLM:
@@ -109,7 +109,7 @@ class LLM:
             self.inputs.answer(prompt, one, adapter)
             for prompt, one, adapter in zip(asked, params, adapters, strict=True)
         ]
-        with self._running(answers), _bar(len(answers), use_tqdm) as bar:
+        with self._running(answers), progress_bar(len(answers), use_tqdm) as bar:
             while waiting := [answer for answer in answers if not answer.finished]:
                 self._step()
                 bar.update(sum(answer.finished for answer in waiting))
@@ -170,20 +170,23 @@ class LLM:
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling: PoolingKind = "last",
-        normalize: bool = True,
+        pooling: PoolingKind | None = None,
+        normalize: bool | None = None,
         use_tqdm: Bar = True,
         lora_request: Adapter = None,
     ) -> list[list[float]]:
         """A vector per prompt: the last token's hidden state, or the mean over all tokens.
 
-        `normalize`: to length 1. Raises InvalidRequest before anything runs.
+        `normalize`: to length 1, which is the default. An encoder's checkpoint says both, and the
+        prompt that is written before each text. Raises InvalidRequest before anything runs.
         """
+        if self._encoder is not None:
+            return self._encoder.embed(_each(prompts), pooling, normalize, use_tqdm)
         ids = [self.inputs.read(prompt)[0] for prompt in _each(prompts)]
         if not ids:
             return []
-        vectors = self._pooled(ids, use_tqdm, lora_request, pooling)
-        return (normalized(vectors) if normalize else vectors).tolist()
+        vectors = self._pooled(ids, use_tqdm, lora_request, pooling or "last")
+        return (vectors if normalize is False else normalized(vectors)).tolist()
 
     def classify(
         self,
@@ -191,10 +194,13 @@ class LLM:
         use_tqdm: Bar = True,
         lora_request: Adapter = None,
     ) -> list[list[float]]:
-        """The probabilities of each prompt's classes: of a reranker no and yes, in this order.
+        """The probabilities of each prompt's classes: of a reranker no and yes, in this order, of
+        a cross-encoder those of its config.json.
 
         Raises UnsupportedFeature for a model that was not made to name classes.
         """
+        if self._encoder is not None:
+            return self._encoder.classify(_each(prompts), use_tqdm)
         if not self.inputs.is_reranker:
             raise UnsupportedFeature("this model has no classes: it is no reranker", field="model")
         ids = [self.inputs.read(prompt)[0] for prompt in _each(prompts)]
@@ -209,8 +215,8 @@ class LLM:
     ) -> list[float]:
         """How well the texts of each pair belong together: one `text_1` goes with every `text_2`.
 
-        By a reranker the probability that the second answers the first, by any other model the
-        cosine of their vectors. Raises InvalidRequest.
+        By a reranker the probability that the second answers the first, by a cross-encoder its
+        score, by any other model the cosine of their vectors. Raises InvalidRequest.
         """
         first = [text_1] if isinstance(text_1, str) else list(text_1)
         second = [text_2] if isinstance(text_2, str) else list(text_2)
@@ -220,6 +226,8 @@ class LLM:
             raise InvalidRequest(message, field="text_1")
         if not second:
             return []
+        if self._encoder is not None:
+            return self._encoder.score(first, second, use_tqdm)
         if self.inputs.is_reranker:
             pairs = zip(first, second, strict=True)
             asked = [rerank_prompts(self.tokenizer, a, [b], None)[0] for a, b in pairs]
@@ -241,6 +249,10 @@ class LLM:
         The model is asked for a yes or a no (Qwen3-Reranker's prompt). Raises UnsupportedFeature
         for a model in whose vocabulary these are not single tokens.
         """
+        if self._encoder is not None:
+            if instruction is not None:
+                raise UnsupportedFeature("an encoder takes no instruction", field="instruction")
+            return self.score(query, documents, use_tqdm)
         if not documents:
             answer_tokens(self.tokenizer)
             return []
@@ -261,8 +273,13 @@ class LLM:
     ) -> Tensor:
         name = self.inputs.adapter(adapter)
         job = PoolingJob(self.engine, self._pooler, ids, kind, name)
-        with _bar(len(ids), use_tqdm) as bar:
+        with progress_bar(len(ids), use_tqdm) as bar:
             return job.run(bar.update)
+
+    @cached_property
+    def _encoder(self) -> OfflineEncoder | None:
+        encoder = self.engine.active.encoder
+        return None if encoder is None else OfflineEncoder(encoder, self.engine.config, self.inputs)
 
     @property
     def _pooler(self) -> Pooler:
@@ -326,14 +343,3 @@ def _one_each(given: Any, number: int, name: str) -> list[Any]:
     if len(several) != number:
         raise InvalidRequest(f"{len(several)} {name} for {number} prompts", field=name)
     return list(several)
-
-
-@contextmanager
-def _bar(total: int, wanted: Bar) -> Generator[Any, None, None]:
-    """What is reported of each prompt that has ended; shown on a terminal only."""
-    if callable(wanted):
-        bar = wanted(total=total, desc="prompts")
-    else:
-        bar = tqdm(total=total, desc="prompts", unit="prompt", disable=None if wanted else True)
-    with bar:
-        yield bar

@@ -38,6 +38,7 @@ from baton.runtime.config import add_config, add_options, load, parse
 from baton.runtime.config import given as given_options
 from baton.runtime.tls import TlsFiles
 from baton.runtime.vllm_flags import add_idle
+from baton.text.sentence_files import sentence_files
 from bench.sse import StreamError
 from deploy.flags import add_flags, given_flags
 from deploy.hub import is_gguf, local_model
@@ -241,6 +242,8 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
         told = {*flags, *given_options(UpOptions, arguments)}
         told |= {name.removeprefix("BATON_").lower() for name in os.environ}
         options = for_demo(options, flags, told)
+    encoder = sentence_files(Path(str(flags["model"])))
+    options = options.of_model(None if encoder is None else encoder.task)
     check_options(options, flags)
     return options, flags
 

@@ -29,6 +29,7 @@ from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.failpoints import VARIABLE as FAILPOINT_FILE
 from baton.runtime.redis_keys import without_password
 from baton.runtime.socket_folder import SocketFolder
+from baton.text.sentence_files import sentence_files
 from deploy.breaking import BreakServer, faults_file
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
@@ -116,6 +117,8 @@ class Cluster:
         self.plan: ClusterPlan = plan_cluster(options, cores, *router_ports(options))
         self.stopping = False
         self._flags = flags
+        encoder = sentence_files(Path(str(flags["model"])))
+        self.task = None if encoder is None else encoder.task  # of an encoder
         self._tell = tell
         self._events: SimpleQueue[Ready | Exited | Stop | Failed] = SimpleQueue()
         self._socket_folder: SocketFolder | None = None

@@ -108,7 +108,7 @@ class UpOptions:
     secret: str | None = option(None, "the deployment's secret; drawn when absent", secret=True)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.decode <= MAX_NODES:
+        if not 0 <= self.decode <= MAX_NODES:
             raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
         if not self.colocated and not 1 <= self.prefill <= MAX_NODES:
             raise ConfigError(f"--prefill must be from 1 to {MAX_NODES}", field="prefill")
@@ -126,6 +126,17 @@ class UpOptions:
             raise ConfigError(message, field="admin_port")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
+
+    def of_model(self, task: str | None) -> UpOptions:
+        """Return the options for a model. `task`: what an encoder is for (SentenceFiles.task), None
+        = the model writes text. An encoder has prefill nodes only. Raises ConfigError."""
+        if task is None and self.decode < 1:
+            raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
+        if task is not None and (self.colocated or self.decode > 1):
+            name = "colocated" if self.colocated else "decode"
+            message = f"--{name}: an encoder writes no text, so it has prefill nodes only"
+            raise ConfigError(message, field=name)
+        return self if task is None else replace(self, decode=0)
 
     @property
     def num_prefill(self) -> int:
@@ -261,7 +272,7 @@ def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> 
             values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
         elif computes_on_cpu(flags):
             values["max_num_batched_tokens"] = PREFILL_STEP_TOKENS
-    if options.num_prefill + options.decode > 1:  # a single node hands nothing over
+    if options.decode and options.num_prefill + options.decode > 1:  # else nothing is handed over
         values["kv_lanes"] = options.kv_lanes
     own = {
         "host": LOOPBACK,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import httpx
 from rich.console import Console, Group, RenderableType
@@ -241,6 +242,9 @@ def announce_start(cluster: Cluster, flags: Mapping[str, object], console: Conso
     """Print what is about to start, on which cores, and where the logs are."""
     plan = cluster.plan
     console.print(f"[bold]baton[/bold] serves {flags['model']}", highlight=False, soft_wrap=True)
+    if cluster.task is not None:
+        text = f"   an encoder ({cluster.task}): prefill nodes only; it writes no text"
+        console.print(text, style="dim", highlight=False)
     for node in plan.nodes:
         cores = ",".join(str(core) for core in node.cores)
         console.print(f"   {node.name:<10} cores {cores}", style="dim", highlight=False)
@@ -297,10 +301,10 @@ def introduce(cluster: Cluster, console: Console, began: float, key: str) -> Non
         text = f"first token of the first answer {first_answer_s:.1f} s after the start"
         console.print(text, highlight=False)
     console.print("\nAsk it:\n", highlight=False)
-    command = curl_command(cluster.url, model, with_key=bool(options.api_key))
+    command = curl_command(cluster.url, model, with_key=bool(options.api_key), task=cluster.task)
     console.print(with_tls(command, options), soft_wrap=True, highlight=False, markup=False)
     console.print(f"\nor, in another terminal{with_keys(options)}:\n", highlight=False)
-    for command in next_commands(options, cluster.url, grpc):
+    for command in next_commands(options, cluster.url, grpc, chats=cluster.task is None):
         line = shlex.join([*baton_command(), *command])
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print("\nCtrl-C stops everything.", style="dim")
@@ -327,14 +331,16 @@ def show_console(cluster: Cluster, console: Console, key: str) -> None:
     console.print(f"console  {url}", highlight=False, soft_wrap=True, markup=False)
 
 
-def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:
+def next_commands(
+    options: UpOptions, url: str, grpc: str, *, chats: bool = True
+) -> list[list[str]]:
     """Return commands to paste: `chat`, and `status` if its user can be allowed to ask.
 
     Both find keys in the environment.
     """
     trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
     trust += [] if options.tls_ca is None else ["--tls-cert", YOUR_CERT, "--tls-key", YOUR_KEY]
-    commands = [["chat", "--url", url, *trust]]
+    commands = [["chat", "--url", url, *trust]] if chats else []
     closed = options.api_key or options.api_keys is not None
     if not closed or options.admin_key or options.admin_keys is not None:
         commands.append(["status", "--grpc", grpc, *trust])
@@ -362,7 +368,8 @@ def first_question(cluster: Cluster, console: Console, began: float) -> tuple[st
             wait_for_nodes(client, cluster)
     with ChatClient(cluster.url, options.own_key, trust) as client:
         model = client.first_model()
-        return model, warm_up(client, console, began) if options.warm_up else None
+        asks = options.warm_up and cluster.task is None
+        return model, warm_up(client, console, began) if asks else None
 
 
 def baton_command() -> list[str]:
@@ -415,17 +422,26 @@ def with_tls(command: str, options: UpOptions) -> str:
     return command.replace("curl -N", f"curl -N {shlex.join(flags)}", 1)
 
 
-def curl_command(url: str, model: str | None, with_key: bool) -> str:
-    """Return a streaming chat request to paste into a shell. `model` None: the served one."""
-    body: dict[str, object] = {} if model is None else {"model": model}
-    body |= {
-        "messages": [{"role": "user", "content": PASTED_QUESTION}],
-        "stream": True,
-    }
+# What an encoder is for -> a request of that kind.
+PASTED: Final[dict[str | None, tuple[str, dict[str, object]]]] = {
+    None: (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PASTED_QUESTION}], "stream": True},
+    ),
+    "embed": ("/v1/embeddings", {"input": PASTED_QUESTION}),
+    "score": (
+        "/v1/rerank",
+        {"query": PASTED_QUESTION, "documents": ["Attention over pages.", "A fish."]},
+    ),
+    "classify": ("/classify", {"input": PASTED_QUESTION}),
+}
+
+
+def curl_command(url: str, model: str | None, with_key: bool, task: str | None = None) -> str:
+    """Return a request to paste into a shell: a streaming chat, or one for an encoder's `task`.
+    `model` None: the served one."""
+    path, asked = PASTED[task]
+    body = ({} if model is None else {"model": model}) | asked
     quoted = json.dumps(body).replace("'", "'\\''")
     key = ' \\\n  -H "Authorization: Bearer $BATON_API_KEY"' if with_key else ""
-    return (
-        f"curl -N {url}/v1/chat/completions \\\n"
-        f"  -H 'Content-Type: application/json'{key} \\\n"
-        f"  -d '{quoted}'"
-    )
+    return f"curl -N {url}{path} \\\n  -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"

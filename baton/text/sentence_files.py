@@ -11,6 +11,7 @@ transformers; baton/engine/encoders/ runs what is read here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,9 @@ _OLD_MODES: Final[Mapping[str, Mode]] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# sentence-transformers' names of the prompts of both sides; the first that a model has counts.
+QUERY_PROMPTS: Final = ("query",)
+DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus")
 _CLASSIFIER: Final = "ForSequenceClassification"
 # Classes of tokenizers that tell their model which of two texts a token is of.
 _TELL_TEXTS: Final = ("Albert", "Bert", "Deberta", "DebertaV2", "Electra", "RemBert")
@@ -89,6 +93,14 @@ class SentenceFiles:
     max_tokens: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str = ""
+    problem: str = ""  # transformers' `problem_type`
+
+    def activated(self, logits: Sequence[float]) -> list[float]:
+        """Return what the logits of the classes stand for: of one class the score, of several
+        their probabilities."""
+        if len(logits) > 1:
+            return class_numbers(logits, self.problem)
+        return [logistic(logits[0])] if self.activation == "Sigmoid" else list(logits)
 
     @property
     def task(self) -> Literal["embed", "score", "classify"]:
@@ -160,7 +172,12 @@ def sentence_files(directory: Path) -> SentenceFiles | None:
         raise ModelRefused(f"a cross-encoder with {what} is not served", field="model")
     activation = _activation(config, told, len(files.labels))
     return SentenceFiles(
-        family, files.labels, activation, files.tells_texts, max_tokens=files.max_tokens
+        family,
+        files.labels,
+        activation,
+        files.tells_texts,
+        max_tokens=files.max_tokens,
+        problem=str(config.get("problem_type") or ""),
     )
 
 
@@ -171,6 +188,23 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     labels = cast("dict[str, str]", config.get("id2label") or {})
     count = len(labels) or int(config.get("num_labels") or 2)  # transformers' default is 2
     return tuple(str(labels.get(str(index), f"LABEL_{index}")) for index in range(count))
+
+
+def class_numbers(logits: Sequence[float], problem: str) -> list[float]:
+    """Return what a classifier's logits stand for: probabilities, or for regression the logits.
+    `problem`: transformers' `problem_type`."""
+    if problem == "regression":
+        return list(logits)
+    if problem == "multi_label_classification" or len(logits) == 1:
+        return [logistic(each) for each in logits]
+    highest = max(logits)
+    weights = [math.exp(each - highest) for each in logits]
+    return [each / sum(weights) for each in weights]
+
+
+def logistic(number: float) -> float:
+    """Return 1 / (1 + exp(-number)), in a form that cannot overflow."""
+    return 0.5 * (1 + math.tanh(number / 2))
 
 
 def module_files(directory: Path) -> list[Path]:

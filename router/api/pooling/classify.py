@@ -7,7 +7,6 @@ the logits themselves (regression). A reranker's one class is the probability of
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -19,7 +18,8 @@ from starlette.responses import Response
 
 from baton.protocol.errors import UnsupportedFeature
 from baton.text.reranking import answer_tokens
-from router.api.pooling.config import PoolingSettings, logistic
+from baton.text.sentence_files import class_numbers
+from router.api.pooling.config import PoolingSettings
 from router.api.pooling.embeddings import (
     EmbeddingBody,
     InputBody,
@@ -146,14 +146,7 @@ class ClassifyApi:
 
 
 def activated(logits: Sequence[float], settings: PoolingSettings) -> list[float]:
-    """Return what a classifier's logits stand for: probabilities, or for regression the logits. Of
-    a cross-encoder with one class: the score."""
-    if settings.encoder is not None and len(logits) == 1:
-        return [settings.score(logits[0])]
-    if settings.problem == "regression":
-        return list(logits)
-    if settings.problem == "multi_label_classification" or len(logits) == 1:
-        return [logistic(each) for each in logits]
-    highest = max(logits)
-    weights = [math.exp(each - highest) for each in logits]
-    return [each / sum(weights) for each in weights]
+    """Return what a classifier's logits stand for."""
+    if settings.encoder is not None:
+        return settings.encoder.activated(logits)
+    return class_numbers(logits, settings.problem)

@@ -11,7 +11,6 @@ config_sentence_transformers.json (text to write before an input, by task).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,18 +112,8 @@ class PoolingSettings:
             message = f"the model {model!r} is not served as a reranker (--reranker qwen3)"
             raise UnsupportedFeature(message, field="model")
 
-    def score(self, logit: float) -> float:
-        """Return what a cross-encoder's logit stands for."""
-        assert self.encoder is not None, "the caller knows that it is one"
-        return logistic(logit) if self.encoder.activation == "Sigmoid" else logit
-
     def check_scores(self, model: str) -> None:
         """Raise UnsupportedFeature, naming the model, if its classes are no score."""
         if len(self.labels) > 1:
             message = f"the model {model!r} has {len(self.labels)} classes; a score needs one"
             raise UnsupportedFeature(message, field="model")
-
-
-def logistic(number: float) -> float:
-    """Return 1 / (1 + exp(-number)), in a form that cannot overflow."""
-    return 0.5 * (1 + math.tanh(number / 2))

@@ -17,16 +17,13 @@ from typing import Final, Protocol
 
 from baton.protocol.errors import UnsupportedFeature
 from baton.text.reranking import answer_tokens
-from baton.text.sentence_files import SentenceFiles
+from baton.text.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS, SentenceFiles
 from router.api.pooling.embeddings import PoolingParts, numbers_of
 from router.prompts.reader import Length, TextInputs
 from router.request.pool import PoolAsk
 from router.tenants.keys import Grant
 
 Pairs = Sequence[tuple[str, str]]
-# sentence-transformers' names of prompts, the first that a model has counts.
-QUERY: Final = ("query",)
-DOCUMENT: Final = ("document", "passage", "corpus")
 _TURN: Final = 64  # scores computed before the event loop gets its turn
 
 
@@ -110,7 +107,7 @@ class CrossEncoder:
 
     async def scores(self, asked: PairsAsked, vectors: Sequence[bytes]) -> list[float]:
         """See Judge.scores."""
-        return [self.parts.settings.score(numbers_of(vector)[0]) for vector in vectors]
+        return [self.encoder.activated(numbers_of(vector))[0] for vector in vectors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,9 @@ class Cosine:
     async def order(self, asked: PairsAsked) -> Order:
         """See Judge.order. A query that several pairs have is computed once."""
         _refuse_instruction(asked)
-        before, behind = self.encoder.prompt(None, QUERY), self.encoder.prompt(None, DOCUMENT)
+        before, behind = (
+            self.encoder.prompt(None, names) for names in (QUERY_PROMPTS, DOCUMENT_PROMPTS)
+        )
         queries = [before + query for query in _queries(asked)]
         documents = [behind + document for _, document in asked.pairs]
         texts = TextInputs([*queries, *documents], asked.field, asked.length, asked.grant)

@@ -101,7 +101,7 @@ class PoolingDesk:
 def _begin(engine: Engine, asked: SubmitPool) -> PoolingJob:
     adapter = asked.request.adapter
     if engine.pooler is None:
-        raise UnsupportedFeature("this engine has no hidden states to pool", field="model")
+        raise UnsupportedFeature("this engine pools no hidden states", field="model")
     if asked.kind == "own" or asked.second_from:
         raise UnsupportedFeature("this model is no encoder", field="kind")
     if adapter and adapter not in engine.info.adapters:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal, TypeAlias
@@ -17,17 +18,45 @@ SCALE_BYTES: Final = 4  # int8 KV: a float32 per token and head, for K and for V
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """KV of one attention layer of the whole model, before tensor parallelism.
+class StateSpec:
+    """Recurrent state of one layer: what it keeps of a whole sequence, whatever its length.
 
-    `window` 0 = unlimited.
+    `conv` is [channels, taps], the last inputs of a convolution; `recurrent` is the shape of the
+    matrices that a scan carries on. () = the layer has none. The dtypes are names of torch's.
+    """
+
+    conv: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
+    conv_dtype: str = "float32"
+    recurrent_dtype: str = "float32"
+
+    @property
+    def conv_bytes(self) -> int:
+        """The bytes of the convolution's inputs of one sequence."""
+        return math.prod(self.conv) * DTYPE_BYTES[self.conv_dtype] if self.conv else 0
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """The bytes of the matrices of one sequence."""
+        return (
+            math.prod(self.recurrent) * DTYPE_BYTES[self.recurrent_dtype] if self.recurrent else 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer of the whole model stores, before tensor parallelism.
+
+    `window` 0 = unlimited. Kind `state`: no KV, but a recurrent `state` per sequence, or nothing (a
+    layer without attention). A layer of another kind may keep a state beside its KV.
     """
 
     kv_heads: int
     k_dim: int
     v_dim: int
     window: int = 0
-    kind: Literal["full", "sliding", "mla"] = "full"
+    kind: Literal["full", "sliding", "mla", "state"] = "full"
+    state: StateSpec | None = None
 
     def token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's K and V, without scales."""
@@ -87,7 +116,9 @@ def layout_fingerprint(model_digest: str, rope: str, layers: tuple[LayerSpec, ..
 
     Block size, TP and dtype are not part of it.
     """
-    body = json.dumps(
-        [PROTOCOL_VERSION, model_digest, rope, [asdict(layer) for layer in layers]], sort_keys=True
-    )
+    specs = [asdict(layer) for layer in layers]
+    for spec in specs:
+        if spec["state"] is None:
+            del spec["state"]
+    body = json.dumps([PROTOCOL_VERSION, model_digest, rope, specs], sort_keys=True)
     return hashlib.sha256(body.encode()).hexdigest()

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.memory.block_pool import BlockPool
-from baton.engine.memory.block_tables import BlockTables, as_lists
+from baton.engine.memory.block_tables import BlockTables
 from baton.engine.state.interface import Reservation
-from baton.engine.state.sequence import SequenceState
+from baton.engine.state.sequence import SequenceState, as_lists
 from baton.engine.state.stats import EngineStats
 from baton.protocol.events import BlockEventKind
 from tests.engine.test_scheduler import NoMemory

@@ -106,8 +106,10 @@ def test_each_block_is_paid_for_twice(model: LoadedModel, draft: LoadedModel) ->
     )
     assert drafts == own // 3
     given = config(kv_cache_memory="1MB")
-    blocks = size_pool(given, model, BLOCK_SIZE, 64, draft)
-    assert blocks == 1_000_000 // (own + drafts) < size_pool(given, model, BLOCK_SIZE, 64)
+    blocks = size_pool(given, model, BLOCK_SIZE, 64, draft).num_blocks
+    assert (
+        blocks == 1_000_000 // (own + drafts) < size_pool(given, model, BLOCK_SIZE, 64).num_blocks
+    )
     with pytest.raises(ConfigError) as error:
         size_pool(config(kv_cache_memory="10kB"), model, BLOCK_SIZE, 64, draft)
     assert f"{own + drafts:,} bytes" in str(error.value)
@@ -177,10 +179,12 @@ def test_a_pool_beyond_main_memory_is_refused(tmp_path: Path) -> None:
 
 def test_the_pool_of_a_cpu_engine(model: LoadedModel) -> None:
     block_bytes = bytes_per_block(model.info.layers, BLOCK_SIZE, "float32")
-    assert size_pool(config(num_kv_blocks=7), model, BLOCK_SIZE, 64) == 7
+    assert size_pool(config(num_kv_blocks=7), model, BLOCK_SIZE, 64).num_blocks == 7
     given = config(kv_cache_memory="1MB")
-    assert size_pool(given, model, BLOCK_SIZE, 64) == 1_000_000 // block_bytes
-    assert size_pool(config(), model, BLOCK_SIZE, 60) == 4 * 8  # what 4 requests of 60 can use
+    assert size_pool(given, model, BLOCK_SIZE, 64).num_blocks == 1_000_000 // block_bytes
+    assert (
+        size_pool(config(), model, BLOCK_SIZE, 60).num_blocks == 4 * 8
+    )  # what 4 requests of 60 can use
     with pytest.raises(ConfigError, match=r"kv_cache_memory of 1TB is .* available") as error:
         size_pool(config(kv_cache_memory="1TB"), model, BLOCK_SIZE, 64)
     assert error.value.field == "kv_cache_memory"

@@ -57,7 +57,10 @@ def route(values: dict[str, Any], **options: Any) -> Any:
         ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "only decoders are served"),
         ({"model_type": "abacus", "architectures": ["Abacus"]}, "not an architecture that"),
-        ({**HYBRID, "layer_types": ["mamba", "attention"]}, "layers of type linear_attention"),
+        ({"model_type": "jamba", "architectures": ["JambaForCausalLM"]}, "Jamba.*state wrongly"),
+        ({"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"]}, "state wrongly"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "state wrongly"),
+        ({"model_type": "falcon_mamba", "architectures": ["FalconMamba"]}, "state wrongly"),
         ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "recurrent state"),
         ({**LLAMA, "quantization_config": {"quant_method": "quip"}}, "quantized by quip"),
     ],
@@ -86,8 +89,11 @@ def test_integers_without_a_lean_decoder_take_the_universal_route() -> None:
         route({"model_type": "gpt2", **quantized}, tensor_parallel_size=2)
 
 
-def test_layers_that_all_attend_are_no_recurrent_state() -> None:
-    assert route({**HYBRID, "layer_types": ["attention"] * 2}) is None  # the universal route
+def test_what_takes_the_universal_route() -> None:
+    assert route({**HYBRID, "layer_types": ["attention"] * 2}) is None
+    assert route({**HYBRID, "layer_types": ["mamba", "attention"]}) is None
+    with pytest.raises(ModelRefused, match="only the lean route is split over ranks"):
+        route({**HYBRID, "layer_types": ["mamba", "attention"]}, tensor_parallel_size=2)
     lean = route(LLAMA)
     assert lean.num_layers == 3
     # A reranker that other servers take for a classifier generates its yes or no.
@@ -109,10 +115,10 @@ def test_a_lean_decoder_with_a_head_of_classes_is_served() -> None:
 
 def test_no_weight_is_looked_at_before_the_layers(tmp_path: Path) -> None:
     path = make_tiny_model("llama", tmp_path)
-    values = {**HYBRID, "layer_types": ["mamba", "attention"]}
+    values = {"model_type": "jamba", "architectures": ["JambaForCausalLM"]}
     (path / "config.json").write_text(json.dumps(values))
     (path / "model.safetensors").write_bytes(b"nothing that could be read")
-    with pytest.raises(ModelRefused, match="layers of type linear_attention"):
+    with pytest.raises(ModelRefused, match="computes its recurrent state wrongly"):
         load_model(EngineConfig(str(path), device="cpu"))
 
 

@@ -196,7 +196,8 @@ async def test_a_request_under_way_has_its_timeline_so_far_and_no_text() -> None
         address = "/v1/requests/live/timeline?text=true"
         told = (await http.get(address)).json()
         assert (told["outcome"], told["error"], told["output_tokens"]) == ("running", None, 0)
-        assert [each["stage"] for each in told["stages"]] == ["intake", "gate", "placement", "prefill"]
+        stages = [each["stage"] for each in told["stages"]]
+        assert stages == ["intake", "gate", "placement", "prefill"]
         assert told["stages"][-1]["end_ms"] == told["total_ms"] > 0
         assert told["text"] is None
         assert (await http.get(address)).json()["total_ms"] > told["total_ms"]

@@ -17,6 +17,7 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
+from baton.engine.memory.state_arena import StateArena
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from tests.adapters import ids_of
@@ -79,6 +80,7 @@ def our_tokens(
     info = loaded.info
     arena = KVArena(one_group(info.layers), order.numel(), block_size, info.kv_dtype, loaded.device)
     attention = TorchAttention(arena, loaded.attention_layers)
+    states = StateArena(info.layers, len(known), loaded.device)
     wanted = [len(prompt) + new_tokens for prompt in prompts]
     computed = [0] * len(known)
     while active := [i for i, ids in enumerate(known) if len(ids) < wanted[i]]:
@@ -86,9 +88,13 @@ def our_tokens(
         for i in active:
             stop = min(computed[i] + CHUNK - i % 3, len(known[i]))
             tokens, table = known[i][computed[i] : stop], tables[i][: -(-stop // block_size)]
-            chunks.append(SequenceChunk(str(i), tokens, computed[i], held(table), adapter=names[i]))
+            chunks.append(
+                SequenceChunk(
+                    str(i), tokens, computed[i], held(table), adapter=names[i], state_slot=i
+                )
+            )
             computed[i] = stop
-        step = flatten(chunks, attention, block_size, loaded.device)
+        step = flatten(chunks, attention, block_size, loaded.device, states=states)
         hidden = loaded.forward(step.token_ids, step.positions, step.batch)
         last = torch.tensor([span.first_row + span.num_rows - 1 for span in step.batch.spans])
         best = loaded.logits(hidden[last]).argmax(-1).tolist()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton.engine.memory.block_tables import count_blocks
+from baton.engine.state.sequence import count_blocks
 from baton.protocol.errors import GivenBack, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import Migrate

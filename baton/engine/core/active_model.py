@@ -73,7 +73,9 @@ def activate(
     """
     runner = make_runner(model, arena, config.num_speculative_tokens)
     meter = Meter(runner, model, config, utilization)
-    pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
+    pooler = None
+    if arena.states is None:  # prompts of a pooling job have no state slots
+        pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
     proposer = load_proposer(config, model.info, draft)
     return ActiveModel(
         meter, model, pooler, proposer, meter.look_again, utilization, model.lockstep

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.engine.memory.block_tables import as_lists
 from baton.engine.memory.pins import Pins
 from baton.engine.state.interface import EngineHooks, Task
+from baton.engine.state.sequence import as_lists
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepPlan
 

@@ -34,6 +34,7 @@ from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
 from baton.engine.memory.layer_groups import MIN_BLOCKS
 from baton.engine.memory.pins import Pins
+from baton.engine.memory.state_slots import StateSlots
 from baton.engine.memory.swap import Swapper
 from baton.engine.parallel.data_rank import DataRank
 from baton.engine.running.sizing import make_pool, size_pool
@@ -45,7 +46,7 @@ from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
 from baton.guided.cache import GrammarCache
 from baton.protocol.clock import Clock, SystemClock
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, ModelRefused
 from baton.text.sentence_files import is_encoder
 
 log = logging.getLogger(__name__)
@@ -86,9 +87,11 @@ def load_parts(
     model, draft = load_model(config, data=data), load_draft(config)
     info = model.info
     block_size = config.block_size or DEFAULT_BLOCK_SIZE[model.device.type]
-    num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
-    arena = make_pool(model, num_blocks, block_size, memory)
+    size = size_pool(config, model, block_size, _model_len(config, info), draft)
+    arena = make_pool(model, size, block_size, memory)
     config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
+    if size.num_slots:
+        config = replace(config, max_num_seqs=size.num_slots)
     active = activate(model, draft, config, arena, Utilization())
     return EngineParts(config, active, arena, info, grammars_of(config, info))
 
@@ -117,10 +120,18 @@ def assemble(
     pool that holds no token, or a longest length beyond the model's.
     """
     config, active, arena, info = parts.config, parts.active, parts.arena, parts.info
+    if hooks is not None and arena.states is not None:
+        raise ModelRefused(
+            f"{info.name} keeps recurrent state, which is not handed over to other nodes yet: "
+            "serve it with decode nodes alone, which compute prompts themselves",
+            field="model",
+        )
     clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
     bounds = _bounds(config, info, arena)
-    pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
-    tables = BlockTables(pool, arena, stats, arena.groups.windows)
+    states = None if arena.states is None else StateSlots(arena.states)
+    caching = config.enable_prefix_caching and states is None
+    pool = BlockPool(arena.num_blocks, arena.block_size, caching)
+    tables = BlockTables(pool, arena, stats, arena.groups.windows, states)
     pins = Pins(tables)
     announcements = Announcements(pins, stats, hooks)
     block_bytes = arena.num_bytes // arena.num_blocks

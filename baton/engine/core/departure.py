@@ -29,6 +29,7 @@ class Leaving(StrEnum):
     ADOPTED = "adopted"  # it has pages of another pool, and there was no room to copy them here
     # its KV was made in another precision, and an export would pass it as ours
     PRECISION = "precision"
+    STATE = "state"  # its model keeps recurrent state, which is not handed over yet
 
 
 @dataclass(frozen=True, slots=True)

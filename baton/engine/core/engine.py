@@ -50,7 +50,12 @@ from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats, KVUsage
 from baton.guided.cache import GrammarCache
 from baton.protocol import block_hashes
-from baton.protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
+from baton.protocol.errors import (
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    UnsupportedFeature,
+)
 from baton.protocol.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
 from baton.protocol.handles import NodeLoad
 from baton.protocol.kv_spec import BlockLists
@@ -219,6 +224,8 @@ class Engine:
         room is taken for what follows them. The caller passes the reservation to add() or cancels
         it. Raises ContextLengthExceeded if it can never fit.
         """
+        if self.tables.states.num_slots:
+            raise UnsupportedFeature("recurrent state is not handed over yet", field="model")
         needed = self.tables.blocks_for_arrival(num_tokens)
         if num_tokens < 1 or needed > self.pool.num_blocks:
             raise ContextLengthExceeded(
@@ -289,6 +296,8 @@ class Engine:
         return departure
 
     def _departure_of(self, group: RequestGroup) -> Departure | Leaving:
+        if self.tables.states.num_slots:
+            return Leaving.STATE
         self.adopted.take_over_all(group.leader)
         if any(table.adoption is not None for table in group.leader.tables):
             return Leaving.ADOPTED

@@ -31,15 +31,16 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from operator import attrgetter
 from typing import Final, TypeAlias
 
-from baton.engine.memory.block_tables import BlockTables, Taken, as_lists, count_blocks
+from baton.engine.memory.block_tables import BlockTables, Taken
 from baton.engine.memory.swap import Swapper
 from baton.engine.running.speculation import Drafter
 from baton.engine.state.adoption import Adoption
-from baton.engine.state.interface import Reservation, SequenceChunk, Task
-from baton.engine.state.sequence import RequestGroup, SequenceState, Table, shared_tokens
+from baton.engine.state.interface import NO_SLOT, Reservation, SequenceChunk, Task
+from baton.engine.state.sequence import RequestGroup, SequenceState, count_blocks, shared_tokens
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import Row, StepLimits, StepPlan
 from baton.protocol.errors import InternalError
@@ -79,7 +80,7 @@ class Scheduler:
         self._reservations: dict[Reservation, Taken] = {}
         self._num_reserved = 0
         self._flying: set[SequenceState] = set()
-        self._held: list[list[Table]] = []  # of ended samples that a step under way computes
+        self._held: list[SequenceState] = []  # ended samples that a step under way computes
         self._overtakes = 0  # reservations granted past the present head of the waiting queue
         self.short_of_room = False  # the last step lacked blocks, or export room, for some request
 
@@ -137,9 +138,9 @@ class Scheduler:
         Raises InternalError if the host copies are not those of the swapped requests.
         """
         self._swapper.check(self._swapped)
-        owned = count_blocks(self.sequences())
-        for tables in self._held:
-            owned.update(block for table in tables for block in table.blocks)
+        holding = [*self.sequences(), *self._held]
+        self._tables.states.check(holding)
+        owned = count_blocks(holding)
         for taken in self._reservations.values():
             for table in taken.tables:
                 owned.update(table.blocks)
@@ -199,11 +200,12 @@ class Scheduler:
 
         The first fork of a parent is the parent itself; a beam without forks is freed at once.
         """
-        used: set[SequenceState] = set()
+        for sequence in group.sequences:
+            if sequence not in parents:
+                self._release(sequence)
         beams: list[SequenceState] = []
         for parent in parents:
-            if parent not in used:
-                used.add(parent)
+            if parent not in beams:
                 beams.append(parent)
                 continue
             child = SequenceState(parent.request, parent.root, list(parent.tokens))
@@ -212,9 +214,6 @@ class Scheduler:
             child.exact_chunk = parent.exact_chunk
             self._tables.fork(parent, child, parent.num_computed)
             beams.append(child)
-        for sequence in group.sequences:
-            if sequence not in used:
-                self._release(sequence)
         group.sequences = beams
 
     def reserve(
@@ -241,7 +240,7 @@ class Scheduler:
         self._stats.num_prefix_query_tokens += num_tokens
         self._stats.num_prefix_hit_tokens += start
         self._num_reserved += 1
-        blocks = as_lists(taken.tables)
+        blocks = taken.blocks
         if adopting:
             whole = num_tokens // self._pool.block_size
             start = whole * self._pool.block_size
@@ -289,8 +288,8 @@ class Scheduler:
         free yet: the scheduler keeps them until the next call of fly(), which frees them.
         """
         held, self._held, self._flying = self._held, [], set(sequences)
-        for tables in held:
-            self._tables.give_back(tables)
+        for sequence in held:
+            self._tables.release(sequence)
 
     def give_way(self, group: RequestGroup) -> None:
         """Preempt `group`, which runs or is ready: the owner of the pages that it reads needs them
@@ -326,12 +325,15 @@ class Scheduler:
 
     def _release(self, sequence: SequenceState) -> None:
         if sequence in self._flying:
-            self._held.append(sequence.tables)
-            sequence.tables = []
+            self._held.append(copy(sequence))
+            sequence.tables, sequence.state_slot = [], NO_SLOT
         self._tables.release(sequence)
 
     def _slots_for(self, group: RequestGroup) -> bool:
-        return sum(each.width for each in (*self._running, group)) <= self._limits.max_num_seqs
+        """Whether `group` may run beside the running ones."""
+        groups = (*self._running, group)
+        fits = sum(each.width for each in groups) <= self._limits.max_num_seqs
+        return fits and self._tables.states.fit({*self._ready, *groups})
 
     def _attach(self, group: RequestGroup) -> bool:
         """Fork followers whose share the leader has computed; return whether some still wait."""
@@ -438,6 +440,7 @@ class Scheduler:
         leader.num_computed = taken.num_hits * self._pool.block_size
         leader.num_prefill_chunks = 0
         leader.prefilling = True
+        self._tables.states.take(leader)
         if not group.admitted_before:
             group.num_cached_tokens = min(leader.num_computed, leader.num_prompt)
             self._stats.num_prefix_query_tokens += len(leader.tokens)
@@ -465,13 +468,8 @@ class Scheduler:
         if self._waiting or any(group.prefilling for group in self._running):
             budget //= 2  # prompts must advance
         sequences = [s for group, s in rows if group.beams is None and group.task is Task.LOCAL]
-        kept: dict[SequenceState, list[int]] = {}
-        for sequence, drafts in drafter.propose(sequences, budget):
-            known = len(sequence.tokens)
-            if not self._tables.grow(sequence, known + len(drafts)):
-                del drafts[self._tables.room(sequence) - known :]
-            kept[sequence] = drafts
-            self._stats.num_drafted_tokens += len(drafts)
+        kept = drafter.propose_within(sequences, budget, self._tables)
+        self._stats.num_drafted_tokens += sum(map(len, kept.values()))
         return kept
 
     def _plan_row(
@@ -485,6 +483,7 @@ class Scheduler:
         num_tokens = 0 if sequence.following else sequence.next_tokens(room)
         if not num_tokens:
             return
+        num_tokens = self._tables.states.stop_for_forks(group, sequence, num_tokens)
         num_candidates = 0 if group.beams is None else group.beams.num_candidates
         chunk = sequence.chunk(num_tokens, drafts, num_candidates)
         plan.rows.append(Row(group, sequence, chunk))

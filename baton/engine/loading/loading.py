@@ -44,6 +44,7 @@ from baton.engine.loading.route import (
     keeps_integers,
     leave_lean,
 )
+from baton.engine.memory.state_arena import slot_bytes
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
@@ -57,7 +58,7 @@ from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.place import choose_device
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, ModelRefused
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.data_rank import DataRank
@@ -366,5 +367,10 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
     model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, key)
     if not config.deterministic:
         return _Built("transformers", model, model.weight_bytes)
+    if slot_bytes(model.layers):
+        raise ModelRefused(
+            "deterministic: a recurrent state depends on how the prompt is cut into steps",
+            field="deterministic",
+        )
     tiles = FixedTiles(model, 1) if model.has_experts else FixedTiles(model)
     return _Built("transformers", tiles, model.weight_bytes)

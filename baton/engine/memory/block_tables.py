@@ -20,12 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.state_slots import StateSlots
+from baton.engine.state import sequence as sequences
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.interface import Reservation
 from baton.engine.state.sequence import RequestGroup, SequenceState, Table, shared_tokens
 from baton.engine.state.stats import EngineStats
 from baton.protocol.errors import InternalError
-from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
+from baton.protocol.kv_spec import BlockLists, first_visible
 
 NEVER: Final = 1 << 62  # Table.first_whole of a table that may not offer blocks to others
 
@@ -60,10 +62,15 @@ class Taken:
     num_hits: int
     num_found: int
 
+    @property
+    def blocks(self) -> BlockLists:
+        """The tables' blocks as lists."""
+        return sequences.as_lists(self.tables)
+
 
 class BlockTables:
     """Block tables of sequences over `pool`. `windows`: per layer group, the most tokens that its
-    layers see (0 = all)."""
+    layers see (0 = all). `states`: the slots of a model that keeps recurrent state."""
 
     def __init__(
         self,
@@ -71,10 +78,12 @@ class BlockTables:
         memory: BlockMemory,
         stats: EngineStats,
         windows: Sequence[int] = (0,),
+        states: StateSlots | None = None,
     ) -> None:
         self.pool = pool
         self.memory = memory
         self.windows = tuple(windows)
+        self.states = states or StateSlots()
         self.adoptions: set[Adoption] = set()  # those whose pages a table names
         self._stats = stats
         self._windowed = any(self.windows)
@@ -115,9 +124,9 @@ class BlockTables:
 
     @property
     def may_adopt(self) -> bool:
-        """Whether tables can name other pools' pages: if there is one group that sees all
-        tokens."""
-        return self.windows == (0,)
+        """Whether tables can name other pools' pages: if there is one group that sees all tokens,
+        and no state beside it."""
+        return self.windows == (0,) and not self.states.num_slots
 
     def take_to_adopt(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
         """Take hits, and one block for what follows all full blocks of `num_tokens` tokens, which
@@ -286,6 +295,7 @@ class BlockTables:
         ]
         for table in child.tables:
             self.pool.ref(table.blocks)
+        self.states.fork(parent, child, num_tokens)
         child.num_computed = num_tokens
         child.know_hashes(parent, whole)
         child.following = False
@@ -405,8 +415,9 @@ class BlockTables:
             del table.blocks[kept:]
 
     def release(self, sequence: SequenceState) -> None:
-        """Free all blocks of a sequence, which then has computed nothing."""
+        """Free all blocks and the state of a sequence, which then has computed nothing."""
         self.give_back(sequence.tables)
+        self.states.give_back(sequence)
         sequence.tables = []
         sequence.num_computed = 0
         sequence.forked = False
@@ -479,20 +490,6 @@ class BlockTables:
                     raise InternalError(
                         f"{sequence.request.id} would write into shared block {block}"
                     )
-
-
-def as_lists(tables: Sequence[Table]) -> BlockLists:
-    """Return the tables' present blocks as lists."""
-    return tuple(HeldBlocks(tuple(table.blocks), table.num_freed) for table in tables)
-
-
-def count_blocks(sequences: Iterable[SequenceState]) -> Counter[int]:
-    """Return the references that these sequences hold, per block."""
-    counts: Counter[int] = Counter()
-    for sequence in sequences:
-        for table in sequence.tables:
-            counts.update(table.blocks)
-    return counts
 
 
 def _key(block_hash: bytes, group: int) -> bytes:

@@ -24,6 +24,7 @@ import torch
 
 from baton.engine.memory import huge_pages, pages
 from baton.engine.memory.layer_groups import LayerGroups, group_layers
+from baton.engine.memory.state_arena import StateArena
 from baton.protocol.errors import ConfigError, InternalError
 from baton.protocol.kv_spec import LayerSpec
 
@@ -71,10 +72,12 @@ class KVArena:
         dtype: str,
         device: str | torch.device = "cpu",
         memory: MakeMemory | None = None,
+        num_slots: int = 0,
     ) -> None:
         """`layers`: grouped by their windows here, unless grouped already. `memory`: makes the one
         allocation, at least num_blocks * bytes_per_block() long; None = memory of its own, on
-        `device`. Raises ConfigError for a dtype in which KV cannot be stored.
+        `device`. `num_slots`: of recurrent states beside the KV (`states`), 0 = none. Raises
+        ConfigError for a dtype in which KV cannot be stored.
         """
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
@@ -92,6 +95,7 @@ class KVArena:
         if place.numel() < self.num_bytes or place.dtype != torch.uint8:
             raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
         self.device = place.device
+        self.states = StateArena(self.layers, num_slots, place.device) if num_slots else None
         count = place.numel() // self.page_bytes
         self._reach = place[: count * self.page_bytes].view(count, self.page_bytes)
         self._pages = self._reach[:num_blocks]
@@ -215,7 +219,8 @@ def _places(groups: LayerGroups, block_size: int, dtype: str) -> tuple[list[int]
     """Return where each slot begins in a page, where its scales begin, and the bytes of a page."""
     slots, size = _offsets(groups.slot_bytes(block_size, dtype))
     scales, behind = _offsets(groups.slot_scale_bytes(block_size, dtype))
-    return slots, [size + start for start in scales], size + behind
+    # A page without KV (of layers that keep recurrent state only) has an address all the same.
+    return slots, [size + start for start in scales], max(size + behind, ALIGNMENT)
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine.config import PreemptionMode
-from baton.engine.memory.block_tables import BlockTables, count_blocks
-from baton.engine.state.sequence import RequestGroup, SequenceState
+from baton.engine.memory.block_tables import BlockTables
+from baton.engine.memory.state_slots import SwappedStates
+from baton.engine.state.sequence import RequestGroup, SequenceState, count_blocks
 from baton.engine.state.stats import EngineStats
 from baton.protocol.clock import Clock
 from baton.protocol.errors import InternalError
@@ -28,12 +29,13 @@ class _Copy:
     """A group's blocks in host memory.
 
     Row i of `host` was known to the prefix map as hashes[i] (None: it was not there). `tables[s]`
-    lists the rows of sequence s, per layer group.
+    lists the rows of sequence s, per layer group. `states`: those of the sequences that have one.
     """
 
     host: Any
     hashes: tuple[bytes | None, ...]
     tables: dict[SequenceState, list[list[int]]]
+    states: SwappedStates
 
 
 class Swapper:
@@ -103,7 +105,7 @@ class Swapper:
             self._tables.give_back(sequence.tables)
             for table in sequence.tables:
                 table.blocks = []
-        self._copies[group] = _Copy(host, hashes, tables)
+        self._copies[group] = _Copy(host, hashes, tables, self._tables.states.swap_out(tables))
         self._stats.num_swap_outs += 1
         self._stats.num_swapped_out_blocks += len(blocks)
         return True
@@ -133,6 +135,7 @@ class Swapper:
             self._tables.memory.write_blocks(copy.host, lost, fresh)
             self._measure(len(lost), started)
         self._restore(copy, {**hits, **dict(zip(lost, fresh, strict=True))})
+        self._tables.states.swap_in(copy.states)
         del self._copies[group]
         self._stats.num_swap_ins += 1
         self._stats.num_swapped_in_blocks += len(lost)

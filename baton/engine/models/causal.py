@@ -33,6 +33,13 @@ from baton.protocol.errors import ModelRefused
 logger = logging.getLogger(__name__)
 
 _SERVED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "attention"}
+# Models with recurrent state, proven token for token against transformers' generate, in chunks and
+# in batches. Other models that keep state are refused.
+SERVED_STATES: Final = {
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2",
+    "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+}  # fmt: skip
+_WRONG_IN_CHUNKS: Final = {"falcon_mamba", "jamba", "mamba", "minimax"}
 _ENCODER: Final = (
     "it is an encoder: each token attends to those after it, so nothing can be generated; serve a "
     "decoder (for embeddings and reranking one such as Qwen3-Embedding and Qwen3-Reranker)"
@@ -99,7 +106,14 @@ def refuse_layers(family: Any, config: Any) -> None:
     """Raise ModelRefused for layers that need more state than a KV cache, and for encoders."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise ModelRefused(_ENCODER)
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    text = config.get_text_config()
+    if text.model_type in SERVED_STATES:
+        return
+    if text.model_type in _WRONG_IN_CHUNKS:
+        raise ModelRefused(
+            "transformers computes its recurrent state wrongly when a prompt comes in chunks"
+        )
+    kinds = set(getattr(text, "layer_types", None) or ())
     unserved = kinds - _SERVED_LAYER_TYPES
     if unserved:
         raise ModelRefused(f"layers of type {', '.join(sorted(unserved))}")

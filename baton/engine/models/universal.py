@@ -5,11 +5,13 @@ gets the step's batch as a keyword of the forward call, so there is no global. A
 
     causal_once (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
-    -> the same tokens through the paged path, in two chunks -> the model is refused unless these
+    -> the same tokens through the paged path, in chunks -> the model is refused unless these
     logits equal the native ones
 
-A model that cannot be served this way (recurrent state, cross attention, own masks, chunked
-attention, ...) is refused with the reason: no model is ever served approximately.
+Layers that keep a recurrent state beside KV, or instead of it: recurrent.py.
+
+A model that cannot be served this way (cross attention, own masks, chunked attention, ...) is
+refused with the reason: no model is ever served approximately.
 """
 
 from __future__ import annotations
@@ -27,12 +29,20 @@ from transformers import AttentionInterface, DynamicCache
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.shared_weights import WeightsKey, shared_file
+from baton.engine.memory.state_arena import StateArena
 from baton.engine.models.causal import named_refusals
 from baton.engine.models.causal_once import causal_once
 from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.models.mla import Absorbed, absorb_latents
+from baton.engine.models.recurrent import (
+    ProbeCache,
+    StepCache,
+    cache_name,
+    keeps_state,
+    split_mixers,
+)
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch, flatten
 from baton.engine.state.interface import SequenceChunk
@@ -47,8 +57,13 @@ _HARMLESS: Final = {
     "cache_position", "output_hidden_states", "return_dict", "deterministic", "training",
     "is_causal", "position_embeddings",
 }  # fmt: skip
-_CHECK_TOKENS: Final = 12  # tokens of the self-check at load, fed as a chunk of 7 and one of 5
-_MATE_TOKENS: Final = 3  # tokens of another sequence, in front of each chunk
+# A layer without attention.
+NO_KV: Final = LayerSpec(0, 0, 0, kind="state")
+NO_ATTENTION: Final = AttentionLayer(query_heads=0, scale=1.0)
+_CHECK_TOKENS: Final = 12  # tokens of the self-check at load
+# Its chunks (from, to), and how many tokens of another sequence lie in front of each.
+_CHECK_CHUNKS: Final = ((0, 7, 3), (7, 11, 3), (11, 12, 1))
+_MATE_TOKENS: Final = 7
 _CHECK_BLOCK: Final = 4
 # Greatest mean logit error over mean logit. Two orders of sums differ by 1e-6 in float32, by about
 # 1e-2 in half precision.
@@ -66,13 +81,13 @@ class _Probe:
         self,
         module: nn.Module,
         call: _AttentionCall,
-        absorbed: Absorbed | None,
+        context: _Context,
         options: dict[str, Any],
     ) -> None:
         """Record what `module` stores and how it attends. Raises ModelRefused if Baton's attention
         cannot do what it asks for."""
         name = type(module).__name__
-        layer = getattr(module, "layer_idx", None)
+        layer, absorbed = context.layer(module), context.absorbed.get(module)
         if layer is None:
             raise ModelRefused(f"{name} does not number its layers")
         if layer in self.specs:
@@ -113,11 +128,19 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What a forward call passes to each attention module: the step's batch (or a probe), and the
-    absorbed weights of modules with latent attention."""
+    """What a forward call passes to each attention module: the step's batch (or a probe), the
+    absorbed weights of modules with latent attention, and the cache of a model with recurrent
+    state."""
 
     step: Batch | _Probe
     absorbed: dict[nn.Module, Absorbed]
+    cache: StepCache | ProbeCache | None = None
+
+    def layer(self, module: nn.Module) -> int | None:
+        """Return the layer for which `module` attends; None if it does not say. A module that
+        layers share (Zamba 2) numbers itself -1; the keys that it has just stored tell."""
+        layer: int | None = getattr(module, "layer_idx", None)
+        return self.cache.stored if layer == -1 and self.cache is not None else layer
 
 
 def _paged_attention(
@@ -138,14 +161,15 @@ def _paged_attention(
         raise ModelRefused(f"{name} does not receive the keywords of the forward call")
     absorbed, step = baton_context.absorbed.get(module), baton_context.step
     if isinstance(step, _Probe):
-        step.record(module, _AttentionCall(query, key, value), absorbed, options)
+        step.record(module, _AttentionCall(query, key, value), baton_context, options)
         v_dim = value.shape[3] if absorbed is None else absorbed.v_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], v_dim), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if absorbed is not None:
         nope = absorbed.key.shape[1]
         q = torch.cat((absorbed.queries(q[..., :nope]), q[..., nope:]), dim=-1)
-    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] (checked by the probe)
+    layer = baton_context.layer(module)
+    assert layer is not None, "checked by the probe"
     attended = step.attend(layer, q, k, v)
     return (attended if absorbed is None else absorbed.values(attended))[None], None
 
@@ -157,9 +181,12 @@ class _GivenHidden(nn.Module):
     """Replaces the decoder in the model that computes logits; returns the hidden states that it is
     given as embeddings."""
 
-    def __init__(self, example: Any) -> None:
+    def __init__(self, example: Any, decoder: nn.Module) -> None:
         super().__init__()
         self._example = example  # what the real decoder returned to the probe
+        for name, value in vars(decoder).items():  # Falcon-H1's head reads a factor there
+            if isinstance(value, float):
+                setattr(self, name, value)
 
     @property
     def decoder(self) -> _GivenHidden:
@@ -195,28 +222,37 @@ class UniversalModel:
         self.has_experts = _names_experts(causal.config.to_dict())
         self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
         self.parameter_counts = _parameter_counts(causal, config)
-        probe = _Probe()
+        self._cache_name = cache_name(self._decoder) if keeps_state(causal) else None
+        probe, states = _Probe(), ProbeCache()
         ids = torch.zeros(2, dtype=torch.int64, device=causal.device)
-        example = self._run(ids, torch.arange(2, device=causal.device), probe)
+        with states.watch(self._decoder):
+            example = self._run(ids, torch.arange(2, device=causal.device), probe, states)
         expected: int = config.num_hidden_layers
-        if sorted(probe.specs) != list(range(expected)):
+        if not states.mixers:
+            self._cache_name = None
+        if self._cache_name is None and sorted(probe.specs) != list(range(expected)):
             raise ModelRefused(
                 f"{len(probe.specs)} of {expected} layers use transformers' attention interface"
             )
-        self.layers = tuple(probe.specs[i] for i in range(expected))
-        self.attention_layers = tuple(probe.attention[i] for i in range(expected))
+        self.layers = tuple(
+            dataclasses.replace(probe.specs.get(i, NO_KV), state=states.specs.get(i))
+            for i in range(expected)
+        )
+        self.attention_layers = tuple(probe.attention.get(i, NO_ATTENTION) for i in range(expected))
+        split_mixers(states, tuple(probe.specs))
         # Runs what the model's own forward does after its decoder: head, logit scaling, softcap.
         self._head = copy.copy(causal)
         modules = dict(causal._modules)
         if causal.base_model_prefix not in modules:
             raise ModelRefused("its decoder cannot be told from its head")
-        modules[causal.base_model_prefix] = _GivenHidden(example)
+        modules[causal.base_model_prefix] = _GivenHidden(example, self._decoder)
         self._head.__dict__["_modules"] = modules
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Run token_ids [T], positions [T] int64 -> hidden [T, H]; write the batch's KV."""
         with self._adapters.rows(rows_by_adapter(batch, self._fixed_shapes)):
-            return self._run(token_ids, positions, batch).last_hidden_state[0]
+            cache = None if self._cache_name is None else StepCache(batch)
+            return self._run(token_ids, positions, batch, cache).last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
@@ -225,6 +261,11 @@ class UniversalModel:
     def add_adapter(self, adapter: Adapter) -> None:
         """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
         cannot be adapted."""
+        if self._cache_name is not None:
+            raise ModelRefused(
+                f"adapter {adapter.name}: models with recurrent state take no adapters yet",
+                field="lora_modules",
+            )
         ids = torch.arange(_CHECK_TOKENS, device=self._device)
 
         def run() -> int:
@@ -237,12 +278,20 @@ class UniversalModel:
         """Forget an adapter, also one that `add_adapter` refused after it had taken a part."""
         self._adapters.remove(id_)
 
-    def _run(self, token_ids: Tensor, positions: Tensor, step: Batch | _Probe) -> Any:
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        step: Batch | _Probe,
+        cache: StepCache | ProbeCache | None = None,
+    ) -> Any:
+        given: dict[str, Any] = {} if self._cache_name is None else {self._cache_name: cache}
         return self._decoder(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            baton_context=_Context(step, self._absorbed),
+            baton_context=_Context(step, self._absorbed, cache),
+            **given,
         )
 
 
@@ -322,19 +371,19 @@ def _check_windows(model: UniversalModel, text_config: Any) -> None:
 
 
 def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch.dtype) -> None:
-    """Run `ids` in two chunks through the paged path, each beside another sequence. Raises
+    """Run `ids` in chunks through the paged path, each beside another sequence. Raises
     ModelRefused if the logits differ from the `native` ones."""
     pool = _ScratchPool(model.layers, dtype, ids.device)
     attention = TorchAttention(pool, model.attention_layers)
-    tokens, middle = ids.tolist(), _CHECK_TOKENS * 3 // 5
-    rows: list[Tensor] = []
-    for start, stop in ((0, middle), (middle, _CHECK_TOKENS)):
-        seen = 0 if start == 0 else _MATE_TOKENS
-        mate = SequenceChunk("mate", tokens[-_MATE_TOKENS:], seen, (pool.mate_blocks,))
-        chunk = SequenceChunk("self-check", tokens[start:stop], start, (pool.blocks,))
-        step = flatten([mate, chunk], attention, _CHECK_BLOCK, ids.device)
+    states = StateArena(model.layers, 2, ids.device)
+    tokens, rows, seen = ids.tolist(), list[Tensor](), 0
+    for start, stop, mates in _CHECK_CHUNKS:
+        mate = SequenceChunk("mate", tokens[-mates:], seen, (pool.mate_blocks,), state_slot=0)
+        chunk = SequenceChunk("self-check", tokens[start:stop], start, (pool.blocks,), state_slot=1)
+        step = flatten([mate, chunk], attention, _CHECK_BLOCK, ids.device, states=states)
         hidden = model.forward(step.token_ids, step.positions, step.batch)
-        rows.append(model.logits(hidden[_MATE_TOKENS:]))
+        rows.append(model.logits(hidden[mates:]))
+        seen += mates
     error = (torch.cat(rows) - native).abs().mean() / native.abs().mean()
     if not error <= _TOLERANCE[dtype]:  # also true for NaN
         raise ModelRefused(
@@ -349,7 +398,7 @@ class _ScratchPool:
         self, layers: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK)
-        num_mates = -(-2 * _MATE_TOKENS // _CHECK_BLOCK)
+        num_mates = -(-_MATE_TOKENS // _CHECK_BLOCK)
         self.group_of = (0,) * len(layers)
         self.blocks = HeldBlocks(range(num_blocks))
         self.mate_blocks = HeldBlocks(range(num_blocks, num_blocks + num_mates))

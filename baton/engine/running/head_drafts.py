@@ -38,9 +38,8 @@ from baton.protocol.sampling import SamplingParams
 def make_runner(loaded: LoadedModel, arena: KVArena, num_drafts: int) -> ModelRunner:
     """Return a runner over `arena`; a model with a draft head guesses up to `num_drafts` tokens."""
     head = loaded.head
-    if head is None:
-        return ModelRunner(loaded, arena)
-    return ModelRunner(loaded, arena, HeadDrafts(loaded, head, arena.block_size, num_drafts))
+    drafts = None if head is None else HeadDrafts(loaded, head, arena.block_size, num_drafts)
+    return ModelRunner(loaded, arena, arena.states, drafts)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from baton.engine.running.cuda_graphs import choose_graphs
 from baton.engine.sampling import logprobs, penalties
 from baton.engine.sampling.sampler import Draw, prepare, sample
 from baton.engine.state.attention import KVViews
-from baton.engine.state.batch import Span, Step, flatten
+from baton.engine.state.batch import Span, States, Step, flatten
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
 from baton.protocol.events import TokenLogprob
 
@@ -55,15 +55,21 @@ class Asked:
 
 
 class ModelRunner:
-    """Implements interface.Runner over a loaded model and the pool's KV views.
+    """Implements interface.Runner over a loaded model, the pool's KV views, and the states of a
+    model that keeps recurrent state.
 
     `drafts`: runs the model's draft head behind each step.
     """
 
     def __init__(
-        self, loaded: LoadedModel, pool: KVViews, drafts: HeadDrafts | None = None
+        self,
+        loaded: LoadedModel,
+        pool: KVViews,
+        states: States | None = None,
+        drafts: HeadDrafts | None = None,
     ) -> None:
         self._loaded = loaded
+        self._states = states
         self._drafts = drafts
         self._attention = choose_attention(loaded, pool)
         self._block_size = pool.layer(0)[0].shape[1]
@@ -77,7 +83,9 @@ class ModelRunner:
         """See interface.Runner.run."""
         if not chunks:
             return []
-        step = flatten(chunks, self._attention, self._block_size, self._loaded.device, on_layer)
+        step = flatten(
+            chunks, self._attention, self._block_size, self._loaded.device, on_layer, self._states
+        )
         hidden = self._forward(step)
         sampled = self._sample(chunks, step.batch.spans, hidden)
         if self._drafts is not None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -32,6 +32,7 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.available_memory import CGROUP, PROC, available_memory, kilobytes
 from baton.engine.memory.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers, one_group
+from baton.engine.memory.state_arena import slot_bytes
 from baton.engine.running.head_drafts import make_runner
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.errors import ConfigError
@@ -41,6 +42,7 @@ from baton.protocol.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
+STATE_SHARE: Final = 0.5  # of the KV memory, at most, for recurrent states
 _RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
 
 
@@ -134,18 +136,26 @@ class Budget:
     explicit: bool = False  # the user gave it: it is spent whole, needed or not
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """KV blocks, and slots of recurrent state (0 = the model keeps none)."""
+
+    num_blocks: int
+    num_slots: int
+
+
 def size_pool(
     config: EngineConfig,
     model: LoadedModel,
     block_size: int,
     max_model_len: int,
     draft: LoadedModel | None = None,
-) -> int:
+) -> PoolSize:
     """Return how many blocks `model` gets, and `draft` too; the weights of both are in memory by
-    now.
+    now. A model with recurrent state gets slots for it first.
 
-    The number is as configured (num_kv_blocks, kv_cache_memory). Otherwise it is what the device
-    has left, but at most what max_num_seqs requests of max_model_len tokens can use. Raises
+    The number of blocks is as configured (num_kv_blocks, kv_cache_memory). Otherwise it is what the
+    device has left, but at most what max_num_seqs requests of max_model_len tokens can use. Raises
     ConfigError, with the arithmetic, if it is too small or does not fit.
     """
     info = model.info
@@ -161,8 +171,9 @@ def size_pool(
         drafts = -(-whole // groups.num_groups)
         block_bytes += drafts
         block += f"; {drafts:,} bytes are for the draft model {draft.info.name}"
+    slot = slot_bytes(info.layers)
     if config.num_kv_blocks is not None:
-        asked = config.num_kv_blocks * block_bytes
+        asked = config.num_kv_blocks * block_bytes + slot * config.max_num_seqs
         budget = Budget(asked, f"num_kv_blocks {config.num_kv_blocks}", "num_kv_blocks", True)
     elif config.kv_cache_memory is not None:
         asked = parse_bytes(config.kv_cache_memory, field="kv_cache_memory")
@@ -177,8 +188,13 @@ def size_pool(
         refuse_beyond(budget, HostMemory())
     # For each group, because a prompt takes blocks for its whole length, whatever a window frees
     # later.
+    num_slots = config.max_num_seqs if slot else 0
+    if slot and config.num_kv_blocks is None:
+        num_slots = max(1, min(num_slots, int(STATE_SHARE * budget.num_bytes) // slot))
+    budget = replace(budget, num_bytes=budget.num_bytes - num_slots * slot)
     useful = config.max_num_seqs * -(-max_model_len // block_size) * groups.num_groups
-    return num_blocks(budget, block_bytes, useful, block + ")", MIN_BLOCKS * groups.num_groups)
+    least = MIN_BLOCKS * groups.num_groups
+    return PoolSize(num_blocks(budget, block_bytes, useful, block + ")", least), num_slots)
 
 
 def num_blocks(
@@ -261,22 +277,29 @@ def device_budget(
 
 
 def make_pool(
-    model: LoadedModel, num_blocks: int, block_size: int, memory: MakeMemory | None
+    model: LoadedModel, size: PoolSize, block_size: int, memory: MakeMemory | None
 ) -> KVArena:
     """Make the pool of `model`, and of its ranks.
 
     Without ranks and on a CPU, the pool lies in `memory`, if that is given.
     """
-    info = model.info
+    info, num_blocks = model.info, size.num_blocks
     if model.ranks is not None:
         arena: KVArena = model.ranks.make_pool(info, num_blocks, block_size)
     else:
         placed = memory if model.device.type == "cpu" else None
-        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed)
+        arena = KVArena(
+            info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed, size.num_slots
+        )
     log.info(
         "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
         num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
     )  # fmt: skip
+    if arena.states is not None:
+        log.info(
+            "recurrent states: %d slots of %d bytes, %.1f MB; no prefix is reused",
+            size.num_slots, arena.states.slot_bytes, arena.states.num_bytes / 1e6,
+        )  # fmt: skip
     return arena
 
 
@@ -291,7 +314,10 @@ def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Ca
     table = range(-(-limit // block_size))
     info = model.info
     groups = one_group(info.layers)
-    arena = KVArena(groups, len(table), block_size, info.kv_dtype, model.device)
+    num_slots = 1 if slot_bytes(info.layers) else 0
+    arena = KVArena(
+        groups, len(table), block_size, info.kv_dtype, model.device, num_slots=num_slots
+    )
     runner = make_runner(model, arena, config.num_speculative_tokens)
 
     def run() -> None:
@@ -326,6 +352,7 @@ def dummy_chunks(
             sample=params,
             history=[(index + position) % vocab_size for position in range(length)],
             num_prompt=length,
+            state_slot=0,
         )
         for index, length in enumerate(lengths)
     ]

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.engine.config import EngineConfig
+from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.layer_groups import group_layers
+from baton.engine.memory.state_arena import slot_bytes
 from baton.engine.sampling.proposer import DraftAsk, HeadProposer, NgramProposer, Proposer
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.sequence import SequenceState
@@ -66,6 +68,18 @@ class Drafter:
         )
         return [(sequence, draft) for sequence, draft in cut if draft]
 
+    def propose_within(
+        self, sequences: Sequence[SequenceState], budget: int, tables: BlockTables
+    ) -> dict[SequenceState, list[int]]:
+        """Return what propose() does, cut to what `tables` have room for, which takes blocks."""
+        kept: dict[SequenceState, list[int]] = {}
+        for sequence, drafts in self.propose(sequences, budget):
+            known = len(sequence.tokens)
+            if not tables.grow(sequence, known + len(drafts)):
+                del drafts[tables.room(sequence) - known :]
+            kept[sequence] = drafts
+        return kept
+
     def forget(self, request_id: str) -> None:
         self._proposer.forget(request_id)
 
@@ -107,6 +121,12 @@ def load_proposer(
     """
     if config.speculative_method == "none":
         return None
+    if slot_bytes(target.layers) or (draft is not None and slot_bytes(draft.info.layers)):
+        raise ConfigError(
+            "a model with recurrent state cannot go back behind rejected drafts yet: serve it "
+            "without speculation, and do not draft with it",
+            field="speculative_method",
+        )
     if config.speculative_method == "ngram":
         return NgramProposer()
     if config.speculative_method == "mtp":

@@ -11,27 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.state.attention import Attention
-from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.interface import NO_SLOT, SequenceChunk
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Rows [first_row, first_row + num_rows) hold tokens [start, start + num_rows) of a sequence.
 
-    `adapter` names the LoRA adapter of the request; "" means none.
+    `adapter` names the LoRA adapter of the request; "" means none. `state_slot` is the slot of its
+    recurrent state.
     """
 
     first_row: int
     num_rows: int
     start: int
     adapter: str = ""
+    state_slot: int = NO_SLOT
 
     @property
     def num_tokens(self) -> int:
@@ -53,12 +55,27 @@ class GroupTables:
     first: tuple[int, ...]
 
 
+class States(Protocol):
+    """What a model needs of the recurrent states, as in StateArena."""
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return copies [N, ...] of a layer's convolution inputs and matrices in `slots` [N]."""
+        ...
+
+    def write(
+        self, layer: int, slots: Tensor, conv: Tensor | None, recurrent: Tensor | None
+    ) -> None:
+        """Store what read() returns, in `slots` [N]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Layout of one step: the spans of its rows, and a table per layer group.
 
     `on_layer(layer)` is called after the KV of each layer is written. `plans` is scratch space of
-    the attention backend: index tensors that it computes at the first layer of a step.
+    the attention backend: index tensors that it computes at the first layer of a step. `states`:
+    None for a model without recurrent state.
     """
 
     spans: tuple[Span, ...]
@@ -66,6 +83,7 @@ class Batch:
     attention: Attention
     on_layer: Callable[[int], None] | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
+    states: States | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, kv_heads, dim], call `on_layer`, then attend with q [T, query_heads,
@@ -93,6 +111,7 @@ def flatten(
     block_size: int,
     device: torch.device,
     on_layer: Callable[[int], None] | None = None,
+    states: States | None = None,
 ) -> Step:
     """Lay the chunks out as one step, in their order."""
     spans: list[Span] = []
@@ -101,7 +120,7 @@ def flatten(
     counts: list[int] = []
     for chunk in chunks:
         count = len(chunk.token_ids)
-        spans.append(Span(len(token_ids), count, chunk.start, chunk.adapter))
+        spans.append(Span(len(token_ids), count, chunk.start, chunk.adapter, chunk.state_slot))
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
         counts.append(count)
@@ -122,7 +141,7 @@ def flatten(
         here = column - _int64(first)[owner] if any(first) else column
         slots = blocks[owner, here] * block_size + offset
         tables.append(GroupTables(slots.to(device), blocks.to(device), first))
-    batch = Batch(tuple(spans), tuple(tables), attention, on_layer)
+    batch = Batch(tuple(spans), tuple(tables), attention, on_layer, states=states)
     return Step(_int64(token_ids).to(device), position.to(device), batch)
 
 

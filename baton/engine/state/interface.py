@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from baton.engine.state.occurrences import Occurrences
 from baton.guided.guide import Guide
@@ -19,6 +19,8 @@ from baton.protocol.events import TokenLogprob
 from baton.protocol.kv_spec import BlockLists, LayerSpec
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+
+NO_SLOT: Final = -1  # state slot of a sequence that holds no recurrent state
 
 
 class Task(enum.Enum):
@@ -50,7 +52,8 @@ class SequenceChunk:
     `occurrences` has the counts of `history` from earlier steps; None means to count anew. `guide`
     follows the output through params.guided; None means no grammar. `prompt_logprobs` is
     params.prompt_logprobs, set in every chunk of a prompt (`sample` in the last chunk only): the
-    number of alternatives for each prompt token that the chunk predicts.
+    number of alternatives for each prompt token that the chunk predicts. `state_slot` has the
+    recurrent state behind `start`, in a model that keeps one.
     """
 
     request_id: str
@@ -67,6 +70,7 @@ class SequenceChunk:
     fan_out: tuple[int, ...] = ()
     adapter: str = ""
     prompt_logprobs: int | None = None
+    state_slot: int = NO_SLOT
     occurrences: Occurrences | None = field(default=None, compare=False, repr=False)
     guide: Guide | None = field(default=None, compare=False, repr=False)
 

@@ -20,17 +20,18 @@ they hold no block until the leader has computed the tokens that they share, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.beam import BeamSearch
-from baton.engine.state.interface import SequenceChunk, Task
+from baton.engine.state.interface import NO_SLOT, SequenceChunk, Task
 from baton.engine.state.occurrences import Occurrences
 from baton.guided.guide import Guide
 from baton.protocol import block_hashes
 from baton.protocol.events import TokenLogprob
-from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.kv_spec import BlockLists, HeldBlocks
 from baton.protocol.request import FinishReason, Request
 
 
@@ -71,6 +72,7 @@ class SequenceState:
     candidates: tuple[TokenLogprob, ...] | None = None  # result of this beam step, once computed
     guide: Guide | None = None  # position in params.guided; recomputed from the output, if lost
     drafts: tuple[int, ...] = ()  # what the model's draft head guesses behind the last token
+    state_slot: int = NO_SLOT  # of its recurrent state, in a model that keeps one
     exact_chunk: int | None = None  # tokens per chunk; None: any number, as is cheapest
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)
@@ -170,6 +172,7 @@ class SequenceState:
             prompt_logprobs=params.prompt_logprobs,
             occurrences=self._occurrences,
             guide=self.guide if last else None,
+            state_slot=self.state_slot,
         )
 
     def possible(self, drafts: list[int]) -> list[int]:
@@ -305,3 +308,17 @@ def shared_tokens(leader: SequenceState, follower: SequenceState) -> int:
         if leader.tokens[index] != follower.tokens[index]:
             return index
     return limit
+
+
+def as_lists(tables: Sequence[Table]) -> BlockLists:
+    """Return the tables' present blocks as lists."""
+    return tuple(HeldBlocks(tuple(table.blocks), table.num_freed) for table in tables)
+
+
+def count_blocks(sequences: Iterable[SequenceState]) -> Counter[int]:
+    """Return the references that these sequences hold, per block."""
+    counts: Counter[int] = Counter()
+    for sequence in sequences:
+        for table in sequence.tables:
+            counts.update(table.blocks)
+    return counts

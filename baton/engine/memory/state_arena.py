@@ -1,0 +1,93 @@
+"""StateArena: the recurrent states of all running sequences, a slot for each sequence.
+
+A slot is a row of bytes: per layer the inputs of its convolution, then its matrices, each on a
+64-byte boundary. So a copy of a slot is one copy, whatever the layers. A slot is not cleared: a
+sequence that begins at token 0 reads nothing and writes everything.
+Not here: who owns which slot (state_slots.py), KV (kv_cache.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.protocol.kv_spec import LayerSpec, StateSpec
+
+ALIGNMENT: Final = 64  # bytes: a cache line
+
+
+class StateArena:
+    """`num_slots` slots for the states of `layers`, on one device."""
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], num_slots: int, device: str | torch.device = "cpu"
+    ) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes(layers)
+        self._rows = torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8, device=device)
+        self._views: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        at = 0
+        for layer, spec in enumerate(layers):
+            if spec.state is not None:
+                self._views[layer] = self._layer(spec.state, at)
+                at += _aligned(spec.state.conv_bytes) + _aligned(spec.state.recurrent_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._rows.nbytes
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return copies [N, ...] of a layer's convolution inputs and matrices in `slots` [N]."""
+        conv, recurrent = self._views[layer]
+        return (
+            None if conv is None else conv.index_select(0, slots),
+            None if recurrent is None else recurrent.index_select(0, slots),
+        )
+
+    def write(
+        self, layer: int, slots: Tensor, conv: Tensor | None, recurrent: Tensor | None
+    ) -> None:
+        """Store what read() returns, in `slots` [N]."""
+        for view, new in zip(self._views[layer], (conv, recurrent), strict=True):
+            if view is not None and new is not None:
+                view.index_copy_(0, slots, new.to(view.dtype))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot."""
+        self._rows[target] = self._rows[source]
+
+    def read_slots(self, slots: Sequence[int]) -> Tensor:
+        """Return copies of slots in host memory, uint8 [len(slots), slot_bytes]."""
+        return self._rows[torch.tensor(slots, device=self._rows.device)].cpu()
+
+    def write_slots(self, rows: Tensor, slots: Sequence[int]) -> None:
+        """Copy rows, uint8 [len(slots), slot_bytes], into slots."""
+        index = torch.tensor(slots, device=self._rows.device)
+        self._rows.index_copy_(0, index, rows.to(self._rows.device))
+
+    def _layer(self, spec: StateSpec, at: int) -> tuple[Tensor | None, Tensor | None]:
+        behind = at + _aligned(spec.conv_bytes)
+        return (
+            self._view(at, spec.conv, spec.conv_dtype),
+            self._view(behind, spec.recurrent, spec.recurrent_dtype),
+        )
+
+    def _view(self, at: int, shape: tuple[int, ...], dtype: str) -> Tensor | None:
+        if not shape:
+            return None
+        kind: torch.dtype = getattr(torch, dtype)
+        size = int(torch.Size(shape).numel()) * kind.itemsize
+        return self._rows[:, at : at + size].view(kind).unflatten(1, shape)
+
+
+def slot_bytes(layers: Sequence[LayerSpec]) -> int:
+    """Return the bytes of a slot of these layers; 0 for a model without recurrent state."""
+    states = [spec.state for spec in layers if spec.state is not None]
+    return sum(_aligned(s.conv_bytes) + _aligned(s.recurrent_bytes) for s in states)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -295,13 +295,17 @@ class ExportTable:
             if export is not None:
                 if self._fenced(export, epoch):
                     return None
-                acks = export.acks
-                if acks is None or (acks.epoch, acks.wanted) != (epoch, ranks):
-                    acks = export.acks = _Acks(epoch, ranks)
-                acks.given.add(rank)
-                if not acks.wanted <= acks.given:
+                if not ranks <= {rank} and not self._all_given(export, epoch, rank, ranks):
                     return None
         return self.release(export_seq, KVStale("acknowledged"))
+
+    def _all_given(self, export: Export, epoch: int, rank: int, ranks: frozenset[int]) -> bool:
+        """Note a rank's acknowledgement; return whether it was the last one."""
+        acks = export.acks
+        if acks is None or (acks.epoch, acks.wanted) != (epoch, ranks):
+            acks = export.acks = _Acks(epoch, ranks)
+        acks.given.add(rank)
+        return acks.wanted <= acks.given
 
     def _break_promise(self, export_seq: int, epoch: int) -> Export | None:
         """End the promise to `epoch`. Return the export if the caller must now free it,

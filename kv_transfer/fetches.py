@@ -186,7 +186,8 @@ class Fetches:
             raise
         seconds = self._clock.monotonic() - started
         num_bytes = sum(part.num_bytes for part in parts)
-        self._count(call, parts, num_bytes, seconds)
+        moved = self._all_bytes(handle) if call.adopt else num_bytes
+        self._count(call, parts, num_bytes, moved, seconds)
         held = None
         if call.hold or call.adopt:
             let_go = partial(self.let_go, handle, call.epoch)
@@ -199,7 +200,7 @@ class Fetches:
         adopted = () if loan is None else loan.ids
         first_tokens = _first_tokens(parts)
         lane = parts[0].lane
-        return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held, adopted, lane)
+        return KVReady(handle.num_tokens, first_tokens, moved, seconds, held, adopted, lane)
 
     async def _deliver(
         self, call: FetchCall, promise: Promise, started: float
@@ -220,14 +221,14 @@ class Fetches:
         return parts, loan
 
     def _count(
-        self, call: FetchCall, parts: Sequence[Fetched], num_bytes: int, seconds: float
+        self, call: FetchCall, parts: Sequence[Fetched], num_bytes: int, moved: int, seconds: float
     ) -> None:
-        """Count a fetch that succeeded, and record the speed of its link."""
+        """Count a fetch that succeeded, and record the speed of its link. `moved`: with the bytes
+        of adopted pages."""
         stats, lane = self._shared.stats, parts[0].lane
         stats.skipped(self._bytes_out_of_sight(call))
         peer = call.handle.boot_id
         waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
-        moved = self._all_bytes(call.handle) if call.adopt else num_bytes
         stats.fetched(lane, seconds, peer, self._clock.monotonic(), moved, waited_ms / 1000)
         if call.adopt:
             stats.adopted(lane, moved)

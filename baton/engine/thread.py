@@ -38,7 +38,8 @@ LEAVE_S: Final = 10.0  # until the other ranks of a group stop, too
 class StepReport:
     """The results of one step. `on_step` gets it on the engine thread.
 
-    `begun`: the requests that got their first token here; their times do not change any more.
+    `begun`: the requests that got their first token here, or the first one after a pause; their
+    times do not change any more, pauses are only added.
     """
 
     events: list[TokenEvent]

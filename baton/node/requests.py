@@ -57,7 +57,9 @@ class NodeRequest:
     spans: RequestSpans | None = None  # None: no trace of it is wanted
     live: set[int] = field(init=False)  # samples (results, for beams) that have not ended here
     stopped: set[int] = field(default_factory=set[int])  # samples that nobody wants any more
-    noted: list[NodeSpan] = field(default_factory=list[NodeSpan])  # where its time went here
+    noted: list[NodeSpan] = field(default_factory=list[NodeSpan])  # its times, not told yet
+    has_begun: bool = False  # its times up to its first token are told
+    num_pauses: int = 0  # of preemptions, that are told
 
     def __post_init__(self) -> None:
         self.live = set(range(self.request.params.num_outputs)) - set(self.request.ended)
@@ -77,15 +79,24 @@ class NodeRequest:
         self.noted.append(NodeSpan(name, self._us(start), self._us(end), **more))
 
     def timings(self, begun: RequestGroup, now: float) -> NodeTimings:
-        """Return where the time went until the request got its first token here, just now."""
+        """Return where the time went until the request got its first token here, just now; after
+        that, the pauses that have not been told."""
+        if not self.has_begun:
+            self._note_first(begun, now)
+        for start, end in begun.pauses[self.num_pauses :]:
+            self.num_pauses += 1
+            self.note(SpanName.PREEMPTED, start, end)
+        spans, self.noted, self.has_begun = tuple(self.noted), [], True
+        age_us = max(self._us(now), spans[-1].end_us if spans else 0)
+        return NodeTimings(self.request.id, self.request.epoch, age_us, spans)
+
+    def _note_first(self, begun: RequestGroup, now: float) -> None:
         last = self.request.arrival + (self.noted[-1].end_us / 1e6 if self.noted else 0.0)
         scheduled_at = max(last, begun.scheduled_at or last)
         computed_at = max(scheduled_at, begun.computed_at or now)
         self.note(SpanName.QUEUE, last, scheduled_at)
         name = SpanName.COMPUTE if self.handle is None else SpanName.FIRST_STEP
         self.note(name, scheduled_at, computed_at, chunks=begun.num_chunks)
-        age_us = max(self._us(now), self.noted[-1].end_us)
-        return NodeTimings(self.request.id, self.request.epoch, age_us, tuple(self.noted))
 
     def _us(self, at: float) -> int:
         return max(0, round((at - self.request.arrival) * 1e6))

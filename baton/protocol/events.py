@@ -78,12 +78,14 @@ class Subscribed(msgspec.Struct, frozen=True):
 
 
 class SpanName(enum.StrEnum):
-    """What a node did with a request. FIRST_STEP: it computed the first token after a fetch."""
+    """What a node did with a request. FIRST_STEP: it computed the first token after a fetch.
+    PREEMPTED: it took the blocks away; until the next token."""
 
     QUEUE = "queue"
     COMPUTE = "compute"
     FETCH = "fetch"
     FIRST_STEP = "first step"
+    PREEMPTED = "preempted"
 
 
 class NodeSpan(msgspec.Struct, frozen=True, gc=False):
@@ -102,7 +104,8 @@ class NodeSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class NodeTimings(msgspec.Struct, frozen=True):
-    """Where a request's time went on a node, told once, with the first token of that node.
+    """Where a request's time went on a node, told once, with the first token of that node. After
+    each preemption the pause follows, with the next token.
 
     `age_us`: microseconds from the request's arrival there to this event.
     """

@@ -149,8 +149,9 @@ class KVReady:
 
     `held`: what the caller of fetch(hold=True) releases when it does not need the exporter's blocks
     any more; None if the export has been acknowledged. `adopted`: after fetch(adopt=True) the ids
-    of all pages, which lie in the exporter's pool; they may be read while `held` is safe. `lane`:
-    the name of the lane.
+    of all pages, which lie in the exporter's pool; they may be read while `held` is safe.
+    `num_bytes`: those that were copied, or that the adopted pages hold. `lane`: the name of the
+    lane.
     """
 
     num_tokens: int

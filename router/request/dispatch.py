@@ -313,9 +313,8 @@ class Journey:
             case TokenEvent():
                 if attempts.shows is None:
                     self._mark(Milestone.DECODING)
-                if attempts.handle is None:
-                    self._trace.count(event)
-                elif not attempts.decoding:
+                self._trace.count(event, computes=attempts.handle is None)
+                if attempts.handle is not None and not attempts.decoding:
                     await self._handed_over(ledger)
                 self.output.decoded(event, self._attempts.handle is not None)
                 attempts.shows = self.output.show_next  # for the next events

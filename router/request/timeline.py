@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.protocol.events import NodeSpan
+from baton.protocol.events import NodeSpan, SpanName
 from router.request.request_ids import names
 
 if TYPE_CHECKING:
@@ -190,11 +190,15 @@ class TimelineEntry:
     @property
     def work(self) -> list[tuple[StageSpan, list[NodeWork]]]:
         """Return each stage with what nodes did for it: the work of a node that fetched belongs to
-        the hand-over (or migration), all other work to the prefill (or pooling)."""
+        the hand-over (or migration), a preemption to the stage in which it began, all other work to
+        the prefill (or pooling)."""
         found: list[tuple[StageSpan, list[NodeWork]]] = [(stage, []) for stage in self.stages]
         for each in self.trace.work:
             kinds = _OF_FETCHES if each.fetched else (PREFILL, POOLING)
             begun = [it for it in found if it[0].epoch <= each.epoch and it[0].stage != REPLY]
+            if each.span.name == SpanName.PREEMPTED:
+                begun = [it for it in begun if it[0].start <= each.start] or begun
+                kinds = ()
             of_kind = [it for it in begun if it[0].stage in kinds]
             # A decode node's first event may come before that of the prefill node.
             (of_kind or begun)[-1][1].append(each)

@@ -92,10 +92,11 @@ class RequestTrace:
             span = NodeSpan(POOLING, 0, round((end - start) * 1e6))
             self.work.append(NodeWork(span, node, start, end, end, 1, fetched=False))
 
-    def count(self, event: TokenEvent) -> None:
-        """Take from a node's event how much of the prompt the node found in its prefix map, and how
-        often the request was preempted."""
-        self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+    def count(self, event: TokenEvent, computes: bool = True) -> None:
+        """Take from a node's event how often the request was preempted there and, if the node
+        `computes` the prompt, how much of it the node found in its prefix map."""
+        if computes:
+            self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
         self.preemptions = max(self.preemptions, event.preemptions)
 
     def stopped_by_text(self) -> None:

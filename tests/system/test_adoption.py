@@ -18,6 +18,7 @@ import pytest
 from baton.engine.memory import adopted_pages
 from baton.llm import LLM
 from baton.protocol.errors import KVTimeout
+from baton.protocol.events import SpanName
 from baton.protocol.handles import KVHandle
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import PATIENT, Member, Plan, cluster
@@ -94,6 +95,10 @@ async def test_full_pages_are_read_in_place(reference: Reference, tmp_path: Path
         assert decode.transfers.lanes["shm"].fetches == 2 * len(LENGTHS)
         token_bytes = decode.node.shell.connector.bytes_of(1)
         assert decode.transfers.lanes["shm"].bytes_adopted == 2 * sum(LENGTHS) * token_bytes
+        assert c.router.services.timelines is not None
+        work = [part for each in c.router.services.timelines.newest() for part in each.trace.work]
+        told = sum(part.span.kv_bytes for part in work if part.span.name == SpanName.FETCH)
+        assert told == 2 * sum(LENGTHS) * token_bytes, "timelines count adopted pages"
         assert prefill.engine.stats.num_prefix_hit_tokens > 0
         assert not promises(decode)
 

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import NodeLost
+from baton.protocol.events import SpanName
 from baton.protocol.request import RequestState
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.failpoints import Failpoints
@@ -259,3 +260,32 @@ async def ask(client: httpx.AsyncClient, index: int) -> httpx.Response:
     prompt = list(prompts((3 + index % 50,), seed=index)[0])
     body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, **BODIES[kind]}
     return await client.post("/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+async def test_a_preemption_lies_in_the_stage_that_it_interrupts(model: Path, mode: str) -> None:
+    """Eight requests begin on a decode node that has room for the whole of three."""
+    small: dict[str, Any] = {"num_kv_blocks": 100, "block_size": 4, "preemption_mode": mode}
+    long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    lanes, options = ("grpc",), [{"block_size": 4, "num_kv_blocks": 200}]
+    async with cluster(Plan(model, prefill=options, decode=[small], lanes=lanes)) as c:
+        rounds = 0
+        while not c.decode[0].stats.num_preemptions:  # else they came one after another
+            rounds += 1
+            assert rounds < 20
+            await c.generate(prompts((40,) * 8, seed=rounds), long)
+        found = await entries(c, 8 * rounds)
+    preempted = [each for each in found if each.trace.preemptions]
+    assert preempted
+    for each in found:
+        pauses = [
+            (stage, part)
+            for stage, work in each.work
+            for part in work
+            if part.span.name == SpanName.PREEMPTED
+        ]
+        assert 0 < len(pauses) <= each.trace.preemptions or not each.trace.preemptions
+        assert all(part.node == each.trace.decode_node for _, part in pauses)
+        for stage, part in pauses:
+            assert stage.start <= part.start < part.end <= stage.end
+            assert stage.stage == "decode"

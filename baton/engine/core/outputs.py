@@ -235,8 +235,9 @@ class Outputs:
 
 
 def _begin(plan: StepPlan, row: Row) -> None:
-    """Note that the row's request gets its first token here."""
-    row.group.begun, row.group.num_chunks = True, row.sequence.num_prefill_chunks
+    """Note that the row's request gets its first token here, or the first after a pause."""
+    row.group.begun = True
+    row.group.num_chunks = row.group.num_chunks or row.sequence.num_prefill_chunks
     plan.begun.append(row.group)
 
 

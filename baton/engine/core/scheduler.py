@@ -377,8 +377,7 @@ class Scheduler:
         came later."""
         self._running.remove(group)
         self._stats.num_preemptions += 1
-        group.num_preempted += 1
-        group.admitted_before = True
+        group.note_preemption(self._swapper.clock.monotonic())
         if self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
             insort(self._swapped, group, key=attrgetter("key"))
             return

@@ -104,11 +104,15 @@ class Steps:
         return results
 
     def note_begun(self, plan: StepPlan) -> list[RequestGroup]:
-        """Return the requests that have got their first token by this step, with the time in
-        them.
+        """Return the requests that have got their first token by this step, or the first one after
+        they were preempted, with the times in them.
         """
         for group in plan.begun:
-            group.computed_at = self.clock.monotonic()
+            now = self.clock.monotonic()
+            group.computed_at = group.computed_at or now
+            if group.paused_at is not None:
+                group.pauses.append((group.paused_at, now))
+                group.paused_at = None
         return plan.begun
 
     def count(self, flight: Flight) -> None:

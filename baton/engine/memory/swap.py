@@ -51,7 +51,7 @@ class Swapper:
     ) -> None:
         self._tables = tables
         self._stats = stats
-        self._clock = clock
+        self.clock = clock
         self._mode: PreemptionMode = mode
         self._block_bytes = block_bytes
         self._copies: dict[RequestGroup, _Copy] = {}
@@ -88,7 +88,7 @@ class Swapper:
         adoptions = [table.adoption for table in tables_held if table.adoption is not None]
         blocks = list(count_blocks(group.sequences))
         row_of = {block: row for row, block in enumerate(blocks)}
-        started = self._clock.monotonic()
+        started = self.clock.monotonic()
         host = self._tables.memory.read_blocks(blocks)
         self._measure(len(blocks), started)
         if not all(adoption.safe() for adoption in adoptions):
@@ -131,7 +131,7 @@ class Swapper:
         fresh = pool.allocate(len(lost))
         assert fresh is not None, "counted as free above"
         if lost:
-            started = self._clock.monotonic()
+            started = self.clock.monotonic()
             self._tables.memory.write_blocks(copy.host, lost, fresh)
             self._measure(len(lost), started)
         self._restore(copy, {**hits, **dict(zip(lost, fresh, strict=True))})
@@ -175,5 +175,5 @@ class Swapper:
             self._tables.register_full_blocks(sequence)
 
     def _measure(self, num_blocks: int, started: float) -> None:
-        seconds = self._clock.monotonic() - started
+        seconds = self.clock.monotonic() - started
         self._stats.copy_done(num_blocks * self._block_bytes, seconds)

@@ -224,8 +224,12 @@ class RequestGroup:
     stopping: set[int] = field(default_factory=set)  # samples that nobody wants any more
     scheduled_at: float | None = None  # monotonic seconds: planned for the first time
     computed_at: float | None = None  # monotonic seconds: the step of its first token ended
-    begun: bool = False  # has got its first token here, after `num_chunks` chunks of its prompt
+    # Has got its first token here, after `num_chunks` chunks of its prompt, or the first one after
+    # it was preempted.
+    begun: bool = False
     num_chunks: int = 0
+    paused_at: float | None = None  # monotonic seconds: preempted, and without a token since then
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # from preemption to token
 
     @property
     def key(self) -> tuple[int, int]:
@@ -286,6 +290,13 @@ class RequestGroup:
             return []
         ending = [s for s in self.sequences if s.sample_index in self.stopping]
         return ending[: len(self.sequences) - 1]
+
+    def note_preemption(self, now: float) -> None:
+        """Note that it loses its blocks. Its next token is reported like a first one."""
+        self.num_preempted += 1
+        self.admitted_before, self.begun = True, False
+        if self.paused_at is None:
+            self.paused_at = now
 
     def note_prompt_logprobs(
         self, start: int, logprobs: Sequence[tuple[TokenLogprob, ...]]

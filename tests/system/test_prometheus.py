@@ -115,11 +115,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def config(routers: Sequence[ServerProcess], nodes: Sequence[ServerProcess]) -> str:
+def config(
+    routers: Sequence[ServerProcess], nodes: Sequence[ServerProcess], rules: Path = FILES / "rules"
+) -> str:
     """The file of deploy/observability with these targets, scraped every second."""
     described = yaml.safe_load((FILES / "prometheus.yml").read_text())
     described["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    described["rule_files"] = [str(FILES / name) for name in described["rule_files"]]
+    described["rule_files"] = [str(rules / Path(name).name) for name in described["rule_files"]]
     targets = {
         "baton-router": [each.address for each in routers],
         "baton-node": [f"127.0.0.1:{each.ready['metrics_port']}" for each in nodes],
@@ -131,36 +133,46 @@ def config(routers: Sequence[ServerProcess], nodes: Sequence[ServerProcess]) -> 
 
 @asynccontextmanager
 async def scraped(model: Path, folder: Path, num_routers: int) -> AsyncIterator[Scraped]:
-    async with Processes(model, folder) as processes, httpx.AsyncClient(timeout=WAIT_S) as http:
+    async with Processes(model, folder) as processes:
         prefill, decode = await processes.nodes(1, 1, NODE_FLAGS)
         starts = [processes.router(prefill, decode, FLAGS) for _ in range(num_routers)]
         routers, nodes = await asyncio.gather(*starts), [*prefill, *decode]
-        place = folder / "prometheus.yml"
-        place.write_text(config(routers, nodes))
-        port = free_port()
-        with (folder / "prometheus.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                "prometheus",
-                f"--config.file={place}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-                stderr=log,
-                stdout=log,
-            )
-        try:
+        async with prometheus(folder, routers, nodes, config(routers, nodes)) as found:
+            yield found
+
+
+@asynccontextmanager
+async def prometheus(
+    folder: Path, routers: Sequence[ServerProcess], nodes: Sequence[ServerProcess], described: str
+) -> AsyncIterator[Scraped]:
+    """Run a Prometheus with the config `described` until the end of the block."""
+    place = folder / "prometheus.yml"
+    place.write_text(described)
+    port = free_port()
+    with (folder / "prometheus.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            "prometheus",
+            f"--config.file={place}",
+            f"--storage.tsdb.path={folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            stderr=log,
+            stdout=log,
+        )
+    try:
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
             found = Scraped(http, routers, nodes, f"http://127.0.0.1:{port}")
 
             async def up() -> bool:
                 try:
-                    return await found.query("sum(up)") == [num_routers + 2]
+                    return await found.query("sum(up)") == [len(routers) + len(nodes)]
                 except (httpx.HTTPError, AssertionError):
                     return False
 
             await eventually(up)
             yield found
-        finally:
-            process.terminate()
-            await process.wait()
+    finally:
+        process.terminate()
+        await process.wait()
 
 
 async def load(http: httpx.AsyncClient, routers: Sequence[ServerProcess]) -> Truth:

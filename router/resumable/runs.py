@@ -437,6 +437,7 @@ class Runs:
     def _start(self, run: Run, also: str, over: Callable[[], object] = lambda: None) -> None:
         def ended() -> None:
             over()
+            self.stats.lost += run.log.lost  # also if it ended before anybody made it leave
             self._aliases.pop(also, None)
             self._parts.store.forget(run.id)
             if self._runs.get(run.id) is run:
@@ -472,7 +473,6 @@ class Runs:
         for run in list(self._runs.values()):
             if run.log.lost:
                 logger.warning("request %s is another router's now", run.id)
-                self.stats.lost += 1
                 task = asyncio.create_task(run.leave())
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)

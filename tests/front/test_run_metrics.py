@@ -11,7 +11,7 @@ from router.metrics.resumable import watch_runs
 from router.store.memory_store import MemoryTables
 from tests.front.resumable import HeldRouter, held_router
 from tests.front.test_resumable_api import ANSWER, again, post
-from tests.waiting import eventually
+from tests.waiting import end, eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -57,6 +57,23 @@ async def test_readers_are_counted_by_their_start(pair: tuple[HeldRouter, HeldRo
 async def _quiet(router: HeldRouter) -> bool:
     page = told(router)
     return (page["live"], page["readers"]) == (0, 0)
+
+
+async def test_a_request_is_lost_also_if_it_ends_before_the_next_heartbeat(
+    pair: tuple[HeldRouter, HeldRouter],
+) -> None:
+    one, two = pair
+    one.dispatcher.held_at = 5
+    first = post(one, CHAT)
+    await first.at_least(6)
+    await end(one.beats)  # it stands still
+    await one.store.lapse()
+    await again(two, first.events[-1][0]).done()
+    assert (told(one)["lost_total"], told(two)["adopted_total"]) == (0, 1)
+    one.dispatcher.go.set()  # it goes on; the log is another router's now
+    await first.done()
+    await eventually(lambda: _quiet(one))
+    assert told(one)["lost_total"] == 1
 
 
 async def test_adoptions_and_what_their_logs_had(pair: tuple[HeldRouter, HeldRouter]) -> None:

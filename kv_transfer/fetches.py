@@ -385,7 +385,8 @@ class Fetches:
             except (KVLost, KVRefused) as error:
                 if not conversation.elsewhere:
                     raise
-                self._shared.stats.fell_back(lane.name)
+                now, peer = self._clock.monotonic(), wanted.handle.boot_id
+                self._shared.stats.fell_back(lane.name, peer, now)
                 log.info("lane %s gives way to the next: %s", lane.name, error)
         return await self._hold(threads, self._conversation(*last, wanted, blocks), last[0])
 

@@ -180,7 +180,7 @@ class TransferStats:
                 self.peers.popitem(last=False)
 
     def peer_failed(self, peer: str, lane: str, at: float) -> None:
-        """Count a fetch from `peer` (a boot id) that failed at the time `at`."""
+        """Count a fetch from `peer` (a boot id) that a lane could not make, at the time `at`."""
         with self._lock:
             flow = self.peers[peer, lane] = self.peers.pop((peer, lane), None) or PeerFlow()
             flow.at = at
@@ -206,10 +206,12 @@ class TransferStats:
         with self._lock:
             self.lane(lane).retries += 1
 
-    def fell_back(self, lane: str) -> None:
-        """Count a conversation that went on from `lane` to the next one."""
+    def fell_back(self, lane: str, peer: str, at: float) -> None:
+        """Count a conversation with `peer` (a boot id) that went on from `lane` to the next one at
+        the time `at`: a fault of that lane."""
         with self._lock:
             self.lane(lane).fallbacks += 1
+        self.peer_failed(peer, lane, at)
 
     def connected(self, lane: str, reused: bool) -> None:
         with self._lock:

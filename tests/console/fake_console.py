@@ -48,13 +48,15 @@ PARTS = (
 @dataclass(slots=True)
 class FakeConsole:
     """`num_nodes`: half of them prefill. `shows_text`: to operators; API_KEY sees text anyway.
-    `breaks`: what was asked of /console/data/break."""
+    `broken_lane`: p0 reaches d0
+    by gRPC alone. `breaks`: what was asked of /console/data/break."""
 
     num_nodes: int = 4
     demo: bool = True
     interval_s: float = 1.0
     shows_text: bool = False
     needs_api_key: bool = False
+    broken_lane: bool = False
     breaks: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     def app(self) -> Starlette:
@@ -139,7 +141,7 @@ def snapshot(console: FakeConsole, second: int) -> dict[str, Any]:
         "totals": totals(second),
         "store": {"kind": "redis", "ok": True, "text": ""},
         "nodes": [node_of(number, second, console) for number in range(console.num_nodes)],
-        "flows": flows(console.num_nodes, second),
+        "flows": broken() if console.broken_lane else flows(console.num_nodes, second),
         "requests": {
             "live": [live(number, second) for number in range(12)],
             "num_live": 12,
@@ -201,6 +203,15 @@ def flows(num_nodes: int, second: int) -> list[dict[str, Any]]:
         }
         for number in range(min(MOST_FLOWS, half * half))
     ]  # fmt: skip
+
+
+def broken() -> list[dict[str, Any]]:
+    """Shared memory fails, and gRPC carries the KV."""
+    pair = {"from": "p0", "to": "d0", "ms_p50": 4.0, "ms_p99": 9.0}
+    return [
+        pair | {"lane": "shm", "bytes_per_s": 0, "transfers_per_s": 0, "faults": 9, "ms_p99": None},
+        pair | {"lane": "grpc", "bytes_per_s": 5e6, "transfers_per_s": 3.0, "faults": 0},
+    ]
 
 
 def live(number: int, second: int) -> dict[str, Any]:
@@ -297,6 +308,10 @@ def detail(node: str) -> dict[str, Any]:
     states += [["exported", 12, None], ["adopted", 20, None], ["hole", 6, None]]
     total = sum(int(state[1]) for state in states)
     states.append(["free", KV_BLOCKS - total, None])
+    ages = [
+        [index // 2 % 4 + 1 if state == "cached" else 0, number]
+        for index, (state, number, _) in enumerate(states)
+    ]
     prefixes = [
         {"depth": 0, "blocks": 12, "hits": 310, "tokens": 192, "parent": None, "key": "4f1c22"},
         {"depth": 1, "blocks": 30, "hits": 96, "tokens": 480, "parent": 0, "key": "9a03be"},
@@ -317,7 +332,8 @@ def detail(node: str) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "id": node, "role": "decode", "blocks": {
-            "size": 16, "total": KV_BLOCKS, "states": states, "adopted": 20, "holes": 6,
+            "size": 16, "total": KV_BLOCKS, "states": states, "ages": ages,
+            "adopted": 20, "holes": 6,
         },
         "prefixes": prefixes, "steps": steps,
         "roofline": {"peak_gbs": 42.0, "peak_gflops": 1100.0, "points": points},

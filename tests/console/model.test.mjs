@@ -133,6 +133,25 @@ test("the matrix keeps the busiest rows and columns, in order", () => {
   assert.equal(found.cell("p2", "d1"), undefined);
 });
 
+const flow = (from, to, lane, bytes_per_s, faults = 0) => (
+  { from, to, lane, bytes_per_s, faults, transfers_per_s: bytes_per_s ? 1 : 0, ms_p99: bytes_per_s || null });
+
+test("a pair with two lanes: the sum of both, and the times of the busier one", () => {
+  const flows = [flow("p0", "d0", "shm", 90), flow("p0", "d0", "grpc", 10)];
+  for (const listed of [flows, [...flows].reverse()]) {
+    const cell = model.matrix(listed, 4).cell("p0", "d0");
+    assert.deepEqual([cell.bytes_per_s, cell.ms_p99, cell.lanes.map((each) => each.lane), cell.fellFrom], [100, 90, ["shm", "grpc"], []]);
+    assert.equal(model.flowLines(listed, new Map([["p0", 0]]), new Map([["d0", 0]]), 16).length, 1);
+  }
+});
+
+test("lanes: healthy, degraded, failing, and which one carried the KV instead", () => {
+  const flows = [flow("p0", "d0", "shm", 0, 3), flow("p0", "d0", "grpc", 50), flow("p1", "d0", "stream", 70, 1), flow("p1", "d1", "stream", 20)];
+  const told = model.laneStates(flows).map((each) => [each.lane, each.state, each.pairs, each.bytes_per_s, each.faults, each.instead]);
+  assert.deepEqual(told, [["stream", "degraded", 2, 90, 1, []], ["grpc", "healthy", 1, 50, 0, []], ["shm", "failing", 1, 0, 3, ["grpc"]]]);
+  assert.deepEqual(model.laneStates([]), []);
+});
+
 test("cards: some unwell nodes, the ends of busy flows, the fullest", () => {
   const nodes = Array.from({ length: 40 }, (_, index) => ({ id: `p${index}`, state: index < 9 ? "lost" : "serving", kv_used: index, kv_total: 40 }));
   const found = model.busiest(nodes, [{ from: "p20", to: "d0", bytes_per_s: 1 }], 8).map((node) => node.id);
@@ -143,6 +162,19 @@ test("a node's blocks and prefixes", () => {
   assert.deepEqual(model.blockCounts([["used", 3, "a"], ["free", 2, null], ["used", 1, "b"]]), { used: 4, free: 2 });
   const rows = model.prefixRows([{ key: "root", parent: null }, { key: "a", parent: 0 }, { key: "other", parent: null }, { key: "b", parent: 1 }]);
   assert.deepEqual(rows.map((row) => [row.key, row.level]), [["root", 0], ["a", 1], ["b", 2], ["other", 0]]);
+});
+
+test("blocks coloured by state, by request, by age", () => {
+  const blocks = { states: [["used", 2, "chatcmpl-a"], ["used", 3, "chatcmpl-b"], ["cached", 2, null], ["free", 1, null]], ages: [[0, 5], [4, 1], [1, 1], [0, 1]] };
+  assert.deepEqual(model.blockPaint(blocks, "state").names, [...Array(5).fill("block-used"), "block-cached", "block-cached", "block-free"]);
+  const owned = model.blockPaint(blocks, "request");
+  assert.deepEqual(owned.names.slice(0, 6), ["node-1", "node-1", "node-0", "node-0", "node-0", "block-cached"]);
+  assert.deepEqual(owned.legend.map(({ label, number }) => [label, number]), [["a", 2], ["b", 3], ["cached", 2], ["free", 1]]);
+  const aged = model.blockPaint(blocks, "age");
+  assert.deepEqual(aged.names.slice(4), ["block-used", "age-4", "age-1", "block-free"]);
+  assert.deepEqual(aged.legend.map(({ label }) => label), ["used", "evicted next", "used last", "free"]);
+  const many = { states: Array.from({ length: 10 }, (_, index) => ["used", 20 - index, `r-${index}`]) };
+  assert.deepEqual(model.blockPaint(many, "request").legend.at(-1), { name: "idle", label: "other requests", number: 23 });
 });
 
 test("pieces of a stream's chunk", () => {

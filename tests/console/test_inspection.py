@@ -23,6 +23,7 @@ from tests.waiting import eventually
 def copy(**changes: Any) -> EngineCopy:
     plain: dict[str, Any] = {
         "block_size": 4, "block_bytes": 100, "refs": [], "keys": [], "parents": [], "hits": [],
+        "idle": [],
         "exported": frozenset(), "held": [], "num_holes": 0, "steps": [], "now": 50.0,
         "limits": None, "hit_tokens": 0, "swapped_blocks": 0, "num_swap_ins": 0,
     }  # fmt: skip
@@ -47,6 +48,16 @@ def test_blocks_are_runs_of_states_with_their_requests() -> None:
         ("exported", 1, None),
     ]  # fmt: skip
     assert (found["total"], found["adopted"], found["holes"]) == (6, 1, 3)
+    assert found["ages"] == [(0, 6)]
+
+
+def test_cached_blocks_have_an_age_by_the_order_of_eviction() -> None:
+    found = detail_of(
+        copy(refs=[1, 0, 0, 0, 0, 0], keys=[b"%d" % n for n in range(6)], parents=[None] * 6,
+             hits=[0] * 6, idle=[4, 3, 1, 2]),
+        at=0.0,
+    )["blocks"]  # fmt: skip
+    assert found["ages"] == [(0, 1), (2, 1), (1, 1), (3, 1), (4, 1), (0, 1)]
 
 
 def test_the_prefix_tree_joins_chains_and_splits_at_branches() -> None:
@@ -77,12 +88,17 @@ def test_a_large_pool_is_told_in_bounds() -> None:
             parents=[b"root" for _ in range(count)],
             hits=[index % 7 for index in range(count)],
             held=[(f"r{index}", [index]) for index in range(1, count, 2)],
+            idle=list(range(0, count, 2)),
         ),
         at=0.0,
     )
     states = found["blocks"]["states"]
     assert len(states) <= MOST_RUNS
     assert sum(run for _, run, _ in states) == count
+    ages = found["blocks"]["ages"]
+    assert len(ages) <= MOST_RUNS
+    assert sum(run for _, run in ages) == count
+    assert {age for age, _ in ages} == {0, 1, 2, 3, 4}
     assert len(found["prefixes"]) == MOST_PREFIXES
     assert all(it["parent"] is None for it in found["prefixes"])
     assert len(json.dumps(found)) < 1 << 19
@@ -128,6 +144,7 @@ async def test_real_nodes_tell_what_they_hold(tmp_path: Path) -> None:
         told = (await client.get(f"/console/data/nodes/{p_id}")).json()
         size = told["blocks"]["size"]
         assert "cached" in {state for state, _, _ in told["blocks"]["states"]}
+        assert {age for age, _ in told["blocks"]["ages"]} >= {0, 1}
         assert sum(each["blocks"] for each in told["prefixes"]) == 70 // size
         assert {each["hits"] for each in told["prefixes"]} == {0}
         assert told["steps"][0]["prefill_tokens"] > 0

@@ -21,6 +21,14 @@ VIEWS: Final = {
     f"requests/{SLOW_REQUEST}/vs/{OTHER}": ".gantt rect", "node/d1": ".blocks canvas",
     "transfer": ".flow-cell", "events": "tbody tr", "playground": ".ask", "break": "progress",
 }  # fmt: skip
+PAINTED: Final = """(() => {
+  const shown = document.querySelector('.blocks canvas');
+  const copy = new OffscreenCanvas(shown.width, shown.height);
+  const pen = copy.getContext('2d', { willReadFrequently: true });
+  pen.drawImage(shown, 0, 0);
+  const { data } = pen.getImageData(0, 0, shown.width, shown.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+})()"""
 SERIOUS: Final = ("serious", "critical")
 
 
@@ -173,8 +181,9 @@ async def test_a_slow_request_and_who_went_on() -> None:
 async def test_two_requests_beside_each_other() -> None:
     async with console(view="requests") as tab:
         boxes = tab.page.locator("tbody input[type=checkbox]")
-        await boxes.nth(0).check()
-        await boxes.nth(1).check()
+        names = await boxes.evaluate_all("all => all.map((each) => each.ariaLabel)")
+        for name in names[:2]:  # by name: new rows come above them
+            await tab.page.check(f"[aria-label='{name}']")
         await tab.page.click("text=Compare two")
         await tab.page.wait_for_selector("section[aria-label='Two requests']")
         assert await tab.page.locator(".gantt").count() == 2
@@ -200,11 +209,31 @@ async def test_a_node_of_many_and_its_blocks() -> None:
         said = await tab.page.get_attribute(".blocks canvas", "aria-label")
         assert said is not None
         assert said.startswith("Block map of 400 blocks: 216 used, 120 cached")
-        painted = await tab.page.evaluate(
-            "(c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size)"
-            "(document.querySelector('.blocks canvas'))"
-        )
-        assert painted > 5  # more than one colour
+        painted: dict[str, int] = {}
+        for by in ("State", "Request", "Age"):
+            await tab.page.click(f"[aria-label='Colours of blocks'] >> text={by}")
+            await tab.page.wait_for_selector(f"button[aria-pressed=true]:has-text('{by}')")
+            painted[by] = await tab.page.evaluate(PAINTED)
+        legend = await tab.page.inner_text("section[aria-label=Blocks] .legend")
+        assert "evicted next" in legend
+        assert painted["State"] > 3  # colours
+        assert painted["Request"] > painted["State"]
+        assert painted["Age"] == painted["State"] + 3, "cached blocks have four colours"
+
+
+async def test_store_and_lanes_are_told_apart_by_their_state() -> None:
+    fake = FakeConsole()
+    fake.broken_lane = True
+    async with console(fake) as tab:
+        said = " ".join((await tab.page.inner_text(".health")).split())
+        assert "store redis healthy" in said
+        assert "grpc healthy" in said
+        shm = " ".join((await tab.page.inner_text("[data-lane=shm]")).split())
+        assert "failing" in shm
+        assert "9 faults" in shm
+        assert "fell back to grpc" in shm
+        await tab.show("transfer")
+        assert "9 faults of shm" in await tab.page.inner_text(".flow-cell.fault")
 
 
 async def test_events_by_kind() -> None:

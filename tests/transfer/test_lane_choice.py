@@ -113,7 +113,10 @@ async def fetched_by_grpc(p: Node, d: Node, change: Callable[[KVHandle], KVHandl
     ready = await d.connector.fetch(change(handle), 1, d.pick(16))
     assert ready.num_tokens == 16
     assert list(used(d)) == ["grpc"]
-    assert d.connector.stats.lanes["stream"].fallbacks >= 1
+    stats = d.connector.stats
+    assert stats.lanes["stream"].fallbacks >= 1
+    told = {lane: (flow.faults > 0, flow.transfers) for (_, lane), flow in stats.peers.items()}
+    assert told == {"stream": (True, 0), "grpc": (False, 1)}, "which lane failed"
     await p.freed()
 
 

@@ -18,13 +18,15 @@ from baton.engine.state.work import Limits, Work
 
 MOST_RUNS: Final = 4096  # of equal neighbours in the map of blocks
 MOST_PREFIXES: Final = 200
+AGES: Final = 4  # classes of cached blocks
 KEY_CHARS: Final = 8
 Block = tuple[str, str | None]  # its state, its request
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCopy:
-    """A copy of what an engine holds. Per block: references, key, parent's key, hits.
+    """A copy of what an engine holds. Per block: references, key, parent's key, hits. `idle`: the
+    cached blocks, the one that is evicted next first.
 
     `exported`: blocks that an export pins. `held`: (request, blocks) of each table. `steps`: as
     Steps.recent.
@@ -36,6 +38,7 @@ class EngineCopy:
     keys: list[bytes | None]
     parents: list[bytes | None]
     hits: list[int]
+    idle: list[int]
     exported: frozenset[int]
     held: list[tuple[str, list[int]]]
     num_holes: int
@@ -56,6 +59,7 @@ def look(engine: Engine) -> EngineCopy:
         pool.block_size,
         arena.num_bytes // arena.num_blocks,
         *pool.copy_of_state(),
+        idle=list(pool.idle),
         exported=frozenset(engine.pins.counts),
         held=[(name, table.blocks[:]) for name, table in tables],
         num_holes=sum(table.num_freed for _, table in tables),
@@ -77,6 +81,7 @@ def detail_of(copy: EngineCopy, at: float) -> dict[str, Any]:
             "size": copy.block_size,
             "total": total,
             "states": _runs(_blocks(copy)),
+            "ages": _ages(copy),
             "adopted": sum(count for _, count in adopted),
             "holes": copy.num_holes,
         },
@@ -112,6 +117,17 @@ def _runs(blocks: Sequence[Block]) -> list[tuple[str, int, str | None]]:
             coarse = [plain[index - index % few] for index in range(len(plain))]
             runs = list(_grouped(coarse))
     return runs
+
+
+def _ages(copy: EngineCopy) -> list[tuple[int, int]]:
+    """Return runs of ages: 1 for cached blocks that were used last, to AGES for those that are
+    evicted next, 0 for all others. If there are too many runs, in steps of a few blocks."""
+    ages = [0] * len(copy.refs)
+    for place, block in enumerate(reversed(copy.idle)):
+        ages[block] = 1 + place * AGES // len(copy.idle)
+    few = 1 if sum(1 for _ in groupby(ages)) <= MOST_RUNS else -(-len(ages) // MOST_RUNS)
+    coarse = [ages[index - index % few] for index in range(len(ages))]
+    return [(age, sum(1 for _ in same)) for age, same in groupby(coarse)]
 
 
 def _grouped(blocks: Sequence[Block]) -> Iterator[tuple[str, int, str | None]]:

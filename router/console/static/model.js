@@ -139,7 +139,7 @@ export function busiest(nodes, flows, most) {
 
 /** Lines between cards: `rows` maps node id to its row. Widths are linear in bytes/s, 1 to `widest`. */
 export function flowLines(flows, left, right, widest) {
-  const shown = flows.filter((flow) => left.has(flow.from) && right.has(flow.to));
+  const shown = pairsOf(flows).filter((pair) => left.has(pair.from) && right.has(pair.to));
   const most = Math.max(1, ...shown.map((flow) => flow.bytes_per_s));
   return shown.map((flow) => ({
     flow,
@@ -149,18 +149,60 @@ export function flowLines(flows, left, right, widest) {
   }));
 }
 
-/** Rows and columns of the transfer matrix: the busiest `most` of each side. */
+/** The flows of each pair of nodes as one, with their sums: [{from, to, lanes, bytes_per_s, faults,
+ * ms_p99, fellFrom}]. `lanes`: its flows, the busiest first; `ms_p99`: of that one. `fellFrom`: lanes
+ * that failed while another one carried the KV. */
+export function pairsOf(flows) {
+  const found = new Map();
+  for (const flow of flows) {
+    const name = `${flow.from}\n${flow.to}`;
+    if (!found.has(name)) found.set(name, []);
+    found.get(name).push(flow);
+  }
+  return [...found.values()].map((each) => {
+    const lanes = [...each].sort((a, b) => b.bytes_per_s - a.bytes_per_s || (a.faults ?? 0) - (b.faults ?? 0));
+    const sum = (field) => lanes.reduce((total, flow) => total + (flow[field] ?? 0), 0);
+    const [best] = lanes;
+    return {
+      from: best.from, to: best.to, lanes, bytes_per_s: sum("bytes_per_s"), faults: sum("faults"), ms_p99: best.ms_p99,
+      fellFrom: lanes.slice(1).filter((flow) => flow.faults && best.bytes_per_s > flow.bytes_per_s).map((flow) => flow.lane),
+    };
+  });
+}
+
+/** Each lane that was used: [{lane, state, pairs, bytes_per_s, transfers_per_s, ms_p99, faults, instead}],
+ * the busiest first. `state`: healthy, degraded (it had faults), failing (nothing came through).
+ * `instead`: the lanes to which its pairs fell back. */
+export function laneStates(flows) {
+  const pairs = pairsOf(flows);
+  const names = [...new Set(flows.map((flow) => flow.lane))];
+  return names.map((lane) => {
+    const mine = flows.filter((flow) => flow.lane === lane);
+    const sum = (field) => mine.reduce((total, flow) => total + (flow[field] ?? 0), 0);
+    const [moved, faults] = [sum("bytes_per_s"), sum("faults")];
+    const times = mine.map((flow) => flow.ms_p99).filter((ms) => !isNone(ms));
+    return {
+      lane, pairs: mine.length, bytes_per_s: moved, transfers_per_s: sum("transfers_per_s"), faults,
+      ms_p99: times.length ? Math.max(...times) : null,
+      state: !faults ? "healthy" : sum("transfers_per_s") > 0 ? "degraded" : "failing",
+      instead: [...new Set(pairs.filter((pair) => pair.fellFrom.includes(lane)).map((pair) => pair.lanes[0].lane))],
+    };
+  }).sort((a, b) => b.bytes_per_s - a.bytes_per_s || a.lane.localeCompare(b.lane));
+}
+
+/** Rows and columns of the transfer matrix: the busiest `most` of each side. A cell is a pair. */
 export function matrix(flows, most) {
   const sums = { from: new Map(), to: new Map() };
-  for (const flow of flows) {
+  const pairs = pairsOf(flows);
+  for (const pair of pairs) {
     for (const side of ["from", "to"]) {
-      sums[side].set(flow[side], (sums[side].get(flow[side]) ?? 0) + flow.bytes_per_s);
+      sums[side].set(pair[side], (sums[side].get(pair[side]) ?? 0) + pair.bytes_per_s);
     }
   }
   const order = new Intl.Collator("en", { numeric: true });
   const top = (sum) =>
     [...sum].sort((a, b) => b[1] - a[1]).slice(0, most).map(([id]) => id).sort(order.compare);
-  const cells = new Map(flows.map((flow) => [`${flow.from}\n${flow.to}`, flow]));
+  const cells = new Map(pairs.map((pair) => [`${pair.from}\n${pair.to}`, pair]));
   return { rows: top(sums.from), columns: top(sums.to), cell: (from, to) => cells.get(`${from}\n${to}`) };
 }
 
@@ -255,6 +297,37 @@ export function blockCounts(runs) {
   const sums = {};
   for (const [state, number] of runs) sums[state] = (sums[state] ?? 0) + number;
   return sums;
+}
+
+const MOST_OWNERS = 8;
+const AGE_NAMES = ["", "used last", "then", "before", "evicted next"]; // of cached blocks
+
+/** The colour of every block as the name of a custom property, and what the colours mean:
+ * {names: [...], legend: [{name, label, number}]}. `by`: "state", "request" or "age". */
+export function blockPaint(blocks, by) {
+  const owners = new Map();
+  for (const [, number, owner] of blocks.states) if (owner) owners.set(owner, (owners.get(owner) ?? 0) + number);
+  const ranked = [...owners].sort((a, b) => b[1] - a[1]).map(([owner]) => owner);
+  const ages = (blocks.ages ?? []).flatMap(([age, number]) => Array(number).fill(age));
+  const names = [];
+  const legend = new Map();
+  const paint = (name, label, number) => {
+    for (let each = 0; each < number; each++) names.push(name);
+    if (!legend.has(label)) legend.set(label, { name, label, number: 0 });
+    legend.get(label).number += number;
+  };
+  for (const [state, number, owner] of blocks.states) {
+    const rank = by === "request" && owner ? ranked.indexOf(owner) : -1;
+    if (rank >= MOST_OWNERS) paint("idle", "other requests", number);
+    else if (rank >= 0) paint(`node-${rank}`, shortId(owner), number);
+    else if (by === "age" && state === "cached") {
+      for (let each = 0; each < number; each++) {
+        const age = ages[names.length] || 1;
+        paint(`age-${age}`, AGE_NAMES[age], 1);
+      }
+    } else paint(`block-${state}`, state, number);
+  }
+  return { names, legend: [...legend.values()] };
 }
 
 /** The prefix tree depth first: [{...prefix, index, level}]; children after their parent. */

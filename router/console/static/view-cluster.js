@@ -1,6 +1,6 @@
 // View 1: the cluster. Prefill nodes left, decode nodes right, the KV between them as lines.
 
-import { busiest, byRole, bytes, count, flowLines, isWell, kvShare, millis, millisShort, percent } from "./model.js";
+import { busiest, byRole, bytes, count, flowLines, isWell, kvShare, laneStates, millis, millisShort, percent } from "./model.js";
 import { Bar, Chart, Empty, Figure, html, Panel, State, useMemo, useState } from "./parts.js";
 
 const CARD_HEIGHT = 92; // with its gap; console.css has the same
@@ -13,11 +13,12 @@ export function Cluster({ state, history, theme }) {
   return html`
     <${Totals} state=${state} />
     <div class="charts"><${Charts} history=${history} theme=${theme} /></div>
+    <${Health} store=${state.store} flows=${state.flows ?? NONE} />
     <${Nodes} nodes=${state.nodes} flows=${state.flows ?? NONE} />`;
 }
 
 function Totals({ state }) {
-  const { totals, store } = state;
+  const { totals } = state;
   return html`
     <dl class="figures">
       <${Figure} name="Running">${count(totals.running)}<//>
@@ -30,8 +31,22 @@ function Totals({ state }) {
       <${Figure} name="Refused/s">${count(totals.refused_per_s)}<//>
       <${Figure} name="Retried/s">${count(totals.retried_per_s)}<//>
       <${Figure} name="Failed/s">${count(totals.failed_per_s)}<//>
-      <${Figure} name="Store"><span class=${store.ok ? "" : "bad"} title=${store.text ?? ""}>${store.kind}${store.ok ? "" : " away"}</span><//>
     </dl>`;
+}
+
+const LEVELS = { healthy: "well", degraded: "warn", failing: "bad" };
+
+/** One line each for the store and for every lane that carried KV in the last seconds. */
+function Health({ store, flows }) {
+  const lanes = useMemo(() => laneStates(flows), [flows]);
+  return html`
+    <ul class="health" aria-label="Store and lanes">
+      <li><b>store</b> <span class="id">${store.kind}</span> <span class=${`state ${store.ok ? "well" : "bad"}`}>${store.ok ? "healthy" : "away"}</span><span class="hint">${store.text}</span></li>
+      ${lanes.length === 0 && html`<li><b>lanes</b><span class="hint">no KV moved in the last seconds</span></li>`}
+      ${lanes.map((each) => html`
+        <li key=${each.lane} data-lane=${each.lane}><b>lane</b> <a class="id" href="#/transfer">${each.lane}</a> <span class=${`state ${LEVELS[each.state]}`}>${each.state}</span>
+          <span class="num">${bytes(each.bytes_per_s)}/s · ${count(each.pairs)} ${each.pairs === 1 ? "pair" : "pairs"} · p99 ${millisShort(each.ms_p99)}${each.faults ? html` · <b class="bad">${count(each.faults)} faults</b>` : ""}${each.instead.length ? html` · <b class="bad">fell back to ${each.instead.join(", ")}</b>` : ""}</span></li>`)}
+    </ul>`;
 }
 
 function Charts({ history, theme }) {
@@ -103,11 +118,13 @@ const Card = ({ node }) => html`
         </span>`}
   </a>`;
 
+const lanesOf = (pair) => pair.lanes.map((flow) => flow.lane).join(", ");
+
 function Lines({ lines, tall }) {
   const y = (row) => row * CARD_HEIGHT + CARD_HEIGHT / 2 - 4;
   const widest = lines.reduce((most, { flow }) => Math.max(most, flow.bytes_per_s), 0);
   const said = lines.length
-    ? `KV flows: ${lines.slice(0, 8).map(({ flow }) => `${flow.from} to ${flow.to} ${bytes(flow.bytes_per_s)} per second by ${flow.lane}`).join("; ")}`
+    ? `KV flows: ${lines.slice(0, 8).map(({ flow }) => `${flow.from} to ${flow.to} ${bytes(flow.bytes_per_s)} per second by ${lanesOf(flow)}`).join("; ")}`
     : "No KV moved in the last seconds";
   return html`
     <div class="lines">
@@ -116,7 +133,7 @@ function Lines({ lines, tall }) {
         ${lines.map(({ flow, from, to, width }) => html`
           <path key=${`${flow.from} ${flow.to}`} class=${flow.faults ? "fault" : ""} stroke-width=${width} vector-effect="non-scaling-stroke"
             d=${`M0 ${y(from)} C 45 ${y(from)}, 55 ${y(to)}, 100 ${y(to)}`}>
-            <title>${`${flow.from} → ${flow.to}: ${bytes(flow.bytes_per_s)}/s by ${flow.lane}${flow.faults ? `, ${flow.faults} faults` : ""}`}</title>
+            <title>${`${flow.from} → ${flow.to}: ${bytes(flow.bytes_per_s)}/s by ${lanesOf(flow)}${flow.faults ? `, ${flow.faults} faults` : ""}`}</title>
           </path>`)}
       </svg>
     </div>`;

@@ -2,11 +2,11 @@
 // every two seconds.
 
 import { askJson } from "./feed.js";
-import { blockCounts, byRole, bytes, clock, count, kvShare, millis, percent, prefixRows, shortId } from "./model.js";
-import { Bar, Empty, Figure, Fragment, html, Panel, State, useEffect, useRef, useRepeated, useState } from "./parts.js";
+import { blockCounts, blockPaint, byRole, bytes, clock, count, kvShare, millis, percent, prefixRows, shortId } from "./model.js";
+import { Bar, Empty, Figure, Fragment, html, Panel, State, useEffect, useMemo, useRef, useRepeated, useState } from "./parts.js";
 
 const EVERY_MS = 2000;
-const STATES = ["free", "used", "cached", "exported"];
+const COLOURS = [["state", "State"], ["request", "Request"], ["age", "Age"]];
 const STEP_TALL = 90;
 const ROOF = { wide: 420, tall: 210, left: 44, bottom: 26 };
 
@@ -68,15 +68,17 @@ const Facts = ({ node }) => html`
 function Blocks({ blocks, theme }) {
   const canvas = useRef(null);
   const [hint, setHint] = useState("");
+  const [by, setBy] = useState("state");
   const counts = blockCounts(blocks.states);
+  const paint = useMemo(() => blockPaint(blocks, by), [blocks, by]);
   const layout = useRef({ cells: 1, side: 8 });
   useEffect(() => {
-    const draw = () => { if (canvas.current) layout.current = drawBlocks(canvas.current, blocks); };
+    const draw = () => { if (canvas.current) layout.current = drawBlocks(canvas.current, paint.names); };
     draw();
     const resized = new ResizeObserver(draw);
     resized.observe(canvas.current.parentElement);
     return () => resized.disconnect();
-  }, [blocks, theme]);
+  }, [paint, theme]);
   const point = (event) => {
     const { cells, side } = layout.current;
     const index = Math.floor(event.offsetY / side) * cells + Math.floor(event.offsetX / side);
@@ -84,10 +86,11 @@ function Blocks({ blocks, theme }) {
   };
   const said = `Block map of ${blocks.total} blocks: ${Object.entries(counts).map(([name, number]) => `${number} ${name}`).join(", ")}`;
   const beside = [["adopted from another pool", blocks.adopted], ["freed by a window", blocks.holes]].filter(([, number]) => number);
-  const aside = html`<span class="num">${count(blocks.total)} blocks of ${blocks.size} tokens${beside.map(([name, number]) => ` · ${count(number)} ${name}`)}</span>`;
+  const aside = html`<span class="num">${count(blocks.total)} blocks of ${blocks.size} tokens${beside.map(([name, number]) => ` · ${count(number)} ${name}`)}</span>
+    <span class="tabs" role="group" aria-label="Colours of blocks">${COLOURS.map(([name, title]) => html`<button key=${name} aria-pressed=${by === name} onClick=${() => setBy(name)}>${title}</button>`)}</span>`;
   return html`
     <${Panel} title="Blocks" aside=${aside}>
-      <p class="legend">${STATES.filter((name) => counts[name]).map((name) => html`<span key=${name}><i class=${`key block-${name}`} />${name} <b class="num">${counts[name]}</b></span>`)}<span class="hint">${hint}</span></p>
+      <p class="legend">${paint.legend.map(({ name, label, number }) => html`<span key=${label}><i class="key" style=${{ background: `var(--${name})` }} />${label} <b class="num">${number}</b></span>`)}<span class="hint">${hint}</span></p>
       <div class="blocks"><canvas ref=${canvas} role="img" aria-label=${said} onMouseMove=${point} onMouseLeave=${() => setHint("")} /></div>
     <//>`;
 }
@@ -101,12 +104,12 @@ function blockAt(blocks, index) {
   return "";
 }
 
-/** Draws every block as a square; an owner's first block has a mark. Returns the layout. */
-function drawBlocks(canvas, blocks) {
+/** Draws every block as a square of its colour, a custom property's name. Returns the layout. */
+function drawBlocks(canvas, names) {
   const width = canvas.parentElement.clientWidth;
-  const side = [14, 12, 10, 8, 6, 5, 4, 3].find((each) => Math.ceil(blocks.total / Math.floor(width / each)) * each <= 240) ?? 2;
+  const side = [14, 12, 10, 8, 6, 5, 4, 3].find((each) => Math.ceil(names.length / Math.floor(width / each)) * each <= 240) ?? 2;
   const cells = Math.max(1, Math.floor(width / side));
-  const tall = Math.max(1, Math.ceil(blocks.total / cells)) * side;
+  const tall = Math.max(1, Math.ceil(names.length / cells)) * side;
   const ratio = devicePixelRatio || 1;
   canvas.width = width * ratio;
   canvas.height = tall * ratio;
@@ -114,19 +117,20 @@ function drawBlocks(canvas, blocks) {
   canvas.style.height = `${tall}px`;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  const colors = Object.fromEntries(STATES.map((name) => {
-    canvas.style.color = `var(--block-${name})`;
-    return [name, getComputedStyle(canvas).color];
-  }));
-  canvas.style.color = "";
-  let index = 0;
-  const gap = side > 4 ? 1 : 0;
-  for (const [state, number] of blocks.states) {
-    pen.fillStyle = colors[state] ?? colors.used;
-    for (let each = 0; each < number; each++, index++) {
-      pen.fillRect((index % cells) * side, Math.floor(index / cells) * side, side - gap, side - gap);
+  const colors = new Map();
+  const colorOf = (name) => {
+    if (!colors.has(name)) {
+      canvas.style.color = `var(--${name}, var(--block-used))`;
+      colors.set(name, getComputedStyle(canvas).color);
     }
-  }
+    return colors.get(name);
+  };
+  const gap = side > 4 ? 1 : 0;
+  names.forEach((name, index) => {
+    pen.fillStyle = colorOf(name);
+    pen.fillRect((index % cells) * side, Math.floor(index / cells) * side, side - gap, side - gap);
+  });
+  canvas.style.color = "";
   return { cells, side };
 }
 

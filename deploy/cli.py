@@ -160,6 +160,7 @@ def _add_console_address(parser: argparse.ArgumentParser) -> None:
     text = "URL of the console: http://HOST:ADMIN_PORT/console (default: of the newest `baton up`)"
     parser.add_argument("console", nargs="?", metavar="URL", help=text)
     _add_admin_key(parser)
+    add_trust(parser)
 
 
 def _add_admin_key(parser: argparse.ArgumentParser) -> None:
@@ -318,9 +319,10 @@ def run_top(arguments: argparse.Namespace) -> int:
     from deploy.top import TopApp
 
     address = console_address(arguments.console, arguments.admin_key, os.environ)
+    trust = trust_of(arguments)
 
     async def show() -> None:
-        async with ConsoleFeed(address) as feed:
+        async with ConsoleFeed(address, trust) as feed:
             await TopApp(feed).run_async()
 
     asyncio.run(show())
@@ -336,7 +338,8 @@ def run_console(arguments: argparse.Namespace) -> int:
 
     address = console_address(arguments.console, arguments.admin_key, os.environ)
     try:
-        reply = httpx.get(f"{address.origin}/console", trust_env=False)
+        trust = trust_of(arguments) or True
+        reply = httpx.get(f"{address.origin}/console", trust_env=False, verify=trust)
     except httpx.HTTPError as error:
         raise Unavailable(f"no router answers at {address.origin}: {error}") from error
     if not reply.is_success:
@@ -355,7 +358,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
     console, name = Console(), arguments.request
     if name is None and (arguments.list is not None or not arguments.slowest):
         listed = source.requests(arguments.slowest, arguments.list or LISTED)
-        console.print(requests_table(listed))
+        console.print(requests_table(listed, console.width))
         return 0
     timeline = source.timeline(name or source.slowest())
     if arguments.json:

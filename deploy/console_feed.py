@@ -6,8 +6,10 @@ second a delta. `merged` puts a delta into a snapshot.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -55,21 +57,28 @@ def console_address(
 
 def _of_newest_run(environ: Mapping[str, str]) -> str:
     files = sorted(cache_folder("runs", environ).glob(f"*/{URL_FILE}"))
+    files = [file for file in files if still_runs(file.parent)]
     if not files:
         text = "no `baton up` runs here: give the URL http://HOST:ADMIN_PORT/console"
         raise ConfigError(text, field="url")
-    return files[-1].read_text().strip()
+    return files[-1].read_text().split()[0]  # several workers have one each
+
+
+def still_runs(folder: Path) -> bool:
+    """Whether the `baton up` of a run's folder is still there: the name ends with its process."""
+    return Path(f"/proc/{folder.name.rpartition('-')[2]}").exists()
 
 
 class ConsoleFeed:
-    """Asks a console for its data. Close it with `async with`."""
+    """Asks a console for its data. Close it with `async with`. `trust`: None is httpx's own."""
 
-    def __init__(self, address: ConsoleAddress) -> None:
+    def __init__(self, address: ConsoleAddress, trust: ssl.SSLContext | None = None) -> None:
         self._client = httpx.AsyncClient(
             base_url=address.origin,
             headers={"authorization": f"Bearer {address.key}"},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             trust_env=False,
+            verify=trust or True,
         )
 
     async def __aenter__(self) -> ConsoleFeed:
@@ -84,8 +93,7 @@ class ConsoleFeed:
             reply = await self._client.get(path)
         except httpx.HTTPError as error:
             raise _away(error) from error
-        _check(reply)
-        return reply.json()
+        return answer_of(reply)
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
         """Yield the state of the whole system, about once in a second. Raises BatonError."""
@@ -94,7 +102,7 @@ class ConsoleFeed:
             async with self._client.stream("GET", "/console/data/stream") as reply:
                 if not reply.is_success:
                     await reply.aread()
-                _check(reply)
+                    answer_of(reply)
                 async for line in reply.aiter_lines():
                     if (told := parse_line(line)) is not None:
                         snapshot = merged(snapshot, told)
@@ -127,14 +135,20 @@ def merged(snapshot: Snapshot, delta: Snapshot) -> Snapshot:
 _LISTS: Final = ("nodes", "events", "requests")
 
 
-def _check(reply: httpx.Response) -> None:
-    if reply.is_success:
-        return
+def answer_of(reply: httpx.Response) -> Any:
+    """Return the JSON that a router has answered. Raises BatonError with its message, Unavailable
+    if it is no router's answer."""
     try:
-        text = reply.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        told = reply.json()
+    except ValueError as error:
+        raise Unavailable(f"{reply.request.url} is not a Baton router's") from error
+    if reply.is_success:
+        return told
+    try:
+        text = str(told["error"]["message"])
+    except (KeyError, TypeError):
         text = f"{reply.request.url} answered {reply.status_code}"
-    raise BatonError(str(text))
+    raise BatonError(text)
 
 
 def _away(error: Exception) -> Unavailable:

@@ -146,11 +146,17 @@ class Cluster:
     @property
     def console(self) -> str | None:
         """The URL of the console, without a key; None before a router is ready."""
+        return next(iter(self.consoles), None)
+
+    @property
+    def consoles(self) -> list[str]:
+        """The URLs of the consoles: each worker has one."""
         router = self.members.get("router")
         details = {} if router is None else router.details
-        admin = details.get("admin_address") or next(iter(details.get("admin_addresses", [])), None)
+        admin = details.get("admin_address")
         scheme = self.url.partition("://")[0]
-        return None if admin is None else f"{scheme}://{admin}/console"
+        addresses = [admin] if admin else details.get("admin_addresses", [])
+        return [f"{scheme}://{address}/console" for address in addresses]
 
     @property
     def routers(self) -> dict[str, str]:

@@ -286,9 +286,10 @@ def steps_table(steps: list[dict[str, Any]]) -> Table:
 
 
 def _fill(table: DataTable[str | Text], rows: list[list[str | Text]]) -> None:
-    """Put `rows` into the table; the first cell is the row's key. The cursor stays on its row."""
+    """Put `rows` into the table; the first cell is the row's key. The cursor stays on its row; but
+    in the first row it stays there, whatever comes: who has not moved it sees the newest."""
     at = None
-    if table.row_count:
+    if table.row_count and table.cursor_row > 0:
         at = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
     table.clear()
     keys: list[str] = []

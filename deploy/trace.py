@@ -6,23 +6,35 @@ It reads `/v1/requests/{id}/timeline` of a router, which can also write it for P
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from baton.protocol.errors import BatonError, Unavailable
+from deploy.console_feed import answer_of
 
 TIMEOUT_S: Final = 10.0
 NARROWEST_BAR: Final = 10  # cells
-FIXED_COLUMNS: Final = 76  # what the other columns of the table need
+GAP: Final = 2  # between columns
 MOST_KB: Final = 10_000  # more is told in MB
-ID_COLUMNS: Final = 45  # a reply's id: `baton trace` needs all of it
+# Of a list: its name, whether it is aligned to the right, its text.
+COLUMNS: Final[tuple[tuple[str, bool, Callable[[dict[str, Any]], str]], ...]] = (
+    ("total ms", True, lambda it: f"{it['total_ms']:.1f}"),
+    ("TTFT ms", True, lambda it: "-" if it["ttft_ms"] is None else f"{it['ttft_ms']:.1f}"),
+    ("prompt", True, lambda it: str(it["prompt_tokens"])),
+    ("output", True, lambda it: str(it["output_tokens"])),
+    ("retries", True, lambda it: str(it["retries"])),
+    ("outcome", False, lambda it: it["error"] or it["outcome"].lower()),
+    ("prefill", False, lambda it: it["prefill_node"] or "-"),
+    ("decode", False, lambda it: it["decode_node"] or "-"),
+)
+FIRST: Final = ("total ms", "TTFT ms", "outcome", "output")  # where there is little room
 COLORS: Final = {
     "intake": "white",
     "elsewhere": "bright_black",
@@ -57,14 +69,7 @@ class TimelineSource:
                 reply = client.get(self.url.rstrip("/") + path, headers=headers)
         except httpx.HTTPError as error:
             raise Unavailable(f"no router answers at {self.url}: {error}") from error
-        try:
-            told = reply.json()
-        except ValueError as error:
-            raise Unavailable(f"{self.url} is not a Baton router") from error
-        if not reply.is_success:
-            text = told.get("error", {}).get("message") if isinstance(told, dict) else None
-            raise BatonError(str(text or f"{self.url} answered {reply.status_code}"))
-        return told
+        return answer_of(reply)
 
     def timeline(self, name: str) -> dict[str, Any]:
         return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
@@ -84,30 +89,37 @@ class TimelineSource:
         return self.get(f"/v1/requests?slowest={str(slowest).lower()}&limit={count}")["data"]
 
 
-def requests_table(requests: list[dict[str, Any]]) -> Table:
-    """Return one row per request: what to give to `baton trace`, and its figures."""
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("request", no_wrap=True, min_width=ID_COLUMNS)
-    for name in ("total ms", "TTFT ms", "prompt", "output", "retries"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("outcome", "prefill", "decode"):
-        table.add_column(name)
-    for each in requests:
-        first = each["ttft_ms"]
-        table.add_row(
-            each["request_id"],
-            f"{each['total_ms']:.1f}",
-            "-" if first is None else f"{first:.1f}",
-            str(each["prompt_tokens"]),
-            str(each["output_tokens"]),
-            str(each["retries"]),
-            each["error"] or each["outcome"].lower(),
-            each["prefill_node"] or "-",
-            each["decode_node"] or "-",
-        )
+def requests_table(requests: list[dict[str, Any]], width: int) -> Table:
+    """Return one row per request: what to give to `baton trace`, and as many of its figures as
+    `width` columns have room for."""
     if not requests:
-        table.add_row("no request has ended yet")
+        return _table([("request", False, ["no request has ended yet"])])
+    wanted = (*(column for column in COLUMNS if column[0] in FIRST), *COLUMNS)
+    names, left = {"request"}, width - max(map(len, _ids(requests)))
+    for name, _, value in dict.fromkeys(wanted):
+        need = GAP + max(len(name), *(len(value(each)) for each in requests))
+        if name not in names and need <= left:
+            names.add(name)
+            left -= need
+    shown = [(name, right, [value(each) for each in requests])
+             for name, right, value in COLUMNS if name in names]  # fmt: skip
+    return _table([("request", False, _ids(requests)), *shown])
+
+
+def _table(columns: Sequence[tuple[str, bool, Sequence[RenderableType]]]) -> Table:
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    for name, right, _ in columns:
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for row in zip(*(cells for _, _, cells in columns), strict=True):
+        table.add_row(*row)
     return table
+
+
+def _ids(requests: list[dict[str, Any]]) -> list[str]:
+    """Return the shortest ids that name the requests: of replies, unless two have the same."""
+    whole = [str(each["request_id"]) for each in requests]
+    replies = [name.rpartition("-")[0] or name for name in whole]
+    return replies if len(set(replies)) == len(replies) else whole
 
 
 def view(timeline: dict[str, Any], width: int) -> RenderableType:
@@ -119,41 +131,39 @@ def view(timeline: dict[str, Any], width: int) -> RenderableType:
         f" {timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached),"
         f" {timeline['output_tokens']} output tokens, {timeline['retries']} retries",
     )
-    table = Table(box=box.SIMPLE, padding=(0, 1), pad_edge=False)
-    for name in ("stage", "node"):
-        table.add_column(name, no_wrap=True)
-    for name in ("start ms", "took ms", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    cells = max(NARROWEST_BAR, width - FIXED_COLUMNS)
     spans = sorted(
         timeline["stages"] + timeline["transfers"],
         key=lambda span: (span["start_ms"], span["end_ms"]),
     )
-    for span in spans:
-        table.add_row(*_cells(span, timeline["total_ms"], cells))
-        for part in span.get("parts", ()):
-            table.add_row(*_cells(part, timeline["total_ms"], cells))
+    rows = [each for span in spans for each in (span, *span.get("parts", ()))]
+    columns = [
+        (name, right, [value(each) for each in rows])
+        for name, right, value in (
+            ("stage", False, _stage), ("node", False, lambda it: Text(it.get("node") or "")),
+            ("start ms", True, lambda it: Text(f"{it['start_ms']:.1f}")),
+            ("took ms", True, lambda it: Text(f"{it['end_ms'] - it['start_ms']:.1f}")),
+            ("tokens", True, _tokens),
+        )
+    ]  # fmt: skip
+    taken = sum(GAP + max(len(name), *map(len, cells)) for name, _, cells in columns)
+    cells = max(NARROWEST_BAR, width - taken)
+    bars = [bar(each, timeline["total_ms"], cells) for each in rows]
+    table = _table([*columns, ("", False, bars)])
     reasons = [
         Text(f"epoch {span['epoch']} failed: {span['why']}", "red")
         for span in timeline["stages"]
         if span.get("why")
     ]
-    return Group(head, table, *reasons)
+    return Group(head, Text(), table, *reasons)
 
 
-def _cells(span: dict[str, Any], total_ms: float, cells: int) -> tuple[RenderableType, ...]:
-    """Return a row of the table, for a stage or for a part of one."""
+def _stage(span: dict[str, Any]) -> Text:
+    return Text(span["stage"], _color(span)) if "stage" in span else Text("  " + part_name(span))
+
+
+def _tokens(span: dict[str, Any]) -> Text:
     first, last = span.get("tokens") or (0, 0)
-    name = Text(span["stage"], _color(span)) if "stage" in span else Text("  " + part_name(span))
-    return (
-        name,
-        span.get("node") or "",
-        f"{span['start_ms']:.1f}",
-        f"{span['end_ms'] - span['start_ms']:.1f}",
-        f"{last - first}" if last > first else "",
-        bar(span, total_ms, cells),
-    )
+    return Text(f"{last - first}" if last > first else "")
 
 
 def part_name(part: dict[str, Any]) -> str:

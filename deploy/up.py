@@ -33,7 +33,7 @@ from baton.runtime.cache_folder import cache_folder
 from baton.runtime.cores import check_cores, parse_cores
 from bench.sse import StreamError
 from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
-from deploy.console_feed import URL_FILE
+from deploy.console_feed import URL_FILE, still_runs
 from deploy.local import Cluster, Report, StopRequested
 from deploy.plan import UpOptions
 from deploy.redis_server import require_answer
@@ -157,6 +157,7 @@ def up(
     if options.redis_url is not None:
         require_answer(options.redis_url)
     run_dir = made_run_dir(options, environ)
+    link = None if options.run_dir is None else linked(run_dir, environ)
 
     def tell(report: Report) -> None:
         mark, style = ("!", "yellow") if report.trouble else ("+", "green")
@@ -183,6 +184,8 @@ def up(
             cluster.stop()
             introduction.join()
             (run_dir / URL_FILE).unlink(missing_ok=True)
+            if link is not None:
+                link.unlink(missing_ok=True)
             console.print("stopped", style="dim")
     return status
 
@@ -211,6 +214,21 @@ def made_run_dir(options: UpOptions, environ: Mapping[str, str]) -> Path:
         text = f"logs cannot be written to {place} ({error.strerror or error}); give --run-dir"
         raise ConfigError(text, field="run_dir") from error
     return folder
+
+
+def linked(run_dir: Path, environ: Mapping[str, str]) -> Path | None:
+    """Return a link to a folder that the user has named, where `baton console` and `baton top` look
+    for runs; None if it cannot be made."""
+    try:
+        link = default_run_dir(environ)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        for old in link.parent.iterdir():  # of launchers that were killed
+            if old.is_symlink() and not still_runs(old):
+                old.unlink()
+        link.symlink_to(run_dir.resolve(), target_is_directory=True)
+    except OSError:
+        return None
+    return link
 
 
 def child_variables(options: UpOptions) -> dict[str, str]:
@@ -320,15 +338,17 @@ def introduce(cluster: Cluster, console: Console, began: float, key: str) -> Non
 
 
 def show_console(cluster: Cluster, console: Console, key: str) -> None:
-    """Print the console's URL with its key, and keep it in a file that only this user reads."""
-    if cluster.console is None:
+    """Print the consoles' URLs with their key; keep them in a file that only this user reads."""
+    urls = [f"{url}#key={key}" for url in cluster.consoles]
+    if not urls:
         return
-    url = f"{cluster.console}#key={key}"
     file = cluster.run_dir / URL_FILE
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
-    file.write_text(f"{url}\n")
-    console.print(f"console  {url}", highlight=False, soft_wrap=True, markup=False)
+    file.write_text("".join(f"{url}\n" for url in urls))
+    for index, url in enumerate(urls):
+        worker = f"  (worker {index}, which shows its own requests)" if len(urls) > 1 else ""
+        console.print(f"console  {url}{worker}", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_commands(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,14 +114,17 @@ def body(prompt: str, max_tokens: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def live_console(directory: Path, num_nodes: int = 2) -> AsyncIterator[LiveConsole]:
-    """So many prefill and as many decode nodes, and a router with an admin port."""
+async def live_console(
+    directory: Path, num_nodes: int = 2, flags: Sequence[str] = ()
+) -> AsyncIterator[LiveConsole]:
+    """So many prefill and as many decode nodes, and a router with an admin port. `flags`: more of
+    the router's."""
     async with (
         Processes(DEMO_MODEL, directory) as processes,
         httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client,
     ):
         prefill, decode = await processes.nodes(num_nodes, num_nodes, NODE_FLAGS)
-        router = await processes.router(prefill, decode, ROUTER_FLAGS)
+        router = await processes.router(prefill, decode, (*ROUTER_FLAGS, *flags))
         live = LiveConsole(router, prefill, decode, client)
 
         async def serves() -> bool:

@@ -269,6 +269,23 @@ async def test_two_requests_of_one_name() -> None:
         assert [table.get_row_at(row)[0] for row in range(3)] == ["same", "same", "e"]
 
 
+async def test_a_cursor_that_nobody_moved_stays_above_what_is_new() -> None:
+    app = TopApp(FakeFeed([]))
+
+    def of(*names: str) -> Snapshot:
+        return snapshot(requests={"live": [live(n) for n in names], "num_live": 1, "ended": []})
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.show(of("old"))
+        await pilot.press("2")
+        table = app.query_one("#list", DataTable)
+        app.show(of("new", "old"))
+        assert table.cursor_row == 0
+        await pilot.press("down")
+        app.show(of("newer", "new", "old"))
+        assert table.cursor_row == 2, "it was moved to a row, and stays there"
+
+
 async def test_the_cursor_stays_on_its_row() -> None:
     app = TopApp(FakeFeed([]))
     async with app.run_test(size=(120, 40)) as pilot:

@@ -52,9 +52,9 @@ def shown(what: RenderableType, width: int = 120) -> list[str]:
 def test_each_stage_is_followed_by_what_nodes_did_in_it() -> None:
     lines = shown(view(TIMELINE, 120))
     assert lines[0].startswith("chatcmpl-7-0.1f  finished in 100.0 ms; 812 prompt tokens (640 ca")
-    body = [line for line in lines if line.startswith(" ") and line.strip("─ ")]
-    names = [line[1:24].split("  ")[0].strip() or line[1:24].strip() for line in body]
-    assert [name for name in names if name != "stage"] == [
+    names = [line[:21].strip().split("  ")[0] for line in lines[3:-1]]
+    assert lines[2].startswith("stage ")
+    assert names == [
         "gate", "retry", "prefill", "queue", "compute in 3 chunks", "transfer", "hand-over",
         "fetch 25 MB shm", "decode",
     ]  # fmt: skip
@@ -101,10 +101,33 @@ def test_what_a_node_did_in_a_few_words(part: dict[str, Any], told: str) -> None
 
 def test_a_list_of_requests() -> None:
     summary = {**TIMELINE, "ttft_ms": None, "prefill_node": None, "error": "node_lost"}
-    text = "\n".join(shown(requests_table([summary]), 160))
-    assert "chatcmpl-7-0.1f" in text
+    text = "\n".join(shown(requests_table([summary], 160), 160))
+    assert "chatcmpl-7 " in text
     assert "node_lost" in text
-    assert "no request has ended yet" in "\n".join(shown(requests_table([])))
+    same = "\n".join(shown(requests_table([summary, summary], 160), 160))
+    assert same.count("chatcmpl-7-0.1f") == 2, "prompts of one reply"
+    assert "no request has ended yet" in "\n".join(shown(requests_table([], 80)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_list_fits_its_screen_and_keeps_ids_whole(width: int) -> None:
+    name = "chatcmpl-b78ce5e6e45f46ec16668121"
+    listed = [{**TIMELINE, "request_id": f"{name}-0.1c6f0c83"}]
+    lines = shown(requests_table(listed, width), width)
+    assert len(lines) == 2, "no line is broken"
+    assert not any("\u2026" in line or len(line) > width for line in lines)
+    assert lines[1].startswith(f"{name} ")
+    heads = lines[0].split()
+    assert ("TTFT" in heads, "outcome" in heads) == (True, width >= 80)
+    assert ("decode" in heads) is (width >= 120)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_bars_take_what_room_is_left(width: int) -> None:
+    lines = shown(view(TIMELINE, width), width)
+    rows = lines[lines.index("") + 1 :][1:10]
+    assert max(map(len, rows)) == width, "the last stage ends at the edge"
+    assert max(row.count("█") for row in rows) >= width // 8
 
 
 class RouterOfOne(BaseHTTPRequestHandler):

@@ -131,6 +131,8 @@ function Console({ console_key: key, ended }) {
     ${help && html`<${Help} views=${views} close=${() => setHelp(false)} />`}`;
 }
 
+const isWorker = (id) => /-w\d+$/.test(id); // of `--workers`: router/workers.py
+
 function Top({ feed, views, at, theme, turnTheme, turnHelp }) {
   const state = feed?.state;
   const link = feed?.link ?? "connecting";
@@ -144,6 +146,7 @@ function Top({ feed, views, at, theme, turnTheme, turnHelp }) {
       <span class="about">
         ${state && html`<span class="wide">${state.router.models.join(", ")} · ${state.router.version}</span>
           <span class="num wide">${count(state.totals.running)} running</span>`}
+        ${state && isWorker(state.router.id) && html`<span class="state warn" title=${`${state.router.id}: one of several workers. Requests, events and rates are its own; each worker has a console.`}>worker ${state.router.id.split("-w").pop()}</span>`}
         ${state?.router.draining && html`<span class="state warn">draining</span>`}
         <span class=${`link ${link}`} role="status">${link === "live" ? "live" : link === "lost" ? "no router, trying again" : "connecting"}</span>
       </span>

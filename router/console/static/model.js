@@ -325,7 +325,7 @@ export function blockPaint(blocks, by) {
         const age = ages[names.length] || 1;
         paint(`age-${age}`, AGE_NAMES[age], 1);
       }
-    } else paint(`block-${state}`, state, number);
+    } else paint(by === "request" && state === "cached" ? "line" : `block-${state}`, state, number);
   }
   return { names, legend: [...legend.values()] };
 }

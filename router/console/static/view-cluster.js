@@ -41,7 +41,7 @@ function Health({ store, flows }) {
   const lanes = useMemo(() => laneStates(flows), [flows]);
   return html`
     <ul class="health" aria-label="Store and lanes">
-      <li><b>store</b> <span class="id">${store.kind}</span> <span class=${`state ${store.ok ? "well" : "bad"}`}>${store.ok ? "healthy" : "away"}</span><span class="hint">${store.text}</span></li>
+      <li><b>store</b> <span class="id">${store.kind}</span> <span class=${`state ${store.ok ? "well" : "bad"}`}>${store.ok ? "healthy" : "away"}</span>${store.text !== "answers" && html`<span class="hint">${store.text}</span>`}</li>
       ${lanes.length === 0 && html`<li><b>lanes</b><span class="hint">no KV moved in the last seconds</span></li>`}
       ${lanes.map((each) => html`
         <li key=${each.lane} data-lane=${each.lane}><b>lane</b> <a class="id" href="#/transfer">${each.lane}</a> <span class=${`state ${LEVELS[each.state]}`}>${each.state}</span>

@@ -27,6 +27,8 @@ PROMPTS = prompts((61, 40, 75, 5, 33, 12, 90))  # unequal: ranks do not end toge
 PATIENCE_S = 120.0
 FLAGS = ("--num-kv-blocks", "160", "--block-size", "8", "--metrics-port", "0")
 
+ROOMY = ("--num-kv-blocks", "640", "--block-size", "8", "--metrics-port", "0")
+
 pytestmark = pytest.mark.long
 
 
@@ -165,4 +167,40 @@ async def test_a_rank_killed_in_mid_stream_ends_its_group_alone(
         assert await spare.stop() == 0
         assert await p.stop() == 0
     assert not list(pools.iterdir())
+    assert folders() <= before
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+async def test_a_killed_prefill_group_leaves_its_prompts_to_others(
+    model: Path, tmp_path: Path, victim: int
+) -> None:
+    """Prompts are under way on both of its ranks, in steps of few tokens."""
+    before = folders()
+    few = ("--max-num-batched-tokens", "64")
+    many = prompts((400, 390, 380, 370, 360, 350, 340, 330), seed=3)
+    expected = one_engine_tokens(model, many, GREEDY)
+    async with Processes(model, tmp_path) as run:
+        p, spare, d = await asyncio.gather(
+            run.start("prefill_node", "p", (*ROOMY, *few, "--data-parallel-size", "2")),
+            run.start("prefill_node", "spare", (*ROOMY, *few)),
+            run.start("decode_node", "d", ROOMY),
+        )
+        router = await run.router([p, spare], [d])
+        pids = [p.process.pid, *children(p.process.pid)]
+        async with AsyncClient(str(router.ready["grpc_address"])) as client:
+            await knows(client, 4)
+            options = GenerateOptions(timeout_s=PATIENCE_S)
+            streams = [Samples(client, prompt, GREEDY, options) for prompt in many]
+            await streams[0].at_least(1)
+            os.kill(pids[victim], signal.SIGKILL)
+            status = await asyncio.wait_for(p.process.wait(), PATIENCE_S)
+            await ends(pids)
+            assert status == (-signal.SIGKILL if victim == 0 else LOST_RANK)
+            found = await asyncio.gather(*(each.whole() for each in streams))
+            assert [tokens for [tokens] in found] == expected
+            await knows(client, 2)
+            [last] = await asyncio.gather(client.generate(many[0], GREEDY, options))
+            assert tuple(last.token_ids) == expected[0], "the spare one serves"
+        assert await d.stop() == 0
+        assert await spare.stop() == 0
     assert folders() <= before

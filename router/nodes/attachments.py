@@ -5,11 +5,9 @@ Not here: the session itself (session.py). No I/O; event loop only.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from baton.protocol.events import (
     HandleReady,
@@ -25,39 +23,7 @@ from baton.protocol.messages import AbortRequest, RouterMessage
 if TYPE_CHECKING:
     from router.nodes.session import NodeSession
 
-T = TypeVar("T")
 FEW: Final = 4
-
-
-class Inbox(Generic[T]):
-    """A queue without a bound that one task reads. asyncio.Queue would cost four times as much.
-
-    `items`: those that nobody has read, the oldest first; read only.
-    """
-
-    __slots__ = ("_reader", "items")
-
-    def __init__(self) -> None:
-        self.items: deque[T] = deque()
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, item: T) -> None:
-        """Add an item and wake the reader."""
-        self.items.append(item)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> T:
-        """Wait for an item, remove it and return it."""
-        while not self.items:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        return self.items.popleft()
-
-    def taken(self) -> Iterator[T]:
-        """Remove the items that are here or come meanwhile, one after another, and yield them."""
-        while self.items:
-            yield self.items.popleft()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Final, Protocol
 
 import grpc
@@ -35,7 +35,6 @@ from router.events import EventRing
 from router.nodes.attachments import (
     Attachments,
     Attempt,
-    Inbox,
     RequestEvent,
     SessionLost,
     in_order,
@@ -91,7 +90,8 @@ class NodeSession:
         self.keys: tuple[str, ...] = (address,)  # the node's names in router/nodes/health.py
         self.refused = ""  # why this router does not use the node
         self._attached = Attachments()
-        self._outbox: Inbox[messages.RouterMessage] = Inbox()
+        self._outbox: deque[messages.RouterMessage] = deque()
+        self._writer: asyncio.Future[None] | None = None  # what the writing task waits for
         self._wake = asyncio.Event()
         self._drained = False  # the node has sent its last step
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
@@ -204,7 +204,9 @@ class NodeSession:
     def send(self, message: messages.RouterMessage) -> None:
         """Queue a message to the node; drop it if the session is down."""
         if self.boot_id is not None:
-            self._outbox.put(message)
+            self._outbox.append(message)
+            if self._writer is not None and not self._writer.done():
+                self._writer.set_result(None)
 
     # ---- the stream ----
 
@@ -303,7 +305,7 @@ class NodeSession:
         self._snapshot = None
         self.refused = ""
         self.keys = (self.address, record.node_id)
-        self._outbox = Inbox()
+        self._outbox.clear()
         self._drained = False
         self.prefix.clear()
         self._watchdog.heard()
@@ -407,9 +409,11 @@ class NodeSession:
         clock = self._context.clock
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                first = await self._outbox.get()
+                while not self._outbox:
+                    self._writer = asyncio.get_running_loop().create_future()
+                    await self._writer
                 await asyncio.sleep(0)  # messages of the same turn of the loop go along
-                batch = chain((first,), self._outbox.taken())
+                batch = (self._outbox.popleft() for _ in range(len(self._outbox)))
                 await call.write(wire.router_messages_to_bytes(batch, clock, BATCH_BYTES))
 
     def _note(self, step: NodeStep) -> None:

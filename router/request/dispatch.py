@@ -151,8 +151,7 @@ class Journey:
 
     @property
     def _is_moving(self) -> bool:
-        move = self._move
-        return move is not None and self._clock.monotonic() - move.asked_at < MOVE_S
+        return self._move is not None and self._clock.monotonic() - self._move.asked_at < MOVE_S
 
     async def stop(self, why: BatonError | None = None) -> None:
         """Cancel the request with the error `why` unless it has ended; wait until it has ended."""
@@ -225,8 +224,11 @@ class Journey:
                 if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
                 await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
+            inbox = self._attempts.inbox
             while not self.output.finished:
-                attempt, event = await self._attempts.inbox.get()
+                while not inbox:
+                    await self._attempts.wait()
+                attempt, event = inbox.popleft()
                 if attempt is self._attempts.prefill:
                     await self._on_prefill(ledger, event)
                 elif attempt is self._attempts.decode:
@@ -392,8 +394,7 @@ class Journey:
             return HopFailed(error)
         exporter, lost = self._attempts.prefill, isinstance(error, KVLost | KVTimeout)
         if exporter is not None:
-            note = self._ask.lost_kv if lost else self._ask.avoid
-            note(exporter.boot_id)
+            (self._ask.lost_kv if lost else self._ask.avoid)(exporter.boot_id)
             if isinstance(error, KVLost) and self._attempts.exporter_is_suspect:
                 self._ask.blame(exporter.boot_id)
         return HopFailed(error, export_lost=True)

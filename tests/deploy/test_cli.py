@@ -26,6 +26,7 @@ from deploy import cli, local, up
 from deploy.chat import ChatSession, StreamedAnswer, describe
 from deploy.plan import DEMO_MODEL, UpOptions
 from deploy.status import ABOVE_LIMITS, view
+from tests.encoder_models import make_encoder
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(cli, "DEMO_MODEL", tmp_path)
     with pytest.raises(ConfigError, match="the demo model is missing"):
         settings()
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     assert settings()[1] == {
         "model": str(tmp_path),
         "served_model_name": (cli.DEMO_NAME,),
@@ -70,6 +71,13 @@ def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("BATON_SERVED_MODEL_NAME", "mine")
     assert "served_model_name" not in settings()[1]  # the nodes read it themselves
     assert DEMO_MODEL.parent == Path(cli.__file__).resolve().parents[1]
+
+
+def test_an_encoder_gets_no_decode_node(tmp_path: Path) -> None:
+    path = make_encoder(tmp_path / "bert", "bert")
+    assert settings("--model", str(path), "--prefill", "2")[0].decode == 0
+    with pytest.raises(ConfigError, match="prefill nodes only"):
+        settings("--model", str(path), "--decode", "2")
 
 
 def test_the_environment_is_a_layer(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

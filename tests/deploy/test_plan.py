@@ -17,6 +17,7 @@ from deploy.plan import (
     UpOptions,
     computes_on_cpu,
     node_command,
+    node_options,
     plan_cluster,
     router_command,
     split_cores,
@@ -78,7 +79,7 @@ def test_three_prefill_two_decode() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("decode", 0),
+        ("decode", -1),
         ("prefill", 0),
         ("decode", 65),
         ("port", 70000),
@@ -90,6 +91,22 @@ def test_impossible_numbers_are_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         load(UpOptions, {name: value})
     assert caught.value.field == name
+
+
+def test_an_encoder_has_prefill_nodes_only() -> None:
+    options = load(UpOptions, {"prefill": 2}).of_model("embed")
+    plan = plan_cluster(options, [0, 1], 1, 2)
+    assert [node.name for node in plan.nodes] == ["prefill-0", "prefill-1"]
+    assert "kv_lanes" not in node_options("prefill", options, {})
+    for values, task, field in (
+        ({"decode": 2}, "embed", "decode"),
+        ({"colocated": True}, "score", "colocated"),
+        ({"decode": 0}, None, "decode"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(UpOptions, values).of_model(task)
+        assert caught.value.field == field
+    assert load(UpOptions, {}).of_model(None) == UpOptions()
 
 
 def test_ports_differ() -> None:

@@ -15,6 +15,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.encoders.encoder import Encoder, load_encoder
 from baton.engine.encoders.packed import PACKED
 from baton.engine.state.encoder_texts import EncoderText, VectorAsk, batch_sizes
+from baton.llm import LLM
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelRefused
 from baton.text.sentence_files import FAMILIES
 from baton.text.tokenizer import Tokenizer
@@ -201,3 +202,37 @@ def test_other_encoders_are_refused_by_name(
 def test_batches_hold_so_many_tokens_and_texts() -> None:
     assert list(batch_sizes([3, 3, 3, 9, 1, 1, 1], 6, 2)) == [2, 1, 1, 2, 1]
     assert list(batch_sizes([], 6, 2)) == []
+
+
+def test_llm_runs_an_encoder(tmp_path: Path) -> None:
+    """Vectors, cosines, scores and classes offline, in several batches; it generates nothing."""
+    library = pytest.importorskip("sentence_transformers")
+    told = {"prompts": {"query": "seek: ", "passage": "text: "}, "default_prompt_name": "query"}
+    path = add_modules(make_encoder(tmp_path / "e", "xlm-roberta"), normalize=True, **told)
+    small = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "device": "cpu"}
+    llm, reference = LLM(str(path), **small), library.SentenceTransformer(str(path), device="cpu")
+    wanted = torch.tensor(reference.encode(SENTENCES))
+    torch.testing.assert_close(torch.tensor(llm.embed(SENTENCES)), wanted, atol=CLOSE, rtol=0)
+    cosines = reference.encode_document(SENTENCES) @ reference.encode_query(QUERY)
+    assert llm.score(QUERY, SENTENCES) == pytest.approx(cosines.tolist(), abs=CLOSE)
+    path = make_encoder(tmp_path / "c", "electra", labels=1)
+    llm, cross = LLM(str(path), **small), library.CrossEncoder(str(path), device="cpu")
+    scores = cross.predict([(QUERY, sentence) for sentence in SENTENCES]).tolist()
+    assert llm.rerank(QUERY, SENTENCES) == pytest.approx(scores, abs=CLOSE)
+    path = make_encoder(tmp_path / "k", "roberta", labels=3)
+    llm = LLM(str(path), **small)
+    (found,) = llm.classify("the heart")
+    ids = torch.tensor([llm.tokenizer.encode("the heart")])
+    with torch.inference_mode():
+        logits = AutoModelForSequenceClassification.from_pretrained(path)(input_ids=ids).logits[0]
+    assert found == pytest.approx(logits.softmax(-1).tolist(), abs=CLOSE)
+    for call in (
+        lambda: llm.generate("hi"),
+        lambda: llm.embed("hi"),
+        lambda: llm.score("a", ["b"]),
+        lambda: llm.rerank("a", ["b"], "an instruction"),
+        lambda: LLM(str(tmp_path / "e"), **small).classify("hi"),
+    ):
+        with pytest.raises(InvalidRequest):
+            call()
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.state.encoder_texts import EncoderText, VectorAsk
 from baton.engine.state.interface import SequenceChunk
 from baton.node import pooling
 from baton.node.main import NodeProgram
 from baton.node.pooling import PoolingDesk
 from baton.protocol.clock import SystemClock
+from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import Pooled
 from baton.protocol.messages import AbortRequest, ReleaseExport, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
@@ -219,3 +221,57 @@ async def test_one_forward_of_all_jobs_stands_between_two_steps(
     await asyncio.gather(*begun)
     assert all(job.done for job in jobs)
     assert thread.most <= 2  # one forward, and one job that ends
+
+
+class FakeEncoder:
+    """The sum of a text's tokens, and how many texts each forward had."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.gate = Gate()
+
+    def check(self, texts: Sequence[EncoderText], ask: VectorAsk) -> None:
+        if any(text.second_from == 0 for text in texts):
+            raise InvalidRequest("a pair has no first text", field="prompt")
+
+    def run(self, texts: Sequence[EncoderText], asks: Sequence[VectorAsk]) -> list[torch.Tensor]:
+        self.batches.append(len(texts))
+        self.gate.pass_through()
+        if any(999 in text.ids for text in texts):
+            raise RuntimeError("a text that no encoder takes")
+        return [
+            torch.tensor([float(sum(text.ids)), float(text.second_from or 0), float(ask.normalize)])
+            for text, ask in zip(texts, asks, strict=True)
+        ]
+
+
+async def test_texts_of_all_calls_that_wait_share_a_forward() -> None:
+    """The first call is under way; what comes meanwhile is one batch, within the limits."""
+    setup = Setup(engine_options={"max_num_batched_tokens": 64, "max_num_seqs": 4})
+    async with running_node(PREFILL, MemoryFabric(), setup) as node, connected(node) as router:
+        encoder, engine = FakeEncoder(), node.engine
+        engine_any: Any = engine
+        engine_any.active = replace(engine.active, encoder=encoder)
+        encoder.gate.close()
+        await router.send(submission((1,), id_="first", normalize=False))
+        await encoder.gate.reached()
+        for number in range(3):
+            pair = submission((number, 2), (3,), id_=f"c{number}", second_from=(1, 1))
+            await router.send(pair)
+        await router.send(submission((5,), id_="gone"))
+        await router.send(AbortRequest("gone", 1))
+        await router.send(submission((5,), id_="bad", second_from=(0,)))
+        assert (await router.failure_of("bad")).field == "prompt"
+        encoder.gate.open()
+        assert await pooled(router, "first") == [(1, 0, 0)]
+        for number in range(3):
+            assert await pooled(router, f"c{number}") == [(number + 2, 1, 1), (3, 1, 1)]
+        assert encoder.batches == [1, 4, 2]
+        await router.send(submission((999,), id_="broken"))
+        assert (await router.failure_of("broken")).code == "internal"
+        await router.send(submission((4,), id_="after"))
+        assert await pooled(router, "after") == [(4, 0, 1)]
+        stats = engine.stats
+        assert (stats.num_pooled_prompts, stats.num_pooled_tokens) == (8, 11)
+        await router.send(submission((4,), id_="adapted", adapter="x"))
+        assert (await router.failure_of("adapted")).code == "unsupported_feature"

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.loading.model_shape import (
@@ -28,6 +29,7 @@ from baton.engine.models.config import layer_spec
 from baton.engine.models.universal import IMPLEMENTATION, UniversalModel
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
+from baton.text.sentence_files import is_encoder, labels_of
 
 _ROUTED_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
@@ -38,6 +40,8 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
     """Build the model of a config.json without memory. Raises ModelRefused if that fails."""
     transformers_logging.set_verbosity_error()
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if is_encoder(plain):
+        return _encoder_shape(plain)
     with named_refusals(config):
         _, known = causal_class(plain)
         with torch.device("meta"):
@@ -74,6 +78,32 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         stored=None if stored is None else replace(stored, widened=True),
         note=note,
         refused=refused,
+    )
+
+
+def _encoder_shape(config: dict[str, Any]) -> ModelShape:
+    """Count an encoder, which stores nothing per token: it has no `layers`."""
+    with named_refusals(config), torch.device("meta"):
+        known: Any = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        classes = bool(labels_of(config))
+        made: Any = AutoModelForSequenceClassification if classes else AutoModel
+        model: Any = made.from_config(known)
+    table = model.get_input_embeddings().weight
+    matrices = [p.numel() for p in model.parameters() if p.dim() > 1 and p is not table]
+    text = known.to_dict()
+    return ModelShape(
+        model_type=str(config["model_type"]),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embedding=table.numel(),
+        matrices=sum(matrices),
+        tied=False,
+        hidden_size=known.hidden_size,
+        widest=3 * max(_inner(text), known.hidden_size),
+        vocab_size=table.shape[0],
+        layers=(),
+        max_positions=text.get("max_position_embeddings"),
+        dtype=stored_dtype(config),
+        note="an encoder: it keeps no KV and needs no decode nodes",
     )
 
 

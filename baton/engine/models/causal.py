@@ -41,8 +41,8 @@ SERVED_STATES: Final = {
 }  # fmt: skip
 _WRONG_IN_CHUNKS: Final = {"falcon_mamba", "jamba", "mamba", "minimax"}
 _ENCODER: Final = (
-    "it is an encoder: each token attends to those after it, so nothing can be generated; serve a "
-    "decoder (for embeddings and reranking one such as Qwen3-Embedding and Qwen3-Reranker)"
+    "it is an encoder, which writes no text, or of a family that is not served (docs/models.md "
+    "lists those that are); serve another, or a decoder such as Qwen3-Embedding and Qwen3-Reranker"
 )
 
 

@@ -26,6 +26,7 @@ from baton.engine.loading.model_shape import model_shape
 from baton.engine.performance.ideal import Estimate, EstimateOptions, estimate
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.config import add_options, load, parse
+from baton.text.sentence_files import is_encoder, sentence_files
 from baton.text.tokenizer import read_json
 
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
@@ -105,7 +106,14 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
         asked["max_model_len"] = max(2, options.context)
     model, draft = options.model.expanduser(), options.speculative_model
     try:
-        choose_route(read_config(model), EngineConfig(str(model), **asked))
+        values, engine = read_config(model), EngineConfig(str(model), **asked)
+        if is_encoder(values):
+            from baton.engine.encoders.encoder import refuse  # lazy: transformers takes seconds
+
+            refuse(values, engine)
+            sentence_files(model if model.is_dir() else model.parent)
+        else:
+            choose_route(values, engine)
         if is_gguf(model) or any(any(model.glob(pattern)) for pattern in _WEIGHTS):
             open_checkpoint(str(model))
         if draft is not None:
@@ -145,8 +153,7 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         lines.append(("active per token", _count(r.active_parameters)))
     lines += [
         (f"weights{device}", f"{_size(r.weight_bytes)} as {r.dtype}{quantized}{stored}"),
-        (f"KV per token{device}", f"{_size(r.kv_bytes_per_token)} as {r.kv_cache_dtype}"),
-        (f"KV block{device}", f"{_size(r.block_bytes)} for {r.block_size} tokens"),
+        *(_kv_rows(r, device) if r.kv_bytes_per_token else []),
         (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
     ]
     if r.draft_weight_bytes:
@@ -159,7 +166,8 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
             ("concurrency", f"{r.concurrency:,} requests of {r.context:,} tokens"),
         ]
     if r.ttft_s is not None:
-        lines.append(("ideal TTFT", f"{_time(r.ttft_s)} for a prompt of {r.prompt:,} tokens"))
+        told = "ideal TTFT" if r.kv_bytes_per_token else "ideal time"
+        lines.append((told, f"{_time(r.ttft_s)} for a prompt of {r.prompt:,} tokens"))
     for step in r.decode:
         rate = step.batch / step.tpot_s
         text = (
@@ -174,6 +182,13 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
     for name, text in (("note", r.note), ("refused by Baton", r.refused)):
         lines += [(name, text)] if text else []
     return lines
+
+
+def _kv_rows(r: Estimate, device: str) -> list[tuple[str, str]]:
+    return [
+        (f"KV per token{device}", f"{_size(r.kv_bytes_per_token)} as {r.kv_cache_dtype}"),
+        (f"KV block{device}", f"{_size(r.block_bytes)} for {r.block_size} tokens"),
+    ]
 
 
 def _count(number: int) -> str:

@@ -218,7 +218,11 @@ def estimate(
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
-    if options.memory is not None:
+    if (
+        options.memory is not None and not specs
+    ):  # an encoder keeps no KV: only that it fits is asked
+        _kv_memory(options, weight_bytes, activations, drafts.weights)
+    elif options.memory is not None:
         activations = max(activations, drafts.activations)
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
         # Each token of the model's KV has a token of the draft's KV.
@@ -263,8 +267,9 @@ def _with_times(
     fields: dict[str, Any] = {}
     flops = None if options.flops is None else parse_rate(options.flops, "flops")
     if flops is not None:
-        fields["ttft_s"] = result.prompt * 2 * shape.active_parameters / (flops * tp)
-    if options.bandwidth is not None:
+        met = shape.active_parameters if shape.layers else shape.read_parameters
+        fields["ttft_s"] = result.prompt * 2 * met / (flops * tp)
+    if options.bandwidth is not None and shape.layers:
         bandwidth = parse_rate(options.bandwidth, "bandwidth")
         batches = sorted({options.batch, min(result.concurrency or 1, options.max_num_seqs) or 1})
         fields["decode"] = tuple(

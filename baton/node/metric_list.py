@@ -36,6 +36,8 @@ NODE: Final = MetricList(
     gauge("baton_kv_blocks_free", "KV blocks that a request could have", "blocks", OF_NODE),
     gauge("baton_kv_blocks", "KV blocks of the pool", "blocks", OF_NODE),
     gauge("baton_kv_waste", "Share of allocated KV slots without a token", "share of 1", OF_NODE),
+    gauge("baton_state_slots", "Slots of recurrent state; 0 = none is kept", "slots", OF_NODE),
+    gauge("baton_state_slots_used", "Those that sequences own", "slots", OF_NODE),
     gauge("vllm:num_requests_swapped", "Requests swapped to host memory", "requests", OF_NODE),
     gauge("baton_waiting_tokens", "Prompt tokens not yet computed", "tokens", OF_NODE),
     gauge("baton_step_seconds", "Moving mean of the engine's steps", "seconds", OF_NODE),

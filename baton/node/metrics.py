@@ -6,12 +6,12 @@ A node does not push: each scrape reads the current values. Endpoint: baton/node
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from baton.engine.state.stats import STEP_TOKENS, EngineStats
+from baton.engine.state.stats import STEP_TOKENS, EngineStats, KVUsage
 from baton.node.metric_list import NODE
 from baton.protocol.errors import KVCorrupt, KVLost, KVRefused, KVStale, KVTimeout
 from baton.protocol.handles import NodeLoad
@@ -51,14 +51,14 @@ def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> N
 class NodeFigures:
     """The values behind one scrape of a node.
 
-    `kv_waste`: share of allocated KV slots without a token, as of the last heartbeat.
+    `kv_usage`: as of the last heartbeat.
     """
 
     load: NodeLoad
     engine: EngineStats
     transfer: TransferStats
     active_exports: int = 0
-    kv_waste: float = 0.0
+    kv_usage: KVUsage = field(default_factory=KVUsage)
     block_size: int = 0
     cache_dtype: str = ""
 
@@ -124,7 +124,9 @@ def _gauges(now: NodeFigures) -> Mapping[str, float]:
         "baton_kv_blocks_free": load.free_blocks,
         "vllm:gpu_cache_usage_perc": cache_usage(load),
         "baton_kv_blocks": load.total_blocks,
-        "baton_kv_waste": now.kv_waste,
+        "baton_kv_waste": now.kv_usage.waste,
+        "baton_state_slots": now.kv_usage.state_slots,
+        "baton_state_slots_used": now.kv_usage.used_state_slots,
         "vllm:num_requests_swapped": load.swapped,
         "baton_waiting_tokens": load.waiting_tokens,
         "baton_step_seconds": load.step_seconds,

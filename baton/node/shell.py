@@ -19,7 +19,7 @@ from typing import Any
 import baton
 from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
-from baton.engine.state.stats import EngineStats
+from baton.engine.state.stats import EngineStats, KVUsage
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.control import NodeControl
 from baton.node.hand_on import HandOn
@@ -77,7 +77,7 @@ class NodeShell:
         self._address = ""
         self._sessions: set[RouterSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._kv_waste = 0.0
+        self._kv_usage = KVUsage()
         self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
@@ -244,7 +244,7 @@ class NodeShell:
         """Return everything that /metrics shows, as of the last step or beat. Any thread."""
         stats, exports = self.connector.stats, self.connector.active_exports
         cache = (self.engine.pool.block_size, self.engine.info.kv_dtype)
-        return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_waste, *cache)
+        return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_usage, *cache)
 
     # ---- sessions ----
 
@@ -403,7 +403,7 @@ class NodeShell:
             engine.current_load(),
             engine.stats.copy(),
         )
-        self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
+        self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage())
 
     def report_blocks(self, engine: Engine) -> None:
         """Send changes of the prefix map now, between steps. Engine thread."""
@@ -431,10 +431,10 @@ class NodeShell:
     # ---- back on the event loop ----
 
     def _answered(
-        self, answer: ProgressAnswer, load: NodeLoad, stats: EngineStats, kv_waste: float
+        self, answer: ProgressAnswer, load: NodeLoad, stats: EngineStats, usage: KVUsage
     ) -> None:
         self.progress.answered(answer, self.connector.active_exports + self.role.fetching > 0)
-        self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
+        self._engine_load, self._engine_stats, self._kv_usage = load, stats, usage
         self.send_load(beat=True)
 
     def _freed(self, handle: KVHandle) -> None:

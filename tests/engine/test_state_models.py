@@ -15,6 +15,8 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import assemble, build_engine, load_parts
 from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import load_model
+from baton.engine.performance.estimate import sized
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.running.speculation import load_proposer
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.request import Request
@@ -147,3 +149,26 @@ def test_what_is_refused_with_recurrent_state(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="how the prompt is cut"):
         load_model(EngineConfig(str(path), dtype="float32", max_model_len=128, deterministic=True))
     assert parts.active.pooler is None
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "mamba2"])
+def test_memory_is_what_the_estimate_says(model_type: str, tmp_path: Path) -> None:
+    path = save_random(tmp_path, model_type, **STATEFUL[model_type])
+    found = sized(EstimateOptions(path, memory="40MB", context=128, max_num_seqs=8))
+    config = EngineConfig(
+        str(path), dtype="float32", max_model_len=128, block_size=16, max_num_seqs=8,
+        kv_cache_memory=f"{found.kv_bytes}B",
+    )  # fmt: skip
+    arena = load_parts(config).arena
+    assert arena.states is not None
+    assert (found.state_bytes, found.state_slots) == (arena.states.slot_bytes, 8)
+    assert found.num_blocks == arena.num_blocks
+    assert found.kv_bytes is not None
+    assert arena.num_bytes + arena.states.num_bytes <= found.kv_bytes
+    few = EngineConfig(
+        str(path), dtype="float32", max_model_len=128, block_size=16, max_num_seqs=64,
+        kv_cache_memory=f"{6 * found.state_bytes}B",
+    )  # fmt: skip
+    parts = load_parts(few)  # slots take at most half, and fewer requests run at once
+    assert parts.arena.states is not None
+    assert (parts.config.max_num_seqs, parts.arena.states.num_slots) == (3, 3)

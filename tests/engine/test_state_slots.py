@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.memory.state_arena import StateArena, slot_bytes
+from baton.engine.memory.state_arena import StateArena
+from baton.engine.memory.state_sizes import slot_bytes
 from baton.engine.memory.state_slots import StateSlots
 from baton.engine.state.interface import NO_SLOT, Task
 from baton.engine.state.sequence import RequestGroup, SequenceState

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from starlette.routing import Route
 
-from baton.engine.state.stats import STEP_TOKENS, EngineStats
+from baton.engine.state.stats import STEP_TOKENS, EngineStats, KVUsage
 from baton.engine.state.work import Limits, Utilization
 from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import Endpoint, NodeLoad, NodeRecord, Role
@@ -148,7 +148,8 @@ def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
         utilization=numbered(Utilization, 500, limits=limits),
     )
     load = numbered(NodeLoad, 1, total_blocks=100, draining=True, mbu=0.25, export_bytes=8)
-    now = NodeFigures(load, stats, transfer, 2, 0.125, 16, "bfloat16")
+    usage = KVUsage(2, 2, 0, 8, 7, state_slots=4, used_state_slots=3)
+    now = NodeFigures(load, stats, transfer, 2, usage, 16, "bfloat16")
     metrics = NodeMetrics("m", "d", "decode", lambda: now)
     metrics.observe_fetch(0.003)
     watch_tasks(metrics.registry, loop)

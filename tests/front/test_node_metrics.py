@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from baton.engine.state.stats import STEP_TOKENS, EngineStats
+from baton.engine.state.stats import STEP_TOKENS, EngineStats, KVUsage
 from baton.engine.state.work import Limits, Utilization
 from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import NodeLoad
@@ -18,7 +18,7 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     def snapshot() -> NodeFigures:
         return NodeFigures(
             NodeLoad(
-                running=3, waiting=2, fetching=5, free_blocks=1, total_blocks=4, draining=True
+                running=3, waiting=2, fetching=5, total_blocks=4, free_blocks=1, draining=True
             ),
             EngineStats(
                 num_steps=totals["steps"],
@@ -36,7 +36,7 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
                 num_accepted_tokens=6,
             ),
             TransferStats({"stream": LaneStats(bytes_received=99, fetches=2)}, {"kv_lost": 1}),
-            kv_waste=0.25,
+            kv_usage=KVUsage(1, 1, 0, 4, 3, state_slots=8, used_state_slots=2),
         )
 
     metrics = NodeMetrics("tiny", "decode-0", "decode", snapshot)
@@ -44,7 +44,6 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     totals["steps"] = 7
     lines = metrics.render().decode().splitlines()
     node = 'model_name="tiny",node="decode-0",role="decode"'
-
     reason = 'model_name="tiny",node="decode-0",reason="%s",role="decode"'
     lost = 'model_name="tiny",node="decode-0",outcome="kv_lost",role="decode"'
     for expected in (
@@ -66,6 +65,8 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         f"baton_swapped_out_blocks_total{{{node}}} 5.0",
         f"vllm:spec_decode_num_accepted_tokens_total{{{node}}} 6.0",
         f"baton_kv_waste{{{node}}} 0.25",
+        f"baton_state_slots{{{node}}} 8.0",
+        f"baton_state_slots_used{{{node}}} 2.0",
         f"baton_draining{{{node}}} 1.0",
         f"baton_kv_transfer_seconds_count{{{node}}} 1.0",
         f"baton_kv_transfer_fetches_total{{{lost}}} 1.0",

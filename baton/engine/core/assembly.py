@@ -121,11 +121,7 @@ def assemble(
     """
     config, active, arena, info = parts.config, parts.active, parts.arena, parts.info
     if hooks is not None and arena.states is not None:
-        raise ModelRefused(
-            f"{info.name} keeps recurrent state, which is not handed over to other nodes yet: "
-            "serve it with decode nodes alone, which compute prompts themselves",
-            field="model",
-        )
+        raise _not_handed_over(info)
     clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
     bounds = _bounds(config, info, arena)
     states = None if arena.states is None else StateSlots(arena.states)
@@ -171,6 +167,14 @@ def assemble(
         outputs=Outputs(scheduler, stats, info.eos_token_ids, bounds.limit, requests.finished),
         active=active,
         grammars=parts.grammars,
+    )
+
+
+def _not_handed_over(info: ModelInfo) -> ModelRefused:
+    return ModelRefused(
+        f"{info.name} keeps recurrent state, which is not handed over to other nodes yet: serve it "
+        "with decode nodes alone, which compute prompts themselves",
+        field="model",
     )
 
 

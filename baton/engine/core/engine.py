@@ -394,8 +394,13 @@ class Engine:
         )
 
     def kv_usage(self) -> KVUsage:
-        """Return what the blocks hold for requests right now. Walks all block tables."""
-        return KVUsage.of(self.scheduler.sequences(), self.pool.block_size)
+        """Return what blocks and state slots hold for requests right now. Walks all tables."""
+        states = self.tables.states
+        return replace(
+            KVUsage.of(self.scheduler.sequences(), self.pool.block_size),
+            state_slots=states.num_slots,
+            used_state_slots=states.num_slots - states.num_free,
+        )
 
     def take_block_events(self) -> list[BlockEvent]:
         """Return the changes of the prefix map since the last call, in order."""

@@ -44,7 +44,7 @@ from baton.engine.loading.route import (
     keeps_integers,
     leave_lean,
 )
-from baton.engine.memory.state_arena import slot_bytes
+from baton.engine.memory.state_sizes import slot_bytes
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder

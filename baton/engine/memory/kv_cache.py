@@ -72,12 +72,10 @@ class KVArena:
         dtype: str,
         device: str | torch.device = "cpu",
         memory: MakeMemory | None = None,
-        num_slots: int = 0,
     ) -> None:
         """`layers`: grouped by their windows here, unless grouped already. `memory`: makes the one
         allocation, at least num_blocks * bytes_per_block() long; None = memory of its own, on
-        `device`. `num_slots`: of recurrent states beside the KV (`states`), 0 = none. Raises
-        ConfigError for a dtype in which KV cannot be stored.
+        `device`. Raises ConfigError for a dtype in which KV cannot be stored.
         """
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
@@ -95,7 +93,7 @@ class KVArena:
         if place.numel() < self.num_bytes or place.dtype != torch.uint8:
             raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
         self.device = place.device
-        self.states = StateArena(self.layers, num_slots, place.device) if num_slots else None
+        self.states: StateArena | None = None
         count = place.numel() // self.page_bytes
         self._reach = place[: count * self.page_bytes].view(count, self.page_bytes)
         self._pages = self._reach[:num_blocks]
@@ -104,6 +102,11 @@ class KVArena:
     def group_of(self) -> tuple[int, ...]:
         """The layer group of each layer: which of a sequence's block lists the layer reads."""
         return self.groups.group_of
+
+    def keep_states(self, num_slots: int) -> None:
+        """Make `num_slots` slots for the recurrent states of the layers; 0 = none are kept."""
+        if num_slots:
+            self.states = StateArena(self.layers, num_slots, self.device)
 
     def block_bytes(self, layer: int) -> int:
         """Return the bytes of one block of one layer, K and V."""

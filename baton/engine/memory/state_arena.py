@@ -9,14 +9,12 @@ Not here: who owns which slot (state_slots.py), KV (kv_cache.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from baton.engine.memory.state_sizes import aligned, slot_bytes
 from baton.protocol.kv_spec import LayerSpec, StateSpec
-
-ALIGNMENT: Final = 64  # bytes: a cache line
 
 
 class StateArena:
@@ -33,7 +31,7 @@ class StateArena:
         for layer, spec in enumerate(layers):
             if spec.state is not None:
                 self._views[layer] = self._layer(spec.state, at)
-                at += _aligned(spec.state.conv_bytes) + _aligned(spec.state.recurrent_bytes)
+                at += aligned(spec.state.conv_bytes) + aligned(spec.state.recurrent_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +67,7 @@ class StateArena:
         self._rows.index_copy_(0, index, rows.to(self._rows.device))
 
     def _layer(self, spec: StateSpec, at: int) -> tuple[Tensor | None, Tensor | None]:
-        behind = at + _aligned(spec.conv_bytes)
+        behind = at + aligned(spec.conv_bytes)
         return (
             self._view(at, spec.conv, spec.conv_dtype),
             self._view(behind, spec.recurrent, spec.recurrent_dtype),
@@ -81,13 +79,3 @@ class StateArena:
         kind: torch.dtype = getattr(torch, dtype)
         size = int(torch.Size(shape).numel()) * kind.itemsize
         return self._rows[:, at : at + size].view(kind).unflatten(1, shape)
-
-
-def slot_bytes(layers: Sequence[LayerSpec]) -> int:
-    """Return the bytes of a slot of these layers; 0 for a model without recurrent state."""
-    states = [spec.state for spec in layers if spec.state is not None]
-    return sum(_aligned(s.conv_bytes) + _aligned(s.recurrent_bytes) for s in states)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

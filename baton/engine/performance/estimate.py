@@ -156,6 +156,9 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         *(_kv_rows(r, device) if r.kv_bytes_per_token else []),
         (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
     ]
+    if r.state_bytes:
+        slots = "" if r.state_slots is None else f", {r.state_slots:,} slots in the KV memory"
+        lines.append((f"state per request{device}", f"{_size(r.state_bytes)}{slots}"))
     if r.draft_weight_bytes:
         draft = f"{_size(r.draft_weight_bytes)} of weights, {_size(r.draft_kv_bytes_per_token)}"
         lines.append((f"draft model{device}", f"{draft} of KV per token"))

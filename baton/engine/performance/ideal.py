@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from baton.engine.config import head_quantization, parse_bytes
 from baton.engine.loading.model_shape import ModelShape, StoredWeights
-from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers
+from baton.engine.memory.layer_groups import MIN_BLOCKS, LayerGroups, group_layers
+from baton.engine.memory.state_sizes import ALIGNMENT, slot_bytes, slots_within
 from baton.engine.performance.device_share import DeviceShare
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
@@ -131,6 +132,8 @@ class Estimate:
     mbu: float | None = None
     draft_weight_bytes: int = 0
     draft_kv_bytes_per_token: int = 0
+    state_bytes: int = 0  # recurrent state of one sequence
+    state_slots: int | None = None  # for which memory leaves room
     refused: str | None = None  # why Baton would refuse to serve it; None = it would serve it
 
 
@@ -213,22 +216,20 @@ def estimate(
     drafts = _Drafts() if draft is None else _drafts(draft, options)
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
-    kv_bytes = num_blocks = concurrency = None
     weight_bytes = precision.of_device(shape, precision.rank_bytes(shape, dp), options)
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
-    block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
-    if (
-        options.memory is not None and not specs
-    ):  # an encoder keeps no KV: only that it fits is asked
+    least = ALIGNMENT if specs else 0  # an encoder keeps no KV
+    block_bytes = max(least, groups.page_bytes(options.block_size, precision.kv_dtype))
+    pool: dict[str, int] = {}
+    if options.memory is not None and not specs:  # only that it fits is asked
         _kv_memory(options, weight_bytes, activations, drafts.weights)
     elif options.memory is not None:
         activations = max(activations, drafts.activations)
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
         # Each token of the model's KV has a token of the draft's KV.
         both = block_bytes + drafts.token * options.block_size // groups.num_groups
-        num_blocks = _num_blocks(kv_bytes, both, MIN_BLOCKS * groups.num_groups)
-        concurrency = num_blocks // groups.blocks_held(context, options.block_size)
+        pool = _pool(groups, options, kv_bytes, both, context)
     result = Estimate(
         model_type=shape.model_type,
         note=_note(shape, precision),
@@ -248,16 +249,29 @@ def estimate(
         context=context,
         prompt=options.prompt or _cut(DEFAULT_PROMPT, longest),
         activation_bytes=activations,
-        kv_bytes=kv_bytes,
-        num_blocks=num_blocks,
-        kv_tokens=None
-        if num_blocks is None
-        else num_blocks // groups.num_groups * options.block_size,
-        concurrency=concurrency,
         draft_weight_bytes=drafts.weights,
         draft_kv_bytes_per_token=drafts.token,
+        state_bytes=slot_bytes(shape.layers),
+        **pool,
     )
     return _with_times(result, shape, options, precision)
+
+
+def _pool(
+    groups: LayerGroups, options: EstimateOptions, kv_bytes: int, block_bytes: int, context: int
+) -> dict[str, int]:
+    """Return the fields of an Estimate that say what `kv_bytes` of memory hold."""
+    state_slots = slots_within(kv_bytes, groups.layers, options.max_num_seqs)
+    left = kv_bytes - state_slots * slot_bytes(groups.layers)
+    num_blocks = _num_blocks(left, block_bytes, MIN_BLOCKS * groups.num_groups)
+    concurrency = num_blocks // groups.blocks_held(context, options.block_size)
+    return {
+        "kv_bytes": kv_bytes,
+        "num_blocks": num_blocks,
+        "kv_tokens": num_blocks // groups.num_groups * options.block_size,
+        "concurrency": min(concurrency, state_slots or concurrency),
+        "state_slots": state_slots,
+    }
 
 
 def _with_times(
@@ -307,6 +321,7 @@ def _decode(
         * kv_token_bytes(_per_device(spec, tp), precision.kv_dtype)
         for spec in shape.layers
     )
+    kv_bytes += batch * result.state_bytes
     bandwidth, flops = rates
     reading = (weight_bytes + kv_bytes) / bandwidth
     computing = 0.0 if flops is None else batch * 2 * shape.active_parameters / (flops * tp)
@@ -362,7 +377,7 @@ def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
 
     The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank.
     """
-    return LayerSpec(-(-spec.kv_heads // tp), spec.k_dim, spec.v_dim, spec.window, spec.kind)
+    return replace(spec, kv_heads=-(-spec.kv_heads // tp))
 
 
 def _note(shape: ModelShape, precision: Precision) -> str:

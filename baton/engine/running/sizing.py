@@ -32,7 +32,7 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.available_memory import CGROUP, PROC, available_memory, kilobytes
 from baton.engine.memory.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers, one_group
-from baton.engine.memory.state_arena import slot_bytes
+from baton.engine.memory.state_sizes import slot_bytes, slots_within
 from baton.engine.running.head_drafts import make_runner
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.errors import ConfigError
@@ -42,7 +42,6 @@ from baton.protocol.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
-STATE_SHARE: Final = 0.5  # of the KV memory, at most, for recurrent states
 _RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
 
 
@@ -189,8 +188,8 @@ def size_pool(
     # For each group, because a prompt takes blocks for its whole length, whatever a window frees
     # later.
     num_slots = config.max_num_seqs if slot else 0
-    if slot and config.num_kv_blocks is None:
-        num_slots = max(1, min(num_slots, int(STATE_SHARE * budget.num_bytes) // slot))
+    if config.num_kv_blocks is None:
+        num_slots = slots_within(budget.num_bytes, info.layers, config.max_num_seqs)
     budget = replace(budget, num_bytes=budget.num_bytes - num_slots * slot)
     useful = config.max_num_seqs * -(-max_model_len // block_size) * groups.num_groups
     least = MIN_BLOCKS * groups.num_groups
@@ -288,9 +287,8 @@ def make_pool(
         arena: KVArena = model.ranks.make_pool(info, num_blocks, block_size)
     else:
         placed = memory if model.device.type == "cpu" else None
-        arena = KVArena(
-            info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed, size.num_slots
-        )
+        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed)
+        arena.keep_states(size.num_slots)
     log.info(
         "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
         num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
@@ -314,10 +312,8 @@ def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Ca
     table = range(-(-limit // block_size))
     info = model.info
     groups = one_group(info.layers)
-    num_slots = 1 if slot_bytes(info.layers) else 0
-    arena = KVArena(
-        groups, len(table), block_size, info.kv_dtype, model.device, num_slots=num_slots
-    )
+    arena = KVArena(groups, len(table), block_size, info.kv_dtype, model.device)
+    arena.keep_states(1 if slot_bytes(info.layers) else 0)
     runner = make_runner(model, arena, config.num_speculative_tokens)
 
     def run() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from baton.engine.config import EngineConfig
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.layer_groups import group_layers
-from baton.engine.memory.state_arena import slot_bytes
+from baton.engine.memory.state_sizes import slot_bytes
 from baton.engine.sampling.proposer import DraftAsk, HeadProposer, NgramProposer, Proposer
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.sequence import SequenceState

@@ -132,11 +132,13 @@ def _mean(mean: float, value: float, *, first: bool) -> float:
 class KVUsage:
     """What the pool's blocks hold for requests at one moment; counts of blocks and token slots."""
 
-    allocated_blocks: int  # held by sequences; a shared block counts once
-    table_blocks: int  # entries of all block tables: blocks needed without sharing
-    shared_blocks: int  # held by more than one sequence
-    allocated_slots: int
-    used_slots: int  # slots that hold a computed token
+    allocated_blocks: int = 0  # held by sequences; a shared block counts once
+    table_blocks: int = 0  # entries of all block tables: blocks needed without sharing
+    shared_blocks: int = 0  # held by more than one sequence
+    allocated_slots: int = 0
+    used_slots: int = 0  # slots that hold a computed token
+    state_slots: int = 0  # of recurrent state; 0 = the model keeps none
+    used_state_slots: int = 0
 
     @classmethod
     def of(cls, sequences: Iterable[SequenceState], size: int) -> KVUsage:

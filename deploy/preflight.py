@@ -73,7 +73,7 @@ def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
     as_stored(engine)
     open_checkpoint(engine.model)
     if engine.speculative_model is not None:
-        open_checkpoint(engine.speculative_model)
+        open_checkpoint(engine.speculative_model, engine.speculative_method == "draft")
     for name, path in parse_modules(engine.lora_modules).items():
         adapter_files(name, path)
     folders = {"kv_unix_dir": node.kv_unix_dir}

@@ -20,7 +20,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
-SpeculativeMethod = Literal["none", "ngram", "draft", "mtp"]
+SpeculativeMethod = Literal["none", "ngram", "draft", "mtp", "eagle3"]
 # "widened": a GGUF file's integers are not kept. The last four: as the checkpoint is stored
 # (checkpoint.py).
 Quantization = Literal[
@@ -137,11 +137,13 @@ class EngineConfig:
     )
     speculative_method: SpeculativeMethod = option(
         "none",
-        "who guesses tokens ahead: n-grams of the text, a draft model, the model's head (mtp)",
+        "who guesses tokens ahead: n-grams, a draft model, the model's own head (mtp), EAGLE-3",
         choices=get_args(SpeculativeMethod),
     )
     num_speculative_tokens: int = option(4, "most tokens guessed ahead in one step")
-    speculative_model: str | None = option(None, "checkpoint of the draft model")
+    speculative_model: str | None = option(
+        None, "checkpoint of the draft model, or of the EAGLE-3 head"
+    )
     guided_decoding_backend: GuidedBackend = option(
         "auto",
         "accepted, and changes nothing: llguidance follows all grammars",
@@ -177,9 +179,9 @@ class EngineConfig:
         _one_of("guided_decoding_backend", self.guided_decoding_backend, get_args(GuidedBackend))
         _one_of("speculative_method", self.speculative_method, get_args(SpeculativeMethod))
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
-        if (self.speculative_method == "draft") != (self.speculative_model is not None):
+        if (self.speculative_method in ("draft", "eagle3")) != (self.speculative_model is not None):
             raise ConfigError(
-                "speculative_method draft and speculative_model come together",
+                "speculative_method draft or eagle3 and speculative_model come together",
                 field="speculative_model",
             )
         if self.block_size is not None and self.block_size > MAX_BLOCK_SIZE:

@@ -321,7 +321,7 @@ class NodeRegistry:
                     f"node {record.node_id} serves model {record.model_digest[:12]},"
                     f" node {other.node_id} serves {other.model_digest[:12]}: another checkpoint,"
                     " weights in another format (--quantization), or a draft head on one of them"
-                    " (--speculative-method mtp)",
+                    " (--speculative-method)",
                     field="model_digest",
                 )
             if other.role is record.role:

@@ -32,6 +32,54 @@ def add_mtp(path: Path, seed: int = 3, **config: Any) -> Path:
     return path
 
 
+def save_eagle3(
+    path: Path, target: Path, draft_vocab: int = 0, seed: int = 5, **config: Any
+) -> Path:
+    """A random EAGLE-3 head for the Llama in `target`. `draft_vocab`: its tokens, 0 = all."""
+    path.mkdir(parents=True, exist_ok=True)
+    values, tensors = _read(target)
+    hidden, vocab = values["hidden_size"], values["vocab_size"]
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,), "lm_head.weight": (draft_vocab or vocab, hidden),
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.0."):
+            wide = any(f".{part}_proj.weight" in name for part in "qkv")
+            shape = (tensor.shape[0], 2 * hidden) if wide else tuple(tensor.shape)
+            shapes[name.replace("model.layers.0.", "midlayer.")] = shape
+    own = {name: _random(shape, generator) for name, shape in shapes.items()}
+    if draft_vocab:
+        known = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        own["d2t"] = known - torch.arange(draft_vocab)
+        own["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, known, True)
+    kept = (
+        "bos_token_id",
+        "eos_token_id",
+        "torch_dtype",
+        "rms_norm_eps",
+        "rope_theta",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "attention_bias",
+        "mlp_bias",
+    )
+    head = {key: values[key] for key in kept if key in values}
+    head |= {
+        "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+        "draft_vocab_size": draft_vocab or vocab, "tie_word_embeddings": False, **config,
+    }  # fmt: skip
+    _write(path, head, own)
+    return path
+
+
 def make_bigram(path: Path) -> Path:
     """Change the checkpoint in `path` and its layer that drafts so that the head is always right.
 
@@ -69,6 +117,28 @@ def mtp_logits(path: Path, hidden: Tensor, token_ids: Tensor) -> Tensor:
     x = x + mlp(own, "mlp.", _norm(x, own["post_attention_layernorm.weight"]))
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     return _norm(x, own["shared_head.norm.weight"]) @ head.T
+
+
+def eagle3_logits(path: Path, target: Path, inputs: list[Tensor], token_ids: Tensor) -> Tensor:
+    """A head as `save_eagle3` writes it, in plain torch.
+
+    `inputs`: what went into three layers of the target, [T, H] each. For the rest see mtp_logits;
+    tokens that the head does not know have the logit -1e30.
+    """
+    values, own = _read(path)
+    _, tensors = _read(target)
+    x = torch.cat(inputs, 1) @ own["fc.weight"].T
+    layer = {n.removeprefix("midlayer."): t for n, t in own.items() if n.startswith("midlayer.")}
+    tokens = _norm(tensors["model.embed_tokens.weight"][token_ids], layer["input_layernorm.weight"])
+    both = torch.cat((tokens, _norm(x, layer["hidden_norm.weight"])), 1)
+    x = x + attention(values, layer, "self_attn.", both)
+    x = x + mlp(layer, "mlp.", _norm(x, layer["post_attention_layernorm.weight"]))
+    logits = _norm(x, own["norm.weight"]) @ own["lm_head.weight"].T
+    if "d2t" not in own:
+        return logits
+    whole = torch.full((len(logits), values["vocab_size"]), -1e30)
+    whole[:, own["d2t"] + torch.arange(len(own["d2t"]))] = logits
+    return whole
 
 
 def attention(values: dict[str, Any], own: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ import pytest
 
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.cluster import Plan, cluster
-from tests.golden.draft_models import add_mtp, make_bigram
+from tests.golden.draft_models import add_mtp, make_bigram, save_eagle3
 from tests.system.references import one_engine_tokens, prompts
 from tests.system.test_migration import Stream, move_all
 from tests.tiny_models import make_tiny_model
 
 MTP: dict[str, Any] = {"speculative_method": "mtp", "block_size": 32}
+TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 PROMPTS = prompts((3, 17, 40, 65), seed=3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=4)
@@ -51,10 +52,17 @@ async def test_the_decode_node_drafts_from_its_first_step(
         await c.settle()
 
 
-async def test_a_random_head_changes_no_token(random_head: Path) -> None:
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+async def test_a_random_head_changes_no_token(
+    random_head: Path, method: str, tmp_path: Path
+) -> None:
     expected = one_engine_tokens(random_head, PROMPTS, SAMPLED)
-    small = {**MTP, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 8}
-    async with cluster(Plan(random_head, (small,), (MTP,))) as c:
+    head = dict(MTP)
+    if method == "eagle3":
+        path = save_eagle3(tmp_path, random_head, 200, **TAPS)
+        head |= {"speculative_method": method, "speculative_model": str(path)}
+    small = {**head, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    async with cluster(Plan(random_head, (small,), (head,))) as c:
         for _ in range(2):  # prefix hits, and their head's KV, the second time
             done = await c.generate(PROMPTS, SAMPLED)
             assert [each.token_ids for each in done] == expected

@@ -65,17 +65,18 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(model: str, has_tokenizer: bool = True) -> Checkpoint:
     """Find the checkpoint of `model` (a directory or a hub id) and read its JSON files.
 
-    Raises ModelRefused with what is missing and the command that helps.
+    `has_tokenizer`: it must have one. Raises ModelRefused with what is missing and the command that
+    helps.
     """
     path = _find(model)
     config = _read_json(path / "config.json")
     if config is None:
         raise _lacking(model, path, f"{model}: there is no config.json in {path}")
     weight_files = _weight_files(model, path)
-    if not (path / "tokenizer.json").is_file():
+    if has_tokenizer and not (path / "tokenizer.json").is_file():
         raise ModelRefused(
             f"{model}: there is no tokenizer.json in {path}; make one with: baton convert {path}",
             field="model",

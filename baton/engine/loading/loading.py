@@ -33,6 +33,7 @@ from baton.engine.checkpoint.weights import Share, Weights, open_weights
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
+from baton.engine.loading.eagle3 import read_eagle3_head
 from baton.engine.loading.route import (
     DTYPES,
     HEAD_METHODS,
@@ -200,7 +201,9 @@ def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) 
     if config.lm_head_quantization != "auto":
         named.append(f"head {config.lm_head_quantization}")
     if config.speculative_method in HEAD_METHODS:  # its KV is one more layer
-        named.append(f"draft head {config.speculative_method}")
+        of = config.speculative_model
+        own = digest(open_checkpoint(of, has_tokenizer=False)) if of else ""
+        named.append(f"draft head {config.speculative_method} {own}")
     if not named:
         return base
     return hashlib.sha256("\n".join([base, *named]).encode()).hexdigest()
@@ -295,6 +298,7 @@ def _build_lean(
     if at.data is not None:
         return _build_data_rank(config, checkpoint, lean, weights, at)
     head: DraftHead | None = None
+    own = 0  # bytes of a head with a checkpoint of its own
     with _once_per_host(config, checkpoint, weights, at) as source:
         if at.group is not None:  # this rank's share
             from baton.engine.parallel.rank import RankModel
@@ -305,7 +309,10 @@ def _build_lean(
             model = FixedTiles(decoder) if config.deterministic else decoder
             if config.speculative_method == "mtp":
                 head = read_mtp_head(lean, decoder, source, weights.names)
-    return _Built("lean", model, source.num_bytes, source.rounded_head_bytes, head=head)
+            elif config.speculative_method == "eagle3":
+                head, own = read_eagle3_head(config, lean, decoder)
+    num_bytes = source.num_bytes + own
+    return _Built("lean", model, num_bytes, source.rounded_head_bytes, head=head)
 
 
 def _build_data_rank(

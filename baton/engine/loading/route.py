@@ -31,7 +31,10 @@ DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-HEAD_METHODS: Final = ("mtp",)  # speculative methods with a draft head (models/draft_heads.py)
+HEAD_METHODS: Final = (
+    "mtp",
+    "eagle3",
+)  # speculative methods with a draft head (models/draft_heads.py)
 _CLASSIFIER: Final = "ForSequenceClassification"
 _NO_DECODERS: Final = (
     "ForTokenClassification",
@@ -213,6 +216,8 @@ def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, classifier: b
         reason = "a classifier generates nothing"
     elif lean is None:
         reason = "only the lean route runs a draft head, and it does not serve this model"
+    elif method == "eagle3" and config.deterministic:
+        reason = "--deterministic keeps no inputs of layers for the head"
     elif method == "mtp" and not lean.extra_layers:
         reason = "the checkpoint has no layer that drafts (num_nextn_predict_layers)"
     if reason is not None:

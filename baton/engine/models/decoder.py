@@ -179,12 +179,14 @@ class Decoder:
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = self.embed(token_ids)
         rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
-        if self.step is not None and not groups:
+        if self.step is not None and not groups and not batch.taps:
             pools = self.step.pools(batch, token_ids.shape[0])
             if pools is not None:
                 return self.step.run(residual, positions, rotations, batch, pools)
         between, reduce, delta = self._between, self._shards.reduce, None
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            if index in batch.taps:  # a copy: add_norm may overwrite `residual`
+                batch.tapped[index] = residual.clone() if delta is None else residual + delta
             residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)
             rotation = rotations[layer.rotation]
             delta = layer.attention(hidden, rotation, batch, groups, reduce)

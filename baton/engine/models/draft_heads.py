@@ -5,18 +5,23 @@
                          -> a state of position i + 1; its logits guess token i + 2
 
 MtpHead is a layer of the target's own checkpoint (DeepSeek-V3, GLM-4). The state of a position is
-the target's hidden state, and behind the first guess the head's own output. A head owns weights
-only; its KV is one more layer of the target's pool.
-Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); vLLM's deepseek_mtp.py.
+the target's hidden state. Eagle3Head has a checkpoint of its own. The state of a position is made
+of what goes into three layers of the target, and the head knows a part of the vocabulary. For both,
+behind the first guess the state is the head's own output. A head owns weights only; its KV is one
+more layer of the target's pool.
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); EAGLE-3 (arXiv 2503.01840); vLLM's
+deepseek_mtp.py and llama_eagle3.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.checkpoint.shared_weights import WeightSource
 from baton.engine.kernels.rope import Frequencies
@@ -25,11 +30,15 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.models.elementwise import Elementwise, choose_elementwise
 from baton.engine.models.layers.layer import DecoderLayer, LayerBuilder
 from baton.engine.models.tensor_names import tensor_names
-from baton.engine.quantization.linear import Linear
+from baton.engine.quantization.linear import Linear, in_float32
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
+
+# The logit of a token that the head does not know: finite, because a row of a request that allows
+# no other token must have numbers.
+_UNKNOWN: Final = -1e30
 
 
 class DraftHead(Protocol):
@@ -43,6 +52,16 @@ class DraftHead(Protocol):
     @property
     def attention_layer(self) -> AttentionLayer:
         """How its layer attends."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the target whose inputs `states` needs."""
+        ...
+
+    def states(self, hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
+        """Return the states [T, H] of positions whose hidden states are hidden [T, H of the
+        target]. `tapped`: what went into the layers `taps`, [T, H of the target] each."""
         ...
 
     def forward(self, states: Tensor, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -105,6 +124,15 @@ class MtpHead:
         """See DraftHead."""
         return self.config.attention_layers[0]
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See DraftHead."""
+        return ()
+
+    def states(self, hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
+        """See DraftHead."""
+        return hidden
+
     def forward(self, states: Tensor, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See DraftHead."""
         tokens = self.own.norm(self.target.embed(token_ids), self.token_norm)
@@ -116,6 +144,60 @@ class MtpHead:
     def logits(self, states: Tensor) -> Tensor:
         """See DraftHead."""
         return self.target.logits(self.own.norm(states, self.final_norm))
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Head:
+    """EAGLE-3: attention takes the embedding of a token beside the state, each normalized.
+
+    `targets` [draft vocab] int64: the target's token ids of the head's own ones; None = the same.
+    """
+
+    target: Decoder
+    own: HeadLayer
+    config: DecoderConfig  # of this layer alone
+    taps: tuple[int, ...]
+    embedding: Tensor | None  # [vocab, H]; None = the target's
+    join: Linear  # [len(taps) * H of the target] -> [H]
+    state_norm: Tensor  # [H]
+    norm_before_residual: bool  # whether the state is normalized before it is added
+    final_norm: Tensor  # [H]
+    head: Linear  # [H] -> [draft vocab]
+    targets: Tensor | None
+
+    @property
+    def layer(self) -> LayerSpec:
+        """See DraftHead."""
+        return self.config.layers[0]
+
+    @property
+    def attention_layer(self) -> AttentionLayer:
+        """See DraftHead."""
+        return self.config.attention_layers[0]
+
+    def states(self, hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
+        """See DraftHead."""
+        return self.join(torch.cat([tapped[layer] for layer in self.taps], dim=1))
+
+    def forward(self, states: Tensor, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See DraftHead."""
+        if self.embedding is None:
+            tokens = self.target.embed(token_ids)
+        else:
+            tokens = functional.embedding(token_ids, self.embedding)
+        normal = self.own.norm(states, self.state_norm)
+        hidden = torch.cat((self.own.norm(tokens, self.own.layer.input_norm), normal), dim=1)
+        residual = normal if self.norm_before_residual else states.clone()
+        return self.own(residual, hidden, positions, batch)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See DraftHead."""
+        logits = in_float32(self.head, self.own.norm(states, self.final_norm))
+        if self.targets is None:
+            return logits
+        whole = logits.new_full((logits.shape[0], self.target.vocab_size), _UNKNOWN)
+        whole[:, self.targets] = logits
+        return whole
 
 
 def read_mtp_head(
@@ -141,23 +223,32 @@ def read_mtp_head(
         raise ModelRefused(
             f"the layer that drafts lacks tensors: {missing[:3]}", field="speculative_method"
         )
-    dtype, device = target.place
-    between = choose_elementwise(config, dtype, device)
-    builder = LayerBuilder(whole, source.tensor, source, False, between)
-    norm = between.norm_weight
+    own_layer = read_layer(whole, target, source, prefix)
+    norm = own_layer.between.norm_weight
     return MtpHead(
         target=target,
-        own=HeadLayer(
-            builder.layer(index),
-            Frequencies.of(config.rope, config.turned, config.pairs, device),
-            between,
-            config.rms_norm_eps,
-        ),
+        own=own_layer,
         config=replace(config, num_layers=1, windows=(0,), local_rope=None),
         token_norm=norm(source.tensor(f"{prefix}enorm.weight")),
         state_norm=norm(source.tensor(f"{prefix}hnorm.weight")),
         join=source.read([f"{prefix}eh_proj"], False),
         final_norm=norm(source.tensor(f"{prefix}shared_head.norm.weight")),
+    )
+
+
+def read_layer(
+    config: DecoderConfig, target: Decoder, source: WeightSource, prefix: str
+) -> HeadLayer:
+    """Read the decoder layer whose tensors' names begin with `prefix`. `config`: as if it were the
+    last layer of `target`."""
+    dtype, device = target.place
+    between = choose_elementwise(config, dtype, device)
+    builder = LayerBuilder(config, source.tensor, source, False, between)
+    return HeadLayer(
+        builder.layer(config.num_layers - 1, prefix),
+        Frequencies.of(config.rope, config.turned, config.pairs, device),
+        between,
+        config.rms_norm_eps,
     )
 
 

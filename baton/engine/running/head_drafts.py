@@ -110,9 +110,10 @@ class HeadDrafts:
             drafting = self._begin(index, chunk, sampled.get(index), len(rows) - 1)
             if drafting is not None:
                 active.append(drafting)
-        if len(rows) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
-        states = self._forward(shifted, hidden, batch.attention)
+        states = self._head.states(hidden, batch.tapped)
+        if len(rows) < states.shape[0]:
+            states = states[torch.tensor(rows, dtype=torch.int64, device=states.device)]
+        states = self._forward(shifted, states, batch.attention)
         result = dict(sampled)
         while active:
             last = states[torch.tensor([one.row for one in active], device=states.device)]

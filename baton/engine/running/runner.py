@@ -73,7 +73,11 @@ class ModelRunner:
         self._drafts = drafts
         self._attention = choose_attention(loaded, pool)
         self._block_size = pool.layer(0)[0].shape[1]
-        self._graphs = choose_graphs(loaded, self._attention, self._block_size)
+        self._taps = () if loaded.head is None else loaded.head.taps
+        # A graph computes hidden states alone.
+        self._graphs = (
+            None if self._taps else choose_graphs(loaded, self._attention, self._block_size)
+        )
         prepare(loaded.device)
 
     @torch.inference_mode()
@@ -86,6 +90,8 @@ class ModelRunner:
         step = flatten(
             chunks, self._attention, self._block_size, self._loaded.device, on_layer, self._states
         )
+        if self._taps:
+            step = replace(step, batch=replace(step.batch, taps=self._taps))
         hidden = self._forward(step)
         sampled = self._sample(chunks, step.batch.spans, hidden)
         if self._drafts is not None:

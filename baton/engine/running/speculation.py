@@ -129,7 +129,7 @@ def load_proposer(
         )
     if config.speculative_method == "ngram":
         return NgramProposer()
-    if config.speculative_method == "mtp":
+    if config.speculative_method in ("mtp", "eagle3"):
         return HeadProposer()
     # A late import, because only this method needs a second model.
     from baton.engine.running.draft import DraftModelProposer

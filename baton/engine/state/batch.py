@@ -75,7 +75,8 @@ class Batch:
 
     `on_layer(layer)` is called after the KV of each layer is written. `plans` is scratch space of
     the attention backend: index tensors that it computes at the first layer of a step. `states`:
-    None for a model without recurrent state.
+    None for a model without recurrent state. `tapped` gets what goes into the layers `taps`,
+    [T, H] each, for a draft head.
     """
 
     spans: tuple[Span, ...]
@@ -84,6 +85,8 @@ class Batch:
     on_layer: Callable[[int], None] | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     states: States | None = None
+    taps: tuple[int, ...] = ()
+    tapped: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, kv_heads, dim], call `on_layer`, then attend with q [T, query_heads,

@@ -83,9 +83,10 @@ class LayerBuilder:
     between: Elementwise
     dispatch: ExpertDispatch | None = None
 
-    def layer(self, index: int) -> DecoderLayer:
-        """Read all weights of layer `index`."""
-        config, prefix = self.config, f"model.layers.{index}."
+    def layer(self, index: int, prefix: str = "") -> DecoderLayer:
+        """Read all weights of layer `index`. `prefix`: stands before their names; "" = the
+        model's own."""
+        config, prefix = self.config, prefix or f"model.layers.{index}."
         experts, latent, attention = config.experts, config.latent, prefix + "self_attn."
         sparse = experts is not None and index in experts.layers
         names = config.names

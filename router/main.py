@@ -132,8 +132,7 @@ class Router:
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.config = config = replace(config, router_id=router_id)
         self._redis: Redis | None = None
-        # The store's own deadline of a call is shorter. The reads of node records have only this
-        # one; no request waits for them.
+        # Of the reads of node records; no request waits for them. The store's own is shorter.
         patience_s = longest_s(config.timing, config.store_timeout_s)
         if config.redis_url is not None:
             self._redis = connect(config.redis_url, patience_s)

@@ -14,6 +14,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from baton.engine.config import EngineConfig
 from baton.engine.encoders.encoder import Encoder, load_encoder
 from baton.engine.encoders.packed import PACKED
+from baton.engine.performance.estimate import rows, sized, stored_bytes
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.state.encoder_texts import EncoderText, VectorAsk, batch_sizes
 from baton.llm import LLM
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelRefused
@@ -236,3 +238,19 @@ def test_llm_runs_an_encoder(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest):
             call()
     assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+
+
+def test_an_encoder_needs_no_kv(tmp_path: Path) -> None:
+    """Its parameters are those of its file; a family that is not served is refused by name."""
+    path = make_encoder(tmp_path / "bert", "bert", labels=1)
+    result = sized(EstimateOptions(model=path, memory="1GB", flops="1TFLOPS", bandwidth="1GB/s"))
+    assert result.weight_bytes == stored_bytes(path)
+    assert (result.kv_bytes_per_token, result.num_blocks, result.decode) == (0, None, ())
+    assert result.refused is None
+    told = dict(rows(result))
+    assert "KV per token" not in told
+    assert "no decode nodes" in told["note"]
+    assert "160 tokens" in told["ideal time"]
+    refused = sized(EstimateOptions(model=path, quantization="int8")).refused
+    assert refused is not None
+    assert "--quantization is not for encoders" in refused

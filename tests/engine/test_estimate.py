@@ -23,7 +23,6 @@ from baton.engine.performance.ideal import (
 )
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.kv_spec import LayerSpec
-from tests.encoder_models import make_encoder
 from tests.engine.quantized_models import RECIPES
 from tests.tiny_models import make_tiny_model
 
@@ -493,19 +492,3 @@ def test_layers_that_are_not_served_and_a_draft_that_is_not(tmp_path: Path) -> N
     draft.write_text(json.dumps(config(QWEN) | QUIP))
     drafted = {"speculative_model": draft}
     assert "quantized by quip" in (refused(LLAMA, tmp_path, {}, **drafted) or "")
-
-
-def test_an_encoder_needs_no_kv(tmp_path: Path) -> None:
-    """Its parameters are those of its file; a family that is not served is refused by name."""
-    path = make_encoder(tmp_path / "bert", "bert", labels=1)
-    result = sized(EstimateOptions(model=path, memory="1GB", flops="1TFLOPS", bandwidth="1GB/s"))
-    assert result.weight_bytes == stored_bytes(path)
-    assert (result.kv_bytes_per_token, result.num_blocks, result.decode) == (0, None, ())
-    assert result.refused is None
-    told = dict(rows(result))
-    assert "KV per token" not in told
-    assert "no decode nodes" in told["note"]
-    assert "160 tokens" in told["ideal time"]
-    refused = sized(EstimateOptions(model=path, quantization="int8")).refused
-    assert refused is not None
-    assert "--quantization is not for encoders" in refused

@@ -11,6 +11,8 @@ from baton.protocol.handles import NodeLoad
 from baton.runtime.metrics import cache_usage
 from kv_transfer.stats import LaneStats, TransferStats
 
+REASON = 'model_name="tiny",node="decode-0",reason="%s",role="decode"'
+
 
 def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     totals = {"steps": 1}
@@ -44,7 +46,6 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     totals["steps"] = 7
     lines = metrics.render().decode().splitlines()
     node = 'model_name="tiny",node="decode-0",role="decode"'
-    reason = 'model_name="tiny",node="decode-0",reason="%s",role="decode"'
     lost = 'model_name="tiny",node="decode-0",outcome="kv_lost",role="decode"'
     for expected in (
         f"baton_engine_steps_total{{{node}}} 7.0",
@@ -55,8 +56,8 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         f'vllm:iteration_tokens_total_bucket{{le="1.0",{node}}} 4.0',
         f'vllm:iteration_tokens_total_bucket{{le="8.0",{node}}} 7.0',
         f"baton_queue_seconds_total{{{node}}} 1.5",
-        f"vllm:num_requests_waiting_by_reason{{{reason % 'capacity'}}} 2.0",
-        f"vllm:num_requests_waiting_by_reason{{{reason % 'deferred'}}} 5.0",
+        f"vllm:num_requests_waiting_by_reason{{{REASON % 'capacity'}}} 2.0",
+        f"vllm:num_requests_waiting_by_reason{{{REASON % 'deferred'}}} 5.0",
         f"baton_pooled_tokens_total{{{node}}} 12.0",
         f"vllm:kv_cache_usage_perc{{{node}}} 0.75",
         f"baton_node_prefix_hits_total{{{node}}} 4.0",

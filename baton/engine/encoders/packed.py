@@ -157,13 +157,13 @@ def _packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    baton_texts: _Texts | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each text, as transformers calls it: query [1, heads, T, dim] -> [1, T, heads,
     dim]. Raises ModelRefused for a module that asks for more than that."""
     name = type(module).__name__
-    if baton_texts is None:
+    texts: _Texts | None = options.pop("baton_texts", None)
+    if texts is None:
         raise ModelRefused(f"{name} does not receive the keywords of the forward call")
     if attention_mask is not None:
         raise ModelRefused(f"{name} builds its own attention mask")
@@ -174,7 +174,7 @@ def _packed_attention(
     if unknown:
         raise ModelRefused(f"{name} passes {', '.join(unknown)} to attention")
     parts: list[Tensor] = []
-    for start, length, count in baton_texts.runs:
+    for start, length, count in texts.runs:
         q, k, v = (
             # [1, heads, count * length, dim] -> [count, heads, length, dim]
             x[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)

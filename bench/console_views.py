@@ -29,13 +29,13 @@ LOADED: Final = {
     "transfer": ".flow-cell", "events": "tbody tr", "playground": ".ask", "break": "progress",
 }  # fmt: skip
 STAMP: Final = """
-if (location.protocol !== 'about:') sessionStorage.setItem('baton-console-key', KEY);
-window.loadedAt = null;
-new MutationObserver(() => {
-  if (window.loadedAt === null && document.querySelector(LOADED[location.hash.split('/')[2]
-      && location.hash.includes('requests/') ? 'request' : location.hash.split('/')[1]])) {
-    window.loadedAt = performance.now();
-  }
+sessionStorage.setItem('baton-console-key', KEY);
+const [, view, id] = location.hash.split('/');
+const wanted = LOADED[view === 'requests' && id ? 'request' : view];
+new MutationObserver((_, observer) => {
+  if (!document.querySelector(wanted)) return;
+  observer.disconnect();
+  document.documentElement.dataset.loadedAt = performance.now();
 }).observe(document, { subtree: true, childList: true, attributes: true });
 """
 
@@ -44,14 +44,15 @@ async def load_ms(tab: Visit, address: str) -> float:
     """From a fresh navigation to the view with its data."""
     await tab.page.goto("about:blank")
     await tab.page.goto(f"{tab.origin}/console#/{address}")
-    await tab.page.wait_for_function("window.loadedAt !== null")
-    return float(await tab.page.evaluate("window.loadedAt"))
+    await tab.page.wait_for_selector("html[data-loaded-at]", state="attached")
+    return float(await tab.page.get_attribute("html", "data-loaded-at") or "nan")
 
 
 async def measured(rounds: int, clients: int) -> dict[str, list[float]]:
     """Return the times of each view, in so many rounds over all views."""
     taken: dict[str, list[float]] = {view: [] for view in LOADED}
     stamp = f"const KEY = {json.dumps(KEY)}, LOADED = {json.dumps(LOADED)};{STAMP}"
+    stamp = f"if (location.protocol !== 'about:') {{ {stamp} }}"
     with tempfile.TemporaryDirectory() as directory:
         flags = ("--break-socket", str(Path(directory) / "none.sock"))  # view 7 is there
         async with (
@@ -66,6 +67,7 @@ async def measured(rounds: int, clients: int) -> dict[str, list[float]]:
                     for view, times in taken.items():
                         address = f"requests/{name}" if view == "request" else view
                         times.append(await load_ms(tab, address))
+                        sys.stderr.write(f"{view} {times[-1]:.0f} ms\n")
     return taken
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export import SpanExportResult
 from rich.console import Console
 
+from baton.protocol.errors import ConfigError
 from baton.runtime.tracing.exporter import SpanPump, decode_spans, exporter_of
 from baton.runtime.tracing.sender import ExportPlan
 from baton.runtime.tracing.spans import TraceContext, TraceSpan
 from baton.text.tokenizer import Tokenizer
-from bench import router, router_traces, router_trees
+from bench import client_clock, router, router_traces, router_trees
 from bench.measure import median_and_range
 from bench.router_load import LoadPlan, RouterFigures, Stream
 from bench.router_nodes import NUM_WORDS, some_words
@@ -145,3 +146,36 @@ def test_the_collector_of_traces_takes_spans() -> None:
         span = pump.readable(TraceSpan("one", "baton.test", context, 1, 2))
         assert made.export([span]) is SpanExportResult.SUCCESS
         pump.close()
+
+
+@pytest.mark.parametrize(
+    ("stages", "fault"),
+    [
+        ([(0.0, 5.0), (5.0, 9.0)], ""),
+        ([(0.0, 5.0), (6.5, 9.0)], "a hole before"),
+        ([(0.0, 5.0), (3.5, 9.0)], "a hole before"),
+        ([(0.0, 5.0), (5.0, 7.0)], "its stages end at 7.0 of 9.0 ms"),
+    ],
+)
+def test_a_timeline_with_a_hole_fails_the_bench(
+    stages: list[tuple[float, float]], fault: str
+) -> None:
+    spans = [{"stage": "gate", "start_ms": start, "end_ms": end} for start, end in stages]
+    told = {"request_id": "r", "total_ms": 9.0, "stages": spans}
+    if not fault:
+        client_clock.check_whole(told)
+        return
+    with pytest.raises(ConfigError, match=fault):
+        client_clock.check_whole(told)
+
+
+def test_clients_are_compared_with_timelines_kind_by_kind() -> None:
+    (kind, *_) = client_clock.KINDS
+    seen = client_clock.ClientTimes(kind, "r", 200, first_ms=12.5, total_ms=31.0, floor_ms=0.75)
+    page = io.StringIO()
+    console = Console(file=page, width=120)
+    client_clock.show([(seen, {"total_ms": 30.0, "ttft_ms": 12.0})], console)
+    (row,) = (line.split() for line in page.getvalue().splitlines() if kind.name in line)
+    assert row[-7:] == ["1", "1.00", "1.00", "1.00", "0.50", "0.50", "0.50"]
+    bodies = {each.body(index) for each in client_clock.KINDS for index in range(30)}
+    assert len(bodies) == 30 * len(client_clock.KINDS)

@@ -210,6 +210,7 @@ class LoggedDispatcher:
         default_factory=dict[str, tuple[Request, RequestTrace]]
     )
     aborted: bool = False
+    traces: list[RequestTrace] = field(default_factory=list[RequestTrace])
 
     @property
     def gate(self) -> Gate:
@@ -221,6 +222,7 @@ class LoggedDispatcher:
         ledger = await self.guard.open(request, {})
         assert ledger.epoch == request.epoch, "an adopted request has its record's epoch"
         self.epochs.append(ledger.epoch)
+        self.traces.append(trace)
         self.running[request.id] = request, trace
         outcome = RequestState.CANCELLED
         try:

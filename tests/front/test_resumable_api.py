@@ -172,6 +172,7 @@ async def test_a_dead_routers_request_is_adopted_and_the_stream_is_the_same(
     rest = await again(two, first.events[-1][0]).done()
     assert two.adopter.adopted == 1
     assert two.dispatcher.epochs == [1, 2]
+    assert [trace.adopted_at is not None for trace in two.dispatcher.traces] == [False, True]
     assert [position for _, position in two.dispatcher.steps] == list(range(5, 12))
     whole = first.events + rest
     assert [_normal(data, NAME) for _, _, data in whole] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.protocol.events import NodeSpan, NodeTimings
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
+from baton.protocol.request import RequestState
 from router.metrics.router import RouterMetrics
 from router.request.terms import Terms
 from router.request.timeline import (
@@ -22,6 +24,8 @@ from router.request.timeline import (
     transfers_of,
 )
 from router.request.trace import RequestTrace
+from router.resumable.canonical import Canonical, canonical_of
+from router.store.base import RequestRecord
 from router.tenants.keys import Grant
 from tests.router.clients import Client, cluster
 from tests.router.fakes import FakeClock, FakeNode, make_request
@@ -252,6 +256,32 @@ def test_an_adopted_request_that_ends_before_it_has_a_node() -> None:
     assert [(each.stage, each.last_token) for each in entry.stages] == [
         ("elsewhere", 7), ("placement", 7),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("now", "knows", "arrival"),
+    [
+        (5020.0, True, 20.0),  # it came 30 s ago
+        (4985.0, True, 43.0),  # that router's clock is ahead: the store has had it for 7 s
+        (5020.0, False, 43.0),  # its router told no arrival
+    ],
+)
+def test_a_take_over_keeps_the_first_routers_arrival(
+    monkeypatch: pytest.MonkeyPatch, now: float, knows: bool, arrival: float
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 5000.0)
+    asked = replace(make_request(), arrival=990.0, deadline=1100.0)
+    canonical = Canonical("/v1/completions", "n", "owner", 0, 5.0, b"{}", asked)
+    fields = canonical.fields(FakeClock(1000.0), "prompt")
+    if not knows:
+        content = json.loads(fields["canonical"])
+        del content["arrived_at"]
+        fields["canonical"] = json.dumps(content)
+    record = RequestRecord("r", RequestState.QUEUED, 2, "", fields=fields, age_s=7.0)
+    monkeypatch.setattr("time.time", lambda: now)
+    found = canonical_of(record, FakeClock(50.0))
+    assert found is not None
+    assert (found.request.arrival, found.request.deadline) == (arrival, 50.0 + 100.0 - 7.0)
 
 
 def test_the_end_is_the_last_byte_of_the_answer() -> None:

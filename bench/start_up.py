@@ -9,6 +9,8 @@ turns (`--rounds`), and answers after each of these:
                  answered: the launcher starts the node again
 
 `--beside`: another cluster of the same model runs already, so its weights are mapped (warm).
+`--kept`: shared starts find what an earlier start left (`--shared-weights-cache`); it is cleared in
+the end.
 Figures are medians with their range; ratios are within a round.
 """
 
@@ -99,16 +101,23 @@ async def one_start(flags: Sequence[str]) -> dict[str, float]:
     return found
 
 
-async def measure(model: Path, rounds: int, beside: bool) -> dict[str, list[dict[str, float]]]:
+async def measure(
+    model: Path, rounds: int, beside: bool, kept: bool
+) -> dict[str, list[dict[str, float]]]:
     """Return the figures of each round, by whether weights are shared."""
     given = ["--model", str(model), "--num-gpu-blocks-override", "64", "--insecure"]
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    shared = [*given, "--shared-weights-cache", "1TB"] if kept else given
     async with AsyncExitStack() as stack:
         if beside:
             await stack.enter_async_context(cluster(given))
+        if kept:
+            await one_start(shared)
         for _ in range(rounds):
             found["private"].append(await one_start([*given, "--no-shared-weights"]))
-            found["shared"].append(await one_start(given))
+            found["shared"].append(await one_start(shared))
+        if kept:
+            await one_start(given)
     return found
 
 
@@ -132,8 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--kept", action="store_true")
     given = parser.parse_args(arguments)
-    found = asyncio.run(measure(given.model, given.rounds, given.beside))
+    found = asyncio.run(measure(given.model, given.rounds, given.beside, given.kept))
     sys.stdout.write(f"{table(found)}\n")
     return 0
 

@@ -102,6 +102,11 @@ class EngineConfig:
     shared_weights: bool = option(
         True, "hold the weights once for all processes of this host that load the same ones (CPU)"
     )
+    shared_weights_cache: str | None = option(
+        None,
+        "memory for shared weights that no process uses, as in 8GB: the last used ones stay for "
+        "the next start (default: none)",
+    )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
         "how KV is stored: as computed, or rounded",
@@ -200,6 +205,14 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
+        if self.shared_weights_cache is not None:
+            parse_bytes(self.shared_weights_cache, field="shared_weights_cache")
+
+    @property
+    def kept_weight_bytes(self) -> int:
+        """What shared weights that no process uses may take."""
+        kept = self.shared_weights_cache
+        return 0 if kept is None else parse_bytes(kept, field="shared_weights_cache")
 
     @property
     def model_name(self) -> str:

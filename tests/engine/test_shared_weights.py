@@ -16,6 +16,7 @@ import torch
 
 from baton.engine.checkpoint import weight_file
 from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.checkpoint.weight_folder import WeightFolder
 from baton.engine.config import EngineConfig
 from baton.engine.loading import loading
 from baton.engine.loading.loading import LoadedModel, load_model
@@ -236,7 +237,7 @@ def test_a_file_that_is_removed_before_its_lock_is_made_again(
     def late(fd: int, operation: int) -> None:
         if operation == fcntl.LOCK_SH and not removed:
             (unfinished,) = folder.glob("*/*.unfinished")
-            weight_file.remove_if_unheld(unfinished)
+            WeightFolder(unfinished.parent).clean()
             assert not unfinished.exists()
             removed.append(unfinished)
         lock(fd, operation)

@@ -5,35 +5,33 @@ memory.
                      file; from then on it only reads the file
     other processes  map the file: they read no checkpoint, pack nothing, and hold no copy
 
-A file's name depends on everything that its bytes depend on (`WeightsKey`). A process that maps a
-file holds a shared lock on it; the last process that unmaps it removes it. A file that a killed
-process has left is used by the next process with the same key, or removed by the next one with
-another key. Digests are checked when a file is mapped. Layers whose memory is not torch's own
-(those packed by oneDNN) are not shared, nor are those on a GPU. If no file can be made, each
-process holds its own weights. A file is one of the whole model, of a part of it (`WeightsPart`), or
-of a rank's share.
+A file's name depends on everything that its bytes depend on (`WeightsKey`). When files are removed,
+and which are kept for the next start: weight_folder.py. Digests are checked when a file is mapped.
+Layers whose memory is not torch's own (those packed by oneDNN) are not shared, nor are those on a
+GPU. If no file can be made, each process holds its own weights. A file is one of the whole model,
+of a part of it (`WeightsPart`), or of a rank's share.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile, remove_if_unheld
+from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile
+from baton.engine.checkpoint.weight_folder import WeightFolder, wait_for
 from baton.engine.kernels.cpu.library import product_kernels_for
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.quantization.linear import Linear, Linears, RankSums
@@ -92,21 +90,32 @@ class WeightsKey:
         parts = (
             VERSION, self.digest, self.dtype, self.rank, self.num_ranks, self.whole_experts,
             self.part.value, torch.__version__, kernels and kernels.identity, integers is not None,
+            _layouts(),
         )  # fmt: skip
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@cache
+def _layouts() -> str:
+    """Return a digest of the code that decides about the bytes of packed weights: a file may be
+    older than an update."""
+    engine = Path(__file__).parents[1]
+    folders = ("checkpoint", "kernels/cpu", "models", "parallel", "quantization")
+    paths = sorted(path for name in folders for path in (engine / name).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 @contextmanager
 def shared_weights(
     source: WeightSource,
     key: WeightsKey,
-    folder: Path | None = None,
+    keep_bytes: int = 0,
     exchange: RankSums | None = None,
 ) -> Iterator[WeightSource]:
     """Yield the weights to build a model from: shared ones, or `source` itself if sharing is not
     possible. `exchange`: the rank's sums over ranks, which its layers call. For the rest see
     shared_file."""
-    with shared_file(key, folder, exchange) as file:
+    with shared_file(key, keep_bytes, exchange) as file:
         yield source if file is None else Shared(source, file)
         if isinstance(file, WritingFile):
             file.seal(source.num_bytes, source.rounded_head_bytes)
@@ -115,21 +124,21 @@ def shared_weights(
 
 @contextmanager
 def shared_file(
-    key: WeightsKey, folder: Path | None = None, exchange: RankSums | None = None
+    key: WeightsKey, keep_bytes: int = 0, exchange: RankSums | None = None
 ) -> Iterator[ReadingFile | WritingFile | None]:
     """Yield the file of `key`: to read if it is there, else to write and seal; None if sharing is
     not possible. Other processes of this user that need the same weights wait here until it is
-    done."""
+    done. `keep_bytes`: see WeightFolder."""
     try:
-        place = _own_folder(folder or FOLDER)
-        lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder = WeightFolder(_own_folder(FOLDER), keep_bytes)
+        lock = folder.open_lock()
     except (OSError, CannotShare) as error:
         log.info("weights are not shared: %s", error)
         yield None
         return
     try:
-        _lock(lock, key)
-        with _opened(place, key, exchange) as file:
+        wait_for(lock, int(key.name[:15], 16))  # so others can build other weights meanwhile
+        with _opened(folder, key, exchange) as file:
             yield file
     finally:
         os.close(lock)
@@ -137,22 +146,20 @@ def shared_file(
 
 @contextmanager
 def _opened(
-    place: Path, key: WeightsKey, exchange: RankSums | None
+    folder: WeightFolder, key: WeightsKey, exchange: RankSums | None
 ) -> Iterator[ReadingFile | WritingFile | None]:
     """Yield the file of `key`: to read if it is there, else to write; None if it cannot be
     written. Modelling code that is not ours may write to its parameters."""
     own_copies = key.part == WeightsPart.MODULES
-    path = place / f"{key.name}.weights"
-    for other in place.iterdir():
-        if other != path and other.name != "lock":
-            remove_if_unheld(other)  # a killed process left it
-    reading = ReadingFile.attach(path, key.dtype, exchange, own_copies)
+    name = key.name
+    folder.clean(but=folder.path(name))
+    reading = ReadingFile.attach(folder, name, key.dtype, exchange, own_copies)
     if reading is not None:
         log.info("weights: mapped, %.1f MB that this host holds once", reading.num_bytes / 1e6)
         yield reading
         return
     try:
-        writing = WritingFile(path, key.dtype, exchange, own_copies)
+        writing = WritingFile(folder, name, key.dtype, exchange, own_copies)
     except OSError as error:
         log.info("weights are not shared: %s", error)
         yield None
@@ -161,14 +168,6 @@ def _opened(
         yield writing
     finally:
         writing.close()
-
-
-def _lock(fd: int, key: WeightsKey) -> None:
-    """Wait for the lock on this key's byte of the lock file. Each key has its own byte, so other
-    processes can build other weights at the same time."""
-    at = int(key.name[:15], 16)
-    wanted = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, wanted)
 
 
 def _own_folder(folder: Path) -> Path:

@@ -27,6 +27,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from baton.engine.checkpoint.weight_folder import WeightFolder
 from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for
 from baton.engine.kernels.cpu.quantized import (
     IntegerKernels,
@@ -73,14 +74,16 @@ class WritingFile:
 
     def __init__(
         self,
-        path: Path,
+        folder: WeightFolder,
+        name: str,
         dtype: torch.dtype,
         exchange: linear.RankSums | None = None,
         copy_on_write: bool = False,
     ) -> None:
-        """Make the file. `copy_on_write`: see SharedArea.seal. Raises OSError if that fails."""
+        """Make the file of `name`. `copy_on_write`: see SharedArea.seal. Raises OSError if that
+        fails."""
         self.num_bytes = self.rounded_head_bytes = 0  # once sealed
-        self._path = path
+        self._path = path = folder.path(name)
         self._unfinished = path.with_suffix(".unfinished")
         self._fd = _made(self._unfinished)
         try:
@@ -89,7 +92,7 @@ class WritingFile:
             os.close(self._fd)
             self.close()
             raise
-        self._area.when_gone(partial(_let_go, self._fd, path))
+        self._area.when_gone(partial(folder.let_go, self._fd, path))
         self._kernels = _kernels(dtype, exchange)
         self._exchange = exchange
         self._copy_on_write = copy_on_write
@@ -202,13 +205,15 @@ class ReadingFile:
 
     @staticmethod
     def attach(
-        path: Path,
+        folder: WeightFolder,
+        name: str,
         dtype: torch.dtype,
         exchange: linear.RankSums | None = None,
         copy_on_write: bool = False,
     ) -> ReadingFile | None:
-        """Map the file at `path`. `copy_on_write`: see SharedArea.seal. Return None if there is no
+        """Map the file of `name`. `copy_on_write`: see SharedArea.seal. Return None if there is no
         file, or if it is broken; a broken file is removed."""
+        path = folder.path(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -228,7 +233,7 @@ class ReadingFile:
             log.warning("%s is not used: %s", path, error)
             path.unlink(missing_ok=True)
             return None
-        area.when_gone(partial(_let_go, fd, path))
+        area.when_gone(partial(folder.let_go, fd, path))
         return ReadingFile(area, index, _kernels(dtype, exchange))
 
     def take(self, name: str, make: Callable[[], T]) -> T:
@@ -241,7 +246,7 @@ def _made(path: Path) -> int:
     """Return a descriptor of a new, empty file at `path`, with a shared lock on it.
 
     Until it has the lock, a process that needs other weights takes the file for one that a killed
-    process has left, and removes it (`remove_if_unheld`). Then it is made again.
+    process has left, and removes it (weight_folder.py). Then it is made again.
     """
     while True:
         path.unlink(missing_ok=True)
@@ -249,27 +254,6 @@ def _made(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_SH)
         if os.fstat(fd).st_nlink:
             return fd
-        os.close(fd)
-
-
-def remove_if_unheld(path: Path) -> None:
-    """Remove a file of weights if no process maps it. Any process may call this at any time."""
-    with suppress(OSError):
-        _let_go(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
-
-
-def _let_go(fd: int, path: Path) -> None:
-    """Close `fd`, and remove the file if no other process has a lock on it.
-
-    The lock is not given up first but turned into an exclusive one, which succeeds for the last
-    holder alone. A mapping keeps its descriptor's lock, also while its process ends.
-    """
-    try:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_ino == path.stat().st_ino:
-                path.unlink()
-    finally:
         os.close(fd)
 
 

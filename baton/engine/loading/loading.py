@@ -352,7 +352,7 @@ def _once_per_host(
     if ranks is not None and part != WeightsPart.DENSE:
         place, whole = ranks.place, config.enable_expert_parallel
         key = replace(key, rank=place.rank, num_ranks=place.size, whole_experts=whole)
-    return shared_weights(weights, key, exchange=at.group)
+    return shared_weights(weights, key, config.kept_weight_bytes, at.group)
 
 
 def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
@@ -371,7 +371,9 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
             f"{_digest(checkpoint, config, lean=False)} transformers {version('transformers')}"
         )
         key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
-    model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, key)
+    model = load_universal(
+        checkpoint, at.dtype, at.device, config.deterministic, key, config.kept_weight_bytes
+    )
     if not config.deterministic:
         return _Built("transformers", model, model.weight_bytes)
     if slot_bytes(model.layers):

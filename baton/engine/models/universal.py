@@ -302,11 +302,13 @@ def load_universal(
     device: torch.device,
     fixed_shapes: bool = False,
     key: WeightsKey | None = None,
+    keep_bytes: int = 0,
 ) -> UniversalModel:
     """Load a checkpoint. `key`: of the file in which this host holds the weights once, None = they
-    are this process's own. Raises ModelRefused with the architecture and the reason."""
+    are this process's own; `keep_bytes`: see WeightFolder. Raises ModelRefused with the
+    architecture and the reason."""
     with named_refusals(checkpoint.config):
-        with nullcontext() if key is None else shared_file(key) as file:
+        with nullcontext() if key is None else shared_file(key, keep_bytes) as file:
             causal = causal_once(checkpoint, dtype, file)
         return _checked(causal, dtype, device, fixed_shapes)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bench.console import Simulated, alone, one_round, p99
+import pytest
+
+from bench.console import LoopTurns, Simulated, alone, one_round
 
 STREAM_BYTES = 200_000  # per second
 
@@ -29,8 +31,15 @@ async def test_a_small_run_has_all_figures() -> None:
     watched = await one_round(simulated, 1.5, watched=True)
     assert quiet["delta_bytes"] == []
     assert watched["delta_bytes"]
-    assert p99(watched["late_ms"]) >= 0
+    assert watched["turns"].late_ms(0.99) > 0
 
 
-def test_the_99th_percentile() -> None:
-    assert p99([float(number) for number in range(101)]) == 99.0
+def test_how_late_a_timer_comes() -> None:
+    """Uniform in each turn: of a turn of 1 ms a hundredth of the moments waits 0.99 ms or more."""
+    assert LoopTurns([0.001] * 500, 0.5).late_ms(0.99) == pytest.approx(0.99, abs=0.001)
+    # A tenth of the time is one turn of 100 ms: the last hundredth of all moments is 10 ms of it.
+    turns = LoopTurns([0.0001] * 9000 + [0.1], 1.0)
+    assert turns.late_ms(0.99) == pytest.approx(90, abs=0.1)
+    assert turns.late_ms(0.5) < 0.1
+    idle = LoopTurns([0.001] * 5, 1.0)
+    assert idle.late_ms(0.99) < 0.001, "fewer than a hundredth of the moments meet a turn"

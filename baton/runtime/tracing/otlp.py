@@ -1,7 +1,7 @@
 """Spans as messages of OTLP, the protocol of OpenTelemetry.
 
-Each span is one call of protobuf with nested dicts, so that its C code makes all parts: 5 us for a
-span, where the SDK's encoder, which makes an object per attribute, takes 25 to 40.
+Each span is one call of protobuf with nested dicts, so that its C code makes all parts: 9 us for a
+span, where the SDK's encoder, which makes an object per attribute, takes 36.
 Source: https://github.com/open-telemetry/opentelemetry-proto (trace/v1/trace.proto)
 """
 

@@ -14,7 +14,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.state.encoder_texts import EncoderText, VectorAsk, batch_sizes
 from baton.llm_inputs import Inputs, Prompt
 from baton.protocol.errors import UnsupportedFeature
-from baton.text.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS
+from baton.text.sentence_files import DOCUMENT_PROMPT, QUERY_PROMPT
 
 if TYPE_CHECKING:  # lazy at run time: it takes transformers
     from baton.engine.encoders.encoder import Encoder
@@ -63,7 +63,7 @@ class OfflineEncoder:
             pairs = [EncoderText(ids, at if files.tells_texts else None) for ids, at in read]
             found = self._run(pairs, VectorAsk("classify"), bar)
             return [files.activated(logits.tolist())[0] for logits in found]
-        before, behind = files.prompt(None, QUERY_PROMPTS), files.prompt(None, DOCUMENT_PROMPTS)
+        before, behind = files.prompt(QUERY_PROMPT), files.prompt(DOCUMENT_PROMPT)
         texts = [before + text for text in first] + [behind + text for text in second]
         asked = [EncoderText(encode(text)) for text in texts]
         vectors = torch.stack(self._run(asked, VectorAsk(normalize=True), bar))

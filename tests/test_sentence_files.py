@@ -101,9 +101,13 @@ def test_prompts(tmp_path: Path) -> None:
     }
     found = read(tmp_path, BERT, **{TOLD.replace(".", "_"): told})
     assert found.prompt(None) == found.prompt("query") == "q: "
-    assert found.prompt(None, ("document", "passage")) == "p: "
-    with pytest.raises(InvalidRequest, match="there are: passage, query"):
-        found.prompt("none")
+    assert (found.prompt("passage"), found.prompt("document"), found.prompt("none")) == (
+        "p: ",
+        "",
+        "",
+    )
+    with pytest.raises(InvalidRequest, match="there are: document, none, passage, query"):
+        found.prompt("corpus")
     write_json(tmp_path / "modules.json", modules("Transformer", "Pooling"))
     write_json(tmp_path / "1_Pooling" / "config.json", {"include_prompt": False})
     left_out = sentence_files(tmp_path)

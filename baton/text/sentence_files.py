@@ -39,9 +39,10 @@ _OLD_MODES: Final[Mapping[str, Mode]] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# sentence-transformers' names of the prompts of both sides; the first that a model has counts.
-QUERY_PROMPTS: Final = ("query",)
-DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus")
+# The prompts of both sides of a score. As in sentence-transformers every model has both: they are
+# empty unless the checkpoint states them.
+QUERY_PROMPT: Final = "query"
+DOCUMENT_PROMPT: Final = "document"
 _CLASSIFIER: Final = "ForSequenceClassification"
 # Classes of tokenizers that tell their model which of two texts a token is of.
 _TELL_TEXTS: Final = ("Albert", "Bert", "Deberta", "DebertaV2", "Electra", "RemBert")
@@ -109,15 +110,13 @@ class SentenceFiles:
             return "embed"
         return "score" if len(self.labels) == 1 else "classify"
 
-    def prompt(self, name: str | None, first: Sequence[str] = ()) -> str:
+    def prompt(self, name: str | None) -> str:
         """Return the text to write before an input, "" for none.
 
-        `name`: chosen by a client, None = the checkpoint's default. `first`: names that go
-        before this default, if there are such prompts. Raises InvalidRequest for an unknown name,
-        and for a prompt whose tokens the pooling would have to leave out."""
+        `name`: of one of the prompts, None = the checkpoint's default. Raises InvalidRequest for an
+        unknown name, and for a prompt whose tokens the pooling would have to leave out."""
         if name is None:
-            found = [self.prompts[each] for each in first if each in self.prompts]
-            text = found[0] if found else self.default_prompt
+            text = self.default_prompt
         elif name in self.prompts:
             text = self.prompts[name]
         else:
@@ -331,7 +330,8 @@ def _max_tokens(directory: Path, config: Mapping[str, Any]) -> int | None:
 def _prompts(told: Mapping[str, Any]) -> dict[str, str]:
     given = told.get("prompts")
     named = cast("dict[str, str | None]", given) if isinstance(given, dict) else {}
-    return {name: text for name, text in named.items() if text is not None}
+    own = {name: text or "" for name, text in named.items()}
+    return {QUERY_PROMPT: "", DOCUMENT_PROMPT: "", **own}
 
 
 def _default_prompt(told: Mapping[str, Any]) -> str:

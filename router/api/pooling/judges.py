@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from baton.protocol.errors import UnsupportedFeature
 from baton.text.reranking import answer_tokens
-from baton.text.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS, SentenceFiles
+from baton.text.sentence_files import DOCUMENT_PROMPT, QUERY_PROMPT, SentenceFiles
 from router.api.pooling.embeddings import PoolingParts, numbers_of
 from router.prompts.reader import Length, TextInputs
 from router.request.pool import PoolAsk
@@ -118,9 +118,7 @@ class Cosine:
     async def order(self, asked: PairsAsked) -> Order:
         """See Judge.order. A query that several pairs have is computed once."""
         _refuse_instruction(asked)
-        before, behind = (
-            self.encoder.prompt(None, names) for names in (QUERY_PROMPTS, DOCUMENT_PROMPTS)
-        )
+        before, behind = (self.encoder.prompt(name) for name in (QUERY_PROMPT, DOCUMENT_PROMPT))
         queries = [before + query for query in _queries(asked)]
         documents = [behind + document for _, document in asked.pairs]
         texts = TextInputs([*queries, *documents], asked.field, asked.length, asked.grant)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.performance.estimate import sized
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.llm import LLM
@@ -18,7 +20,7 @@ from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.driving import assert_all_free
 from tests.engine.running import Driver, load, relative_error
-from tests.golden.draft_models import add_mtp, make_bigram, mtp_logits
+from tests.golden.draft_models import add_mtp, make_bigram, mtp_logits, save_eagle3
 from tests.golden.latent_models import save_latent
 from tests.tiny_models import make_tiny_model
 
@@ -223,3 +225,28 @@ def test_both_nodes_need_the_head(random_head: Path) -> None:
     assert plain.info.digest != head.info.digest
     assert plain.head is None
     assert len(plain.info.layers) == 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "v3", "eagle3"])
+def test_baton_estimate_counts_the_head(kind: str, tmp_path: Path) -> None:
+    if kind == "v3":
+        path = add_mtp(save_latent(tmp_path / "model", "v3"))
+    else:
+        path = add_mtp(make_tiny_model("llama", tmp_path / "model", num_hidden_layers=5))
+    own: dict[str, Any] = {"speculative_method": "mtp"}
+    if kind == "eagle3":
+        head = save_eagle3(tmp_path / "head", path, 200)
+        own = {"speculative_method": "eagle3", "speculative_model": head}
+    found = sized(EstimateOptions(model=path, **own))
+    loaded = load(path, **{name: str(value) for name, value in own.items()})
+    bias = 32 if kind == "v3" else 0  # of the gate: a buffer, which no family counts
+    assert found.refused is None
+    assert found.draft_weight_bytes == loaded.weight_bytes - load(path).weight_bytes - bias
+    assert found.draft_kv_bytes_per_token == loaded.info.layers[-1].token_bytes("float32")
+
+
+def test_baton_estimate_refuses_a_model_without_a_head(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match="no layer that drafts") as caught:
+        sized(EstimateOptions(model=path, speculative_method="mtp"))
+    assert caught.value.field == "speculative_method"

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from baton.engine.checkpoint.gguf.folder import gguf_folder, is_gguf
 from baton.engine.config import EngineConfig
+from baton.engine.loading.head_shape import eagle3_shape, mtp_shape
 from baton.engine.loading.model_shape import model_shape
 from baton.engine.performance.ideal import Estimate, EstimateOptions, estimate
 from baton.protocol.errors import BatonError, ConfigError
@@ -116,7 +117,7 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
             choose_route(values, engine)
         if is_gguf(model) or any(any(model.glob(pattern)) for pattern in _WEIGHTS):
             open_checkpoint(str(model))
-        if draft is not None:
+        if draft is not None and options.speculative_method == "draft":
             choose_route(read_config(draft.expanduser()), EngineConfig(str(draft)))
     except BatonError as reason:
         return str(reason)
@@ -128,6 +129,10 @@ def sized(options: EstimateOptions) -> Estimate:
     model, draft = options.model.expanduser(), options.speculative_model
     shape = model_shape(read_config(model))
     drafts = None if draft is None else model_shape(read_config(draft.expanduser()))
+    if options.speculative_method == "mtp":
+        drafts = mtp_shape(read_config(model))
+    elif options.speculative_method == "eagle3" and draft is not None:
+        drafts = eagle3_shape(read_config(draft.expanduser()))
     result = estimate(shape, options, stored_bytes(model), drafts)
     return replace(result, refused=refusal(options, result) or shape.refused)
 

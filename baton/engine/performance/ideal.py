@@ -44,7 +44,12 @@ class EstimateOptions:
 
     model: Path = option(help="directory of a checkpoint, or a config.json alone")
     speculative_model: Path | None = option(
-        None, "a draft model that shares the memory: its directory, or its config.json alone"
+        None, "a draft model or head that shares the memory: its directory, or its config.json"
+    )
+    speculative_method: str = option(
+        "draft",
+        "what --speculative-model is, or the model's own layer that drafts (mtp)",
+        choices=("draft", "mtp", "eagle3"),
     )
     memory: str | None = option(None, "memory of one device, as in 80GB")
     bandwidth: str | None = option(None, "its memory bandwidth, as in 3.3TB/s")

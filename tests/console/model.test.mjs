@@ -168,13 +168,13 @@ test("blocks coloured by state, by request, by age", () => {
   const blocks = { states: [["used", 2, "chatcmpl-a"], ["used", 3, "chatcmpl-b"], ["cached", 2, null], ["free", 1, null]], ages: [[0, 5], [4, 1], [1, 1], [0, 1]] };
   assert.deepEqual(model.blockPaint(blocks, "state").names, [...Array(5).fill("block-used"), "block-cached", "block-cached", "block-free"]);
   const owned = model.blockPaint(blocks, "request");
-  assert.deepEqual(owned.names.slice(0, 6), ["node-1", "node-1", "node-0", "node-0", "node-0", "line"]);
+  assert.deepEqual(owned.names.slice(0, 6), ["node-1", "node-1", "node-0", "node-0", "node-0", "idle"]);
   assert.deepEqual(owned.legend.map(({ label, number }) => [label, number]), [["a", 2], ["b", 3], ["cached", 2], ["free", 1]]);
   const aged = model.blockPaint(blocks, "age");
   assert.deepEqual(aged.names.slice(4), ["block-used", "age-4", "age-1", "block-free"]);
   assert.deepEqual(aged.legend.map(({ label }) => label), ["used", "evicted next", "used last", "free"]);
   const many = { states: Array.from({ length: 10 }, (_, index) => ["used", 20 - index, `r-${index}`]) };
-  assert.deepEqual(model.blockPaint(many, "request").legend.at(-1), { name: "idle", label: "other requests", number: 23 });
+  assert.deepEqual(model.blockPaint(many, "request").legend.at(-1), { name: "faint-ink", label: "other requests", number: 23 });
 });
 
 test("pieces of a stream's chunk", () => {

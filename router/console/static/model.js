@@ -318,14 +318,14 @@ export function blockPaint(blocks, by) {
   };
   for (const [state, number, owner] of blocks.states) {
     const rank = by === "request" && owner ? ranked.indexOf(owner) : -1;
-    if (rank >= MOST_OWNERS) paint("idle", "other requests", number);
+    if (rank >= MOST_OWNERS) paint("faint-ink", "other requests", number);
     else if (rank >= 0) paint(`node-${rank}`, shortId(owner), number);
     else if (by === "age" && state === "cached") {
       for (let each = 0; each < number; each++) {
         const age = ages[names.length] || 1;
         paint(`age-${age}`, AGE_NAMES[age], 1);
       }
-    } else paint(by === "request" && state === "cached" ? "line" : `block-${state}`, state, number);
+    } else paint(by === "request" && state === "cached" ? "idle" : `block-${state}`, state, number);
   }
   return { names, legend: [...legend.values()] };
 }

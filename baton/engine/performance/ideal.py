@@ -226,7 +226,7 @@ def estimate(
     groups = group_layers(specs, precision.kv_dtype)
     least = ALIGNMENT if specs else 0  # an encoder keeps no KV
     block_bytes = max(least, groups.page_bytes(options.block_size, precision.kv_dtype))
-    pool: dict[str, int] = {}
+    pool: dict[str, Any] = {}
     if options.memory is not None and not specs:  # only that it fits is asked
         _kv_memory(options, weight_bytes, activations, drafts.weights)
     elif options.memory is not None:
@@ -264,7 +264,7 @@ def estimate(
 
 def _pool(
     groups: LayerGroups, options: EstimateOptions, kv_bytes: int, block_bytes: int, context: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return the fields of an Estimate that say what `kv_bytes` of memory hold."""
     state_slots = slots_within(kv_bytes, groups.layers, options.max_num_seqs)
     left = kv_bytes - state_slots * slot_bytes(groups.layers)

@@ -117,12 +117,14 @@ class Head(nn.Module):
         return x * scale * self.weights[name]
 
     def _attention(self, x: Tensor) -> Tensor:
-        dim: int = self.config.head_dim
+        dim = self.config.head_dim
+        base = (self.config.rope_parameters or {}).get("rope_theta")
+        assert dim is not None, "a lean config states it"
+        assert base is not None, "a lean config states it"
         q, k, v = (
             (x @ self.weights[f"{part}_proj"].T).unflatten(-1, (-1, dim)).transpose(1, 2)
             for part in "qkv"
         )
-        base = self.config.rope_parameters["rope_theta"]
         frequencies = base ** -(torch.arange(0, dim, 2) / dim)
         angles = torch.arange(x.shape[1])[:, None] * frequencies
         cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import itertools
 from pathlib import Path
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from rich.console import Console
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.tracing.exporter import SpanPump, decode_spans, exporter_of
+from baton.runtime.tracing.exporter import QueuedSpan, exporter_of
 from baton.runtime.tracing.sender import ExportPlan
 from baton.runtime.tracing.spans import TraceContext, TraceSpan
 from baton.text.tokenizer import Tokenizer
@@ -141,11 +143,8 @@ def test_the_collector_of_traces_takes_spans() -> None:
     with router_traces.collector() as endpoint:
         context = TraceContext("ab" * 16, "cd" * 8)
         plan = ExportPlan(endpoint, "grpc", "baton-test", "test")
-        made = exporter_of(plan)
-        pump = SpanPump(plan, made, decode_spans)
-        span = pump.readable(TraceSpan("one", "baton.test", context, 1, 2))
-        assert made.export([span]) is SpanExportResult.SUCCESS
-        pump.close()
+        span = QueuedSpan(TraceSpan("one", "baton.test", context, 1, 2))
+        assert exporter_of(plan).export([cast("ReadableSpan", span)]) is SpanExportResult.SUCCESS
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ CROSS: dict[str, str | None] = {
 def test_scores_are_those_of_sentence_transformers(family: str, tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     named = CROSS[family]
-    more = {} if named is None else {"sentence_transformers": {"activation_fn": named}}
+    more: dict[str, Any] = {}
+    if named is not None:
+        more = {"sentence_transformers": {"activation_fn": named}}
     path = make_encoder(tmp_path, family, labels=1, **more)
     encoder, tokenizer = loaded(path), Tokenizer.load(path)
     read = [tokenizer.encode_pair(QUERY, sentence) for sentence in SENTENCES]

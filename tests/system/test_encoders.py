@@ -76,8 +76,8 @@ async def test_vectors_of_prefill_nodes_alone_also_after_a_kill(tmp_path: Path) 
             tokens = sum(len(reference.tokenizer(text)["input_ids"]) for text in TEXTS)
             assert reply["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
             asked = {"input": TEXTS[0], "encoding_format": "base64", "prompt_name": "query"}
-            coded = vectors_of(await posted(client, "/v1/embeddings", asked))[0]
-            numbers = struct.unpack("<24f", base64.b64decode(coded))
+            (coded,) = (await posted(client, "/v1/embeddings", asked))["data"]
+            numbers = struct.unpack("<24f", base64.b64decode(coded["embedding"]))
             named = reference.encode(TEXTS[0], prompt_name="query").tolist()
             assert list(numbers) == pytest.approx(named, abs=CLOSE)
             await check_cosines(client, reference)

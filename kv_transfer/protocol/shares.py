@@ -18,6 +18,8 @@ from kv_transfer.protocol.frames import MAX_PAYLOAD
 def heads_of(kv_heads: int, pool: PoolFormat) -> range:
     """Return the KV heads that rank `tp_rank` of `tp_size` holds, as indices of the whole model."""
     size, rank = pool.tp_size, pool.tp_rank
+    if not kv_heads:
+        return range(0)  # a layer without KV
     if kv_heads < size:
         head = rank * kv_heads // size
         return range(head, head + 1)
@@ -63,9 +65,9 @@ def first_sent(spec: LayerSpec, start_token: int, num_tokens: int, windowed: boo
 
 def rows_bytes(spec: LayerSpec, num_heads: int, dtype: str) -> int:
     """Return the bytes that one token's K, V and scales of `num_heads` heads have on the wire."""
-    return (spec.token_bytes(dtype) + spec.scale_bytes(dtype)) // spec.kv_heads * num_heads
+    return (spec.token_bytes(dtype) + spec.scale_bytes(dtype)) // max(1, spec.kv_heads) * num_heads
 
 
 def tokens_per_frame(spec: LayerSpec, num_heads: int, dtype: str) -> int:
     """Return how many tokens of `num_heads` heads fit into one frame; 0 if not even one does."""
-    return MAX_PAYLOAD // rows_bytes(spec, num_heads, dtype)
+    return MAX_PAYLOAD // max(1, rows_bytes(spec, num_heads, dtype))

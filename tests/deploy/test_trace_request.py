@@ -28,10 +28,10 @@ FILES = {
 }
 FUNCTIONS = {
     "router": 250,  # 248, 5 for what nodes tell of their times -> 250
-    "whole": 882,  # 875, 19 for the times of nodes
+    "whole": 890,  # 886: 19 for the times of nodes, 8 for state slots and draft heads
 }
 CALLS = {
-    "router": 530,  # 521, 17 for the times of nodes
+    "router": 534,  # 531: 17 for the times of nodes, 8 for the first and the last byte
 }
 # Of all stages together: carriers and side-cars are what stands for the request, rows are what each
 # step and each frame makes of it (tools/trace_types.py). -> 12 without the rows (docs/adr/0009)

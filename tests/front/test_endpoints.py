@@ -175,7 +175,7 @@ def test_what_a_models_files_say_of_its_vectors(tmp_path: Path) -> None:
 @pytest.fixture
 def yes_and_no(monkeypatch: pytest.MonkeyPatch) -> None:
     """This tokenizer has no single tokens for them."""
-    monkeypatch.setattr("router.api.pooling.rerank.answer_tokens", lambda _: (7, 8))
+    monkeypatch.setattr("router.api.pooling.judges.answer_tokens", lambda _: (7, 8))
 
 
 def test_what_a_reranker_is_asked_and_may_answer() -> None:

@@ -28,6 +28,8 @@ OTHERS = {
 NAME = re.compile(r"\b(vllm:\w+|baton_\w+)(\*?)(?:\{([^}]*)\}(\w*))?")
 SERIES = re.compile(r"\b((?:vllm:|baton_)\w+_(?:total|bucket|sum|count))()(?:\{([^}]*)\})?()")
 
+GONE = "baton_kv_blocks_total"  # bench.router_trees reads it of older routers
+
 
 def test_the_page_shows_the_lists() -> None:
     shown = PAGE.read_text()
@@ -160,7 +162,7 @@ def test_programs_read_series_that_exist() -> None:
         (path.name, match[1])
         for path in paths
         for match in SERIES.finditer(path.read_text())
-        if fault(match[1], "", None, "") is not None
+        if match[1] != GONE and fault(match[1], "", None, "") is not None
     }
     assert faults == set()
 

@@ -66,6 +66,7 @@ def of(spans: list[SeenSpan], service: str) -> list[SeenSpan]:
 
 # (parent, service, name) of every request whose prompt is computed on a prefill node
 WHOLE: Final = {
+    ("ROOT", "baton-router", "intake"),
     ("ROOT", "baton-router", "gate"),
     ("ROOT", "baton-router", "placement"),
     ("ROOT", "baton-router", "attempt"),
@@ -123,7 +124,9 @@ async def test_a_trace_goes_through_router_prefill_transfer_and_decode(
     spans = collector.trace(f"{1:032x}")
     root = assert_connected(spans, CLIENT)
     assert root.is_server
-    assert edges(spans) - {("decode node", "baton-decode", "prefilling")} == whole(root)
+    # The first if token 1 is late; the second if the answer is written before the spans are sent.
+    may = {("decode node", "baton-decode", "prefilling"), (root.name, "baton-router", "reply")}
+    assert edges(spans) - may == whole(root)
     [own] = {span.trace_id for span in collector.spans} - {root.trace_id}
     assert_connected(collector.trace(own))  # the router began this trace
     check_attributes(spans, root)
@@ -150,7 +153,7 @@ def check_attributes(spans: list[SeenSpan], root: SeenSpan) -> None:
     [decode] = [span for span in of(spans, "decode") if span.name == "decode"]
     assert decode.attributes["baton.steps"] == 20  # token 1, which it repeats, and 19 more
     assert decode.attributes["gen_ai.usage.output_tokens"] == 20
-    stages = ("gate", "placement", "prefill", "hand-over", "decode")
+    stages = ("intake", "gate", "placement", "prefill", "hand-over", "decode", "reply")
     own = [span for span in of(spans, "router") if span.name in stages]
     own.sort(key=lambda span: stages.index(span.name))
     assert (own[0].start_ns, own[-1].end_ns) == (root.start_ns, root.end_ns)

@@ -378,7 +378,9 @@ class Scheduler:
         self._running.remove(group)
         self._stats.num_preemptions += 1
         group.note_preemption(self._swapper.clock.monotonic())
-        if self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
+        # A step that has run ahead has moved its states on: only computing gets them back.
+        ahead = self._tables.states.num_slots and not self._flying.isdisjoint(group.sequences)
+        if not ahead and self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
             insort(self._swapped, group, key=attrgetter("key"))
             return
         for sequence in group.sequences:

@@ -173,7 +173,7 @@ def assemble(
 def _not_handed_over(info: ModelInfo) -> ModelRefused:
     return ModelRefused(
         f"{info.name} keeps recurrent state, which is not handed over to other nodes yet: serve it "
-        "with decode nodes alone, which compute prompts themselves",
+        "with decode nodes alone, which compute prompts themselves (baton up --colocated)",
         field="model",
     )
 

@@ -25,7 +25,7 @@ from router.config import RouterConfig
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "*/README.md", "docs/**/*.md")
+    for pattern in ("*.md", "*/README.md", "deploy/*/README.md", "docs/**/*.md")
     for path in ROOT.glob(pattern)
     if not path.relative_to(ROOT).parts[0].startswith(".")
 )

@@ -1,0 +1,218 @@
+#!/bin/sh
+# Tries the chart in a real cluster: the server takes every object, all pods ready, a streamed answer,
+# a pod of each role deleted in mid-stream, every Deployment restarted and the decode nodes scaled
+# under streams, evictions and their budget, a stop in good order. Leaves nothing behind.
+#
+#   deploy/try_kubernetes.sh [VALUES.yaml]     your values, on top of the script's own
+#
+# It needs kubectl with a cluster of Kubernetes 1.20 or newer (KUBECONFIG is heard), helm, openssl and
+# python3; the four images of deploy/kubernetes/images.sh and redis:7.4-alpine, where that cluster
+# finds them; and room for nine pods: 4 GiB. Nothing is asked through a port of this machine: a pod of
+# the router's image is the client. Its exit status is 0 if each step did what its line says. See
+# docs/operations.md.
+set -eu
+cd "$(dirname "$0")/.."
+
+STREAMS=${STREAMS:-4}
+STREAM_TOKENS=${STREAM_TOKENS:-1500}
+PATIENCE_S=${PATIENCE_S:-600}
+HELM=${HELM:-helm}
+PROMPT="PagedAttention keeps the keys and values of each token in blocks of a fixed size, which \
+need not lie one after the other. Who serves many requests at once wastes hardly any memory that \
+way, because a block"
+space=baton-try-$(openssl rand -hex 3)
+folder=$(mktemp -d)
+mine() { kubectl --namespace "$space" "$@"; }
+say() { printf '%s  %s\n' "$(date +%T)" "$*"; }
+fail() {
+    say "FAILED: $*"
+    mine get pods -o wide || true
+    mine get events --sort-by=.lastTimestamp | tail -20 || true
+    mine logs --selector app.kubernetes.io/name=baton --tail=20 --prefix || true
+    exit 1
+}
+end() {
+    kubectl delete namespace "$space" --ignore-not-found --wait=false >/dev/null 2>&1 || true
+    rm -rf "$folder"
+}
+trap end EXIT
+
+# until_true WHAT COMMAND...: repeat it until it succeeds, PATIENCE_S at most
+until_true() {
+    what=$1
+    shift
+    since=$(date +%s)
+    until "$@"; do
+        [ $(($(date +%s) - since)) -lt "$PATIENCE_S" ] || fail "not in time: $what"
+        sleep 0.5
+    done
+}
+# pods ROLE: the names of its pods that are not on their way out
+pods() {
+    mine get pods --selector "app.kubernetes.io/component=$1" -o jsonpath='{range .items[*]}{.metadata.name} {.metadata.deletionTimestamp}{"\n"}{end}' \
+        | awk 'NF == 1 { print $1 }'
+}
+ready() { mine rollout status "$1" --timeout "${PATIENCE_S}s" >/dev/null || fail "not ready: $1"; }
+all_ready() {
+    for each in statefulset/baton-redis deployment/baton-decode deployment/baton-prefill \
+        deployment/baton-router; do
+        ready "$each"
+    done
+}
+# metrics: of all routers, each line with its pod in front
+metrics() {
+    for each in $(pods router); do
+        mine exec "$each" -- python3 -c '
+import os, sys, urllib.request
+
+headers = {"Authorization": "Bearer " + os.environ["BATON_API_KEY"]}
+request = urllib.request.Request("http://127.0.0.1:8000/metrics", headers=headers)
+for line in urllib.request.urlopen(request, timeout=10).read().decode().splitlines():
+    print(sys.argv[1], line)' "$each" 2>/dev/null || true
+    done
+}
+# connected N: each router has N nodes that are ready
+connected() {
+    metrics | awk -v wanted="$1" '/ baton_router_nodes.*state="ready"/ { n[$1] += $NF }
+        END { for (each in n) { all += 1; good += n[each] == wanted } exit !(all && good == all) }'
+}
+# busy: the decode node that runs something; a node's name is its pod's
+busy() {
+    metrics | sed -n 's/.* baton_node_live_requests{.*node="\([^"]*\)".*role="decode".* [1-9].*/\1/p
+        s/.* baton_node_live_requests{.*role="decode".*node="\([^"]*\)".* [1-9].*/\1/p' | grep -m 1 .
+}
+# asks ROUTER: the router that holds a stream
+asks() { metrics | awk '$2 == "baton_live_requests" && $NF > 0 { print $1 }' | grep -m 1 .; }
+# ask FILE: one streamed completion, always the same; its text, only if it has all tokens and one end
+ask() {
+    mine exec -i client -- python3 - "$STREAM_TOKENS" "$PROMPT" <<'PYTHON' >"$1"
+import json, os, sys
+
+import httpx
+
+body = {
+    "model": "baton-demo", "prompt": sys.argv[2], "temperature": 0, "stream": True,
+    "ignore_eos": True, "max_tokens": int(sys.argv[1]), "stream_options": {"include_usage": True},
+}
+headers = {"Authorization": "Bearer " + os.environ["BATON_API_KEY"]}
+url = "http://baton-router:8000/v1/completions"
+with httpx.stream("POST", url, json=body, headers=headers, timeout=600) as answer:
+    assert answer.status_code == 200, answer.read()
+    events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+assert events.count("[DONE]") == 1 and events[-1] == "[DONE]", "one end"
+chunks = [json.loads(event) for event in events[:-1]]
+told = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk.get("usage")]
+assert told[-1] == body["max_tokens"], told
+print("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
+PYTHON
+}
+same() { cmp -s "$folder/whole" "$1" || fail "$2: the text differs"; }
+# under_streams WHAT COMMAND...: STREAMS streams begin, the command runs, the streams end as always
+under_streams() {
+    what=$1
+    shift
+    asking=
+    for each in $(seq "$STREAMS"); do
+        ask "$folder/stream-$each" &
+        asking="$asking $!"
+    done
+    until_true "a decode node at work" busy >/dev/null
+    "$@" || fail "$what"
+    for each in $asking; do wait "$each" || fail "$what: a stream broke"; done
+    for each in $(seq "$STREAMS"); do same "$folder/stream-$each" "$what"; done
+    all_ready
+    say "$what under $STREAMS streams: the same texts"
+}
+# evict POD: 0 if its budget lets it go
+evict() {
+    printf '{"apiVersion": "%s", "kind": "Eviction", "metadata": {"name": "%s", "namespace": "%s"}}' \
+        "$policy" "$1" "$space" \
+        | kubectl create --raw "/api/v1/namespaces/$space/pods/$1/eviction" -f - >"$folder/evicted" 2>&1
+}
+
+say "rendering, and what the server says of it"
+policy=policy/v1
+kubectl api-versions | grep -qx policy/v1 || policy=policy/v1beta1
+cat >"$folder/own.yaml" <<'YAML'
+router: {replicas: 2, graceSeconds: 300}
+nodes: {graceSeconds: 120}
+prefill: {replicas: 2}
+decode: {replicas: 2}
+YAML
+set -- -f deploy/kubernetes/values/trial.yaml -f "$folder/own.yaml" ${1:+-f "$1"}
+"$HELM" template baton deploy/kubernetes/chart --namespace "$space" "$@" 2>"$folder/said" \
+    | sed "s#^apiVersion: policy/v1\$#apiVersion: $policy#" >"$folder/objects.yaml"
+[ -s "$folder/objects.yaml" ] || { cat "$folder/said"; fail "helm"; }
+kubectl create namespace "$space" >/dev/null || fail "no namespace"
+# A server of before 1.25 knows no strict check, and one of before 1.27 not all fields of a budget.
+kubectl apply --help | grep -q 'validate=.strict' && [ "$policy" = policy/v1 ] && how=strict || how=false
+mine apply --dry-run=server --validate="$how" -f "$folder/objects.yaml" >"$folder/dry" 2>&1 \
+    || { cat "$folder/dry"; fail "the server refuses an object"; }
+say "a dry run on the server takes $(wc -l <"$folder/dry") objects, validation: $how"
+
+key=$(openssl rand -hex 16)
+mine create secret generic baton --from-literal=secret="$(openssl rand -hex 32)" \
+    --from-literal=api-key="$key" --from-literal=redis-password="$(openssl rand -hex 32)" >/dev/null
+mine apply --validate="$how" -f "$folder/objects.yaml" >/dev/null || fail "apply"
+mine run client --image="$(sed -n 's/.*image: "\(.*baton-router:.*\)"/\1/p' "$folder/objects.yaml" | head -1)" \
+    --image-pull-policy=IfNotPresent --restart=Never --env="BATON_API_KEY=$key" --command -- sleep 36000 >/dev/null
+all_ready
+until_true "4 connected nodes" connected 4
+until_true "a client" mine wait pod/client --for=condition=Ready --timeout=10s >/dev/null
+say "all pods are ready, each of 2 routers has 4 nodes"
+
+ask "$folder/whole" || fail "a streamed answer"
+say "a streamed answer: $STREAM_TOKENS tokens, '$(head -c 50 "$folder/whole" | tr '\n' ' ')...'"
+
+for role in decode prefill router; do
+    ask "$folder/deleted" &
+    asking=$!
+    until_true "a decode node at work" busy >"$folder/busy"
+    case $role in
+    decode) victim=$(tail -1 "$folder/busy") ;;
+    prefill) victim=$(pods prefill | head -1) ;;
+    router)
+        until_true "a router with a stream" asks >"$folder/asks"
+        victim=$(pods router | grep -v -x "$(tail -1 "$folder/asks")" | head -1)
+        ;;
+    esac
+    mine delete pod "$victim" --grace-period=0 --force >/dev/null 2>&1 || fail "deleting $victim"
+    wait $asking || fail "the stream broke when $victim was deleted"
+    same "$folder/deleted" "$victim was deleted"
+    all_ready
+    until_true "4 connected nodes" connected 4
+    say "deleted $victim in mid-stream, without grace: the same text"
+done
+
+for role in decode prefill router; do
+    restart() {
+        mine rollout restart "deployment/baton-$role" >/dev/null && ready "deployment/baton-$role"
+    }
+    under_streams "restarting each $role pod" restart
+done
+until_true "4 connected nodes" connected 4
+
+scale() {
+    for count in 4 1; do
+        mine scale deployment/baton-decode --replicas="$count" >/dev/null
+        ready deployment/baton-decode
+    done
+}
+under_streams "decode nodes from 2 to 4 to 1" scale
+mine scale deployment/baton-decode --replicas=2 >/dev/null
+all_ready
+until_true "4 connected nodes" connected 4
+
+evictions() {
+    first=$(busy)
+    second=$(pods decode | grep -v -x "$first" | head -1)
+    evict "$first" || { cat "$folder/evicted"; return 1; }
+    ! evict "$second" || return 1
+    grep -q "disruption budget" "$folder/evicted"
+}
+under_streams "an eviction, and a second one that the budget refuses," evictions
+
+mine get pods -o jsonpath='{range .items[*]}{.status.containerStatuses[*].restartCount}{"\n"}{end}' \
+    | awk '$1 > 0 { exit 1 }' || fail "a container was restarted"
+say "no container was restarted by its probes"
+say "PASSED"

@@ -1,7 +1,7 @@
 """Trains a draft head for the demo model: `python tools/train_draft_head.py --method mtp --out D`.
 
-It learns for --cpu-seconds, from the text of the demo model (`tools/demo_corpus/`). The
-model stays as it is; the head learns its distribution of the tokens after the next one.
+It learns for --cpu-seconds, from whole answers of the demo model's text (`tools/demo_corpus/`).
+The model stays as it is; the head learns its distribution of the tokens after the next one.
 
     mtp       DIR is a copy of the model with one more layer:  --model DIR --speculative-method mtp
     eagle3    DIR is the head alone:  --speculative-method eagle3 --speculative-model DIR
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from demo_corpus.corpus import load_topics
-from demo_corpus.samples import END_OF_TEXT, IGNORED, batches, padded
+from demo_corpus.samples import END_OF_TEXT, IGNORED, answer_batches, padded
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from transformers import LlamaForCausalLM
 logger = logging.getLogger("train_draft_head")
 
 CORPUS = Path(__file__).parent / "demo_corpus"
-BATCH_TOKENS, LEARNING_RATE, WARMUP = 1024, 3e-3, 0.05
+BATCH_TOKENS, LEARNING_RATE, WARMUP = 512, 4e-3, 0.05
 TAPS = (1, 3, 5)  # of an EAGLE-3 head: whose inputs it takes
 _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -144,7 +144,6 @@ def pass_losses(
     """
     with torch.no_grad():
         out: Any = target.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        logits: Tensor = target.lm_head(out.last_hidden_state)
         embedded: Tensor = target.model.embed_tokens(ids)
         hidden = (*out.hidden_states[:-1], out.last_hidden_state)
     losses: list[Tensor] = []
@@ -153,7 +152,8 @@ def pass_losses(
         count = ids.shape[1] - ahead
         states = head(states[:, :count], embedded[:, ahead:])
         chosen = wanted[:, ahead:]
-        known = logits[:, ahead:][chosen]
+        with torch.no_grad():
+            known: Tensor = target.lm_head(out.last_hidden_state[:, ahead:][chosen])
         known = known if head.known is None else known[:, head.known]
         guessed = head.logits(states[chosen], target)
         losses.append(functional.cross_entropy(guessed, known.softmax(-1)))
@@ -246,7 +246,7 @@ def main() -> None:
         counts[: END_OF_TEXT + 3] += 1e9  # the special tokens end every answer
         known = counts.topk(flags.draft_vocab).indices.sort().values
     head = Head(target, known)
-    stream = batches(tokenizer, topics, BATCH_TOKENS, flags.seed)
+    stream = answer_batches(tokenizer, topics, BATCH_TOKENS, flags.seed)
     train(head, target, stream, flags.cpu_seconds, flags.passes)
     save(head, flags.model, flags.out)
 

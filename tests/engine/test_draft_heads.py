@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from baton.engine.core.sleeping import fall_asleep, reload, wake
 from baton.engine.performance.estimate import sized
 from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.state.batch import flatten
@@ -16,6 +18,7 @@ from baton.llm import LLM
 from baton.llm_inputs import BeamSearchParams
 from baton.llm_outputs import GenerationOutput
 from baton.protocol.errors import ConfigError
+from baton.protocol.request import FinishReason
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.driving import assert_all_free
@@ -170,6 +173,41 @@ def test_a_mixture_with_latent_attention(tmp_path: Path) -> None:
     assert tokens(fast.generate(PROMPTS, params)) == tokens(wanted)
     assert fast.engine.stats.num_drafted_tokens > 50
     assert [layer.kind for layer in fast.engine.info.layers] == ["mla"] * 4
+
+
+def test_stop_strings_within_accepted_drafts(perfect_head: Path) -> None:
+    """A text that ends in the middle of what a step accepted ends there, for each of its places."""
+    whole = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    plain, fast = llm(perfect_head), drafting(perfect_head, block_size=128)
+    text = plain.generate(["what is it?"], whole)[0].outputs[0].text or ""
+    pieces = {text[at : at + 2] for at in range(len(text) - 1)}
+    stops = sorted(piece for piece in pieces if piece.isascii() and len(piece) == 2)
+    assert len(stops) > 3
+    for stop in stops:
+        params = replace(whole, stop=(stop,))
+        found, wanted = (
+            each.generate(["what is it?"], params)[0].outputs[0] for each in (fast, plain)
+        )
+        assert found == wanted
+        assert found.finish_reason is FinishReason.STOP
+        assert found.text == text[: text.index(stop)]
+    assert fast.engine.stats.num_accepted_tokens > 3 * len(stops)
+    assert_all_free(fast.engine)
+
+
+def test_it_drafts_again_after_a_sleep(perfect_head: Path) -> None:
+    fast = drafting(perfect_head, block_size=128)
+    engine, stats = fast.engine, fast.engine.stats
+    params = SamplingParams(seed=3, max_tokens=22, ignore_eos=True)
+    before = tokens(fast.generate([LONG], params))
+    drafted = stats.num_drafted_tokens
+    assert drafted > 0
+    fall_asleep(engine)
+    assert engine.model is None
+    wake(engine, reload(engine.config))
+    assert tokens(fast.generate([LONG], params)) == before
+    assert stats.num_drafted_tokens == 2 * drafted
+    assert stats.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize(

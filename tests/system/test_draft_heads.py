@@ -14,6 +14,7 @@ from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.cluster import Plan, cluster
 from tests.golden.draft_models import add_mtp, make_bigram, save_eagle3
 from tests.system.references import one_engine_tokens, prompts
+from tests.system.test_failover import die
 from tests.system.test_migration import Stream, move_all
 from tests.tiny_models import make_tiny_model
 
@@ -94,4 +95,35 @@ async def test_drafts_move_with_a_request(perfect: Path) -> None:
             perfect, PROMPTS, params
         )
         assert sum(member.stats.acceptance_rate for member in c.decode) > 1.9
+        await c.settle()
+
+
+async def test_adopted_pages_hold_the_head_s_kv(perfect: Path, tmp_path: Path) -> None:
+    """The decode node reads the prefill node's pages where they lie, those of the head, too."""
+    params = replace(SAMPLED, max_tokens=30)
+    expected = one_engine_tokens(perfect, PROMPTS, params)
+    small = {**MTP, "block_size": 8}
+    async with cluster(Plan(perfect, (small,), (small,), shared=tmp_path)) as c:
+        done = await c.generate(PROMPTS, params)
+        assert [each.token_ids for each in done] == expected
+        decode = c.decode[0].stats
+        assert decode.num_adopted_blocks == sum(len(prompt) // 8 for prompt in PROMPTS)
+        assert decode.num_first_step_drafts > 0
+        assert decode.acceptance_rate == 1.0
+        await c.settle()
+
+
+async def test_drafts_after_a_failover(perfect: Path) -> None:
+    """A decode node dies: the others compute the KV again, the head's as well."""
+    params = replace(SAMPLED, max_tokens=150)
+    async with cluster(Plan(perfect, (MTP,), (MTP, MTP))) as c:
+        streams = [Stream(c.client, prompt, params) for prompt in PROMPTS]
+        c.pace(streams, lambda: [len(s.tokens) for s in streams if not s.task.done()])
+        for stream in streams:
+            await stream.at_least(9)
+        await die(c.decode[0])
+        found = [await stream.whole() for stream in streams]
+        assert found == one_engine_tokens(perfect, PROMPTS, params)
+        assert max(stream.retries for stream in streams) > 0
+        assert min(member.stats.acceptance_rate for member in c.decode) > 0.9
         await c.settle()

@@ -98,14 +98,36 @@ def batches(
                 pool.append(Sample(token_ids[:-1], token_ids[1:], weight=TEXT_WEIGHT))
             else:
                 pool.append(encode_conversation(tokenizer, sampler.draw()))
-        pool.sort(key=lambda sample: len(sample.token_ids))
-        grouped: list[list[Sample]] = [[]]
-        for sample in pool:
-            if (len(grouped[-1]) + 1) * len(sample.token_ids) > batch_tokens:
-                grouped.append([])
-            grouped[-1].append(sample)
-        generator.shuffle(grouped)
-        yield from (batch for batch in grouped if batch)
+        yield from _grouped(pool, batch_tokens, generator)
+
+
+def answer_batches(
+    tokenizer: Tokenizer, topics: Sequence[Topic], batch_tokens: int, seed: int
+) -> Iterator[list[Sample]]:
+    """Endless random batches as those of `batches`: each answer once a round, whole, behind one of
+    its questions."""
+    generator = random.Random(seed)
+    while True:
+        pool: list[Sample] = []
+        for topic in topics:
+            question = generator.choice((*topic.train, *topic.bare, *topic.written))
+            messages = (Message("user", question), Message("assistant", topic.answer))
+            pool.append(encode_conversation(tokenizer, Conversation(messages, head_only=False)))
+        yield from _grouped(pool, batch_tokens, generator)
+
+
+def _grouped(
+    pool: list[Sample], batch_tokens: int, generator: random.Random
+) -> Iterator[list[Sample]]:
+    """Return the samples of `pool` in random batches of similar length. Sorts `pool`."""
+    pool.sort(key=lambda sample: len(sample.token_ids))
+    grouped: list[list[Sample]] = [[]]
+    for sample in pool:
+        if (len(grouped[-1]) + 1) * len(sample.token_ids) > batch_tokens:
+            grouped.append([])
+        grouped[-1].append(sample)
+    generator.shuffle(grouped)
+    return (batch for batch in grouped if batch)
 
 
 def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:

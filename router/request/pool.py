@@ -146,7 +146,7 @@ class Pools(Protocol):
 
 
 class PoolDispatcher:
-    """All pooling under way on this router. `retries` counts groups sent to another node."""
+    """All pooling under way on this router."""
 
     def __init__(self, registry: NodeRegistry, clock: Clock, max_live: int) -> None:
         self._registry = registry
@@ -154,7 +154,6 @@ class PoolDispatcher:
         self._max_live = max_live
         self._turns = Turns(GROUPS_PER_NODE + 1, clock)  # one place stays free for other tenants
         self.num_live = 0
-        self.retries = 0
 
     async def vectors(
         self,
@@ -267,7 +266,6 @@ class PoolDispatcher:
             raise InternalError(f"{type(event).__name__} is no answer to a pooling request")
         if last or await is_guilty(wanted, self._registry):
             raise error
-        self.retries += 1
         log.warning("pooling on %s failed: %s", node.node_id, error.message)
 
     async def _choose(self, wanted: Ask) -> tuple[NodeSnapshot, NodeSession]:

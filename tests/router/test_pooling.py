@@ -23,6 +23,7 @@ from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.messages import AbortRequest, SubmitPool
 from baton.runtime.timing import Timing
 from router.request.pool import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
+from router.request.trace import RequestTrace
 from tests.router.fakes import FAST, PATIENCE_S, FakeNode, FakeRouter, fake_nodes, running_router
 
 
@@ -68,11 +69,12 @@ async def test_a_large_call_is_shared_by_the_prefill_nodes() -> None:
     async with fake_nodes("p1", "p2", "d") as nodes, pools_of(nodes) as (router, pools):
         servers = [asyncio.create_task(serve(node)) for node in nodes]
         prompts = [(n,) * (n % 5 + 1) for n in range(100)]
-        assert await pools.vectors(ask_of(prompts)) == [vector_of(p) for p in prompts]
+        trace = RequestTrace()
+        assert await pools.vectors(ask_of(prompts), trace) == [vector_of(p) for p in prompts]
         heard = [node.heard_of(SubmitPool) for node in nodes]
         assert [len(asked) for asked in heard] == [2, 2, 0]
         assert len({asked.request.id for each in heard for asked in each}) == 4
-        assert (pools.num_live, pools.retries) == (0, 0)
+        assert (pools.num_live, trace.retries) == (0, 0)
         for record in router.registry.records():
             session = router.registry.session(record.boot_id)
             assert session is not None
@@ -90,7 +92,8 @@ async def test_decode_nodes_do_it_where_there_is_no_other() -> None:
 
 async def test_another_node_does_it_when_one_dies() -> None:
     async with fake_nodes("p1", "p2") as nodes, pools_of(nodes) as (_, pools):
-        work = asyncio.create_task(pools.vectors(ask_of([(1, 2), (3,)])))
+        trace = RequestTrace()
+        work = asyncio.create_task(pools.vectors(ask_of([(1, 2), (3,)]), trace))
         hearing = [asyncio.create_task(node.has_heard(SubmitPool)) for node in nodes]
         done, _ = await asyncio.wait(hearing, return_when=asyncio.FIRST_COMPLETED)
         first = done.pop().result()
@@ -102,7 +105,7 @@ async def test_another_node_does_it_when_one_dies() -> None:
         answer(other, again, epoch=1)  # of an older epoch: not for it
         answer(other, again)
         assert await work == [vector_of((1, 2)), vector_of((3,))]
-        assert pools.retries == 1
+        assert trace.retries == 1
         for task in hearing:
             task.cancel()
 

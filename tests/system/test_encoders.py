@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import signal
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,23 @@ QUERY = "who rests in the north?"
 PROMPTS = {"query": "seek: ", "document": "text: ", "plain": ""}
 NODES = ("--threads", "1", "--dtype", "float32", "--metrics-port", "0")
 CLOSE = 1e-5
+
+
+@asynccontextmanager
+async def served(
+    model: Path, folder: Path, nodes: int
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[ServerProcess]]]:
+    """A client of a router with so many prefill nodes of `model`, and these."""
+    async with Processes(model, folder) as cluster:
+        prefill, _ = await cluster.nodes(nodes, 0, NODES)
+        router = await cluster.router(prefill, [])
+        async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60) as client:
+
+            async def ready() -> bool:
+                return (await client.get("/ready")).status_code == 200
+
+            await eventually(ready)
+            yield client, prefill
 
 
 async def forwards(node: ServerProcess) -> float:
@@ -59,44 +79,41 @@ async def test_vectors_of_prefill_nodes_alone_also_after_a_kill(tmp_path: Path) 
     )
     reference = library.SentenceTransformer(str(model), device="cpu")
     wanted = reference.encode(TEXTS).tolist()
-    async with Processes(model, tmp_path) as cluster:
-        prefill, _ = await cluster.nodes(2, 0, NODES)
-        router = await cluster.router(prefill, [])
-        async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60) as client:
+    async with served(model, tmp_path, 2) as (client, prefill):
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["task"], card["max_model_len"]) == ("embed", 96)
+        reply = await posted(client, "/v1/embeddings", {"input": TEXTS})
+        for found, row in zip(vectors_of(reply), wanted, strict=True):
+            assert found == pytest.approx(row, abs=CLOSE)
+        tokens = sum(len(reference.tokenizer(text)["input_ids"]) for text in TEXTS)
+        assert reply["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+        asked = {"input": TEXTS[0], "encoding_format": "base64", "prompt_name": "query"}
+        (coded,) = (await posted(client, "/v1/embeddings", asked))["data"]
+        numbers = struct.unpack("<24f", base64.b64decode(coded["embedding"]))
+        named = reference.encode(TEXTS[0], prompt_name="query").tolist()
+        assert list(numbers) == pytest.approx(named, abs=CLOSE)
+        await check_cosines(client, reference)
+        await check_refusals(client)
 
-            async def ready() -> bool:
-                return (await client.get("/ready")).status_code == 200
-
-            await eventually(ready)
-            (card,) = (await client.get("/v1/models")).json()["data"]
-            assert (card["task"], card["max_model_len"]) == ("embed", 96)
-            reply = await posted(client, "/v1/embeddings", {"input": TEXTS})
-            for found, row in zip(vectors_of(reply), wanted, strict=True):
+        many = [f"{text} {index}" for index in range(8) for text in TEXTS]
+        rows = reference.encode(many).tolist()
+        prefill[0].signal(signal.SIGSTOP)  # so it holds what it gets until it dies
+        calls = [
+            asyncio.create_task(posted(client, "/v1/embeddings", {"input": many})) for _ in range(3)
+        ]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        await prefill[0].kill()
+        for reply in await asyncio.gather(*calls):
+            for found, row in zip(vectors_of(reply), rows, strict=True):
                 assert found == pytest.approx(row, abs=CLOSE)
-            tokens = sum(len(reference.tokenizer(text)["input_ids"]) for text in TEXTS)
-            assert reply["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-            asked = {"input": TEXTS[0], "encoding_format": "base64", "prompt_name": "query"}
-            (coded,) = (await posted(client, "/v1/embeddings", asked))["data"]
-            numbers = struct.unpack("<24f", base64.b64decode(coded["embedding"]))
-            named = reference.encode(TEXTS[0], prompt_name="query").tolist()
-            assert list(numbers) == pytest.approx(named, abs=CLOSE)
-            await check_cosines(client, reference)
-            await check_refusals(client)
 
-            await prefill[0].kill()
-            many = [f"{text} {index}" for index in range(8) for text in TEXTS]
-            rows = reference.encode(many).tolist()
-            replies = await asyncio.gather(
-                *(posted(client, "/v1/embeddings", {"input": many}) for _ in range(3))
-            )
-            for reply in replies:
-                for found, row in zip(vectors_of(reply), rows, strict=True):
-                    assert found == pytest.approx(row, abs=CLOSE)
+        async def counted() -> bool:  # told with a node's next heartbeat
+            return await forwards(prefill[1]) >= 3 * len(many)
 
-            async def counted() -> bool:  # told with a node's next heartbeat
-                return await forwards(prefill[1]) >= 3 * len(many)
-
-            await eventually(counted)
+        await eventually(counted)
+        page = (await client.get("/metrics")).text
+        (retries,) = [x for x in page.splitlines() if x.startswith("baton_request_retries_total")]
+        assert float(retries.rpartition(" ")[2]) >= 1
 
 
 async def check_cosines(client: httpx.AsyncClient, reference: Any) -> None:
@@ -136,31 +153,21 @@ async def test_scores_and_classes_of_cross_encoders(tmp_path: Path) -> None:
     model = make_encoder(tmp_path / "one", "bert", labels=1)
     reference = library.CrossEncoder(str(model), device="cpu")
     wanted = reference.predict([(QUERY, text) for text in TEXTS]).tolist()
-    async with Processes(model, tmp_path) as cluster:
-        prefill, _ = await cluster.nodes(1, 0, NODES)
-        router = await cluster.router(prefill, [])
-        async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60) as client:
-
-            async def ready() -> bool:
-                return (await client.get("/ready")).status_code == 200
-
-            await eventually(ready)
-            (card,) = (await client.get("/v1/models")).json()["data"]
-            assert card["task"] == "score"
-            reply = await posted(client, "/v1/score", {"text_1": QUERY, "text_2": TEXTS})
-            assert [item["score"] for item in reply["data"]] == pytest.approx(wanted, abs=CLOSE)
-            for path in ("/v1/rerank", "/v2/rerank"):
-                body = {"query": QUERY, "documents": TEXTS}
-                results = (await posted(client, path, body))["results"]
-                assert [each["index"] for each in results] == sorted(
-                    range(len(TEXTS)), key=lambda place: -wanted[place]
-                )
-                told = {each["index"]: each["relevance_score"] for each in results}
-                assert [told[place] for place in range(len(TEXTS))] == pytest.approx(
-                    wanted, abs=CLOSE
-                )
-            (found,) = (await posted(client, "/classify", {"input": TEXTS[0]}))["data"]
-            assert (found["label"], found["num_classes"]) == ("LABEL_0", 1)
-            assert "makes classes" in await refused(client, "/v1/embeddings", {"input": "a"})
-            message = await refused(client, "/v1/score", {"text_1": "a " * 90, "text_2": "b " * 90})
-            assert "160 tokens" in message
+    async with served(model, tmp_path, 1) as (client, _):
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert card["task"] == "score"
+        reply = await posted(client, "/v1/score", {"text_1": QUERY, "text_2": TEXTS})
+        assert [item["score"] for item in reply["data"]] == pytest.approx(wanted, abs=CLOSE)
+        for path in ("/v1/rerank", "/v2/rerank"):
+            body = {"query": QUERY, "documents": TEXTS}
+            results = (await posted(client, path, body))["results"]
+            assert [each["index"] for each in results] == sorted(
+                range(len(TEXTS)), key=lambda place: -wanted[place]
+            )
+            told = {each["index"]: each["relevance_score"] for each in results}
+            assert [told[place] for place in range(len(TEXTS))] == pytest.approx(wanted, abs=CLOSE)
+        (found,) = (await posted(client, "/classify", {"input": TEXTS[0]}))["data"]
+        assert (found["label"], found["num_classes"]) == ("LABEL_0", 1)
+        assert "makes classes" in await refused(client, "/v1/embeddings", {"input": "a"})
+        message = await refused(client, "/v1/score", {"text_1": "a " * 90, "text_2": "b " * 90})
+        assert "160 tokens" in message

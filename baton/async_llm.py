@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.engine.core.engine import Engine
+from baton.engine.core.images import read_ahead
 from baton.engine.thread import EngineThread, StepReport
 from baton.llm import LLM
 from baton.llm_inputs import Adapter, ChatOptions, Message, Prompt
@@ -83,6 +84,7 @@ class TokenStreams:
             raise InvalidRequest(f"request {request.id} already runs here", field="request_id")
         stream = self._streams[request.id] = _Stream(request)
         try:
+            await read_ahead(self.thread.engine.model, request)
             await self.thread.call(lambda engine: engine.add(request))
             while not stream.done:
                 event = await stream.next()

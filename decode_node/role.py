@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import prepared
+from baton.engine.core.images import read_ahead
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.interface import Reservation, Task
 from baton.engine.thread import StepReport
@@ -126,6 +127,7 @@ class DecodeRole:
         seat = Seat(entry, self._context.clock)
         try:
             grammar = await prepared(self.thread.engine.grammars, entry.request.params.guided)
+            await read_ahead(self.thread.engine.model, entry.request)
             if entry.handle is None:
                 await self.thread.call(seat.add)
             else:

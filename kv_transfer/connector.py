@@ -26,10 +26,11 @@ from kv_transfer.fetcher import Fetcher
 from kv_transfer.fetches import FetchCall, Fetches, ranks_of
 from kv_transfer.lanes.wires import WirePool
 from kv_transfer.links import WIRE_CODECS, LinkSpeeds
-from kv_transfer.protocol.base import Blocks, KVMemory, KVReady, Lane, LendingLane, OnReleased
+from kv_transfer.protocol.base import Blocks, KVMemory, KVReady, Lane, OnReleased
 from kv_transfer.protocol.frames import MAX_PAYLOAD
 from kv_transfer.protocol.identity import Identity
 from kv_transfer.protocol.leases import Leases
+from kv_transfer.protocol.lending import LendingLane
 from kv_transfer.protocol.messages import RAW, SECRET_BYTES
 from kv_transfer.protocol.shares import rows_bytes, tokens_per_frame
 from kv_transfer.stats import TransferStats
@@ -103,6 +104,7 @@ class Connector:
             for layer, count in zip(memory.layers, counts, strict=True)
         ]
         identity = Identity(self.boot_id, self.fingerprint, memory.format, self.secret)
+        self._state_bytes = [layer.state_bytes for layer in memory.layers]
         self._table = ExportTable(
             self._layer_bytes, Leases(self.timing.kv_lease_s), self.clock, self.on_released
         )
@@ -211,10 +213,10 @@ class Connector:
         return False
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the KV bytes of an export of `num_tokens` tokens, the argument that room_for
-        takes.
+        """Return the bytes of an export of `num_tokens` tokens, the argument that room_for takes:
+        KV and recurrent state.
         """
-        return num_tokens * sum(self._layer_bytes)
+        return num_tokens * sum(self._layer_bytes) + sum(self._state_bytes)
 
     def export(self, request: Request, sample: int, blocks: Blocks, num_tokens: int) -> KVHandle:
         handle = KVHandle(
@@ -253,13 +255,16 @@ class Connector:
         for table in self.memory.tables(blocks):
             if len(table) * size < num_tokens:
                 raise InternalError(f"{len(table)} blocks do not hold {num_tokens} tokens")
+        if any(self._state_bytes) and blocks[0].state_slot is None:
+            raise InternalError("the blocks name no slot for the recurrent state")
 
     def publish(self, handle: KVHandle, layer: int, upto_token: int) -> bool:
         blocks = self._table.blocks_of(handle.export_seq)
         if blocks is None:
             return False
         self.memory.written(layer, blocks, upto_token)
-        return self._table.publish(handle.export_seq, layer, upto_token)
+        state_bytes = self._state_bytes[layer] if upto_token == handle.num_tokens else 0
+        return self._table.publish(handle.export_seq, layer, upto_token, state_bytes)
 
     def complete(self, handle: KVHandle, first_tokens: Sequence[FirstToken]) -> None:
         self._table.complete(handle.export_seq, first_tokens)

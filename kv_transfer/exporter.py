@@ -21,7 +21,7 @@ from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing
 from kv_transfer.exports import ExportTable, Reader, Snapshot
 from kv_transfer.pool.codec import converted
-from kv_transfer.protocol.base import Incoming, KVMemory, KVSpan, Payload
+from kv_transfer.protocol.base import Incoming, KVMemory, KVSpan, Payload, StateSpan
 from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
 from kv_transfer.protocol.frames import (
     HEADER_BYTES,
@@ -46,7 +46,13 @@ from kv_transfer.protocol.messages import (
     Renew,
     failure_of,
 )
-from kv_transfer.protocol.session import ExporterSession, ExporterState, data_header, header_of
+from kv_transfer.protocol.session import (
+    ExporterSession,
+    ExporterState,
+    data_header,
+    header_of,
+    state_header,
+)
 from kv_transfer.protocol.shares import rows_bytes
 from kv_transfer.protocol.steps import (
     Announce,
@@ -64,6 +70,7 @@ from kv_transfer.protocol.steps import (
     Release,
     Send,
     SendData,
+    SendState,
 )
 from kv_transfer.stats import TransferStats
 
@@ -160,6 +167,7 @@ class _Connection:
         self._waited_s = 0.0
         # rows (token and layer) of this fetch; for failpoints
         self._rows_sent = self._rows_wanted = 0
+        self._began = False  # a frame of this fetch has been sent; for failpoints
         self._lock = threading.Lock()
         self._closed = False
 
@@ -272,6 +280,8 @@ class _Connection:
                 return self._encode(message), None
             case SendData(span, dtype):
                 return self._read(span, dtype)
+            case SendState(span):
+                return self._read_state(span)
             case Announce(span):
                 return self._announce(span)
             case Open(fetch):
@@ -305,7 +315,21 @@ class _Connection:
         except KVError as error:
             return None, Refused(failure_of(error))
         self._shared.stats.sent(self._lane, len(frame) - HEADER_BYTES)
-        return self._pass_data(span, frame), None
+        return self._pass_frame(frame, span.end - span.start), None
+
+    def _read_state(self, span: StateSpan) -> tuple[Buffer | None, ExporterEvent | None]:
+        assert self._reader is not None
+        memory = self._shared.memory
+        header = state_header(span, self._session.export_seq, self._session.epoch)
+        try:
+            with self._reader.reading():  # the slot of the state is not free before the blocks are
+                blocks = self._reader.blocks
+                fragments = memory.read_state(span.layer, blocks, span.start, span.end)
+                frame = self._build(header, fragments)
+        except KVError as error:
+            return None, Refused(failure_of(error))
+        self._shared.stats.sent(self._lane, len(frame) - HEADER_BYTES)
+        return self._pass_frame(frame, 0), None
 
     def _build(self, header: Header, fragments: Sequence[Buffer]) -> Buffer:
         """Build a frame: a big one in the lane's own memory if it has any, otherwise by joining the
@@ -326,16 +350,17 @@ class _Connection:
         header = data_header(span, self._session.export_seq, self._session.epoch)
         row = rows_bytes(memory.layers[span.layer], len(span.heads), memory.format.dtype)
         self._shared.stats.sent(self._lane, row * (span.end - span.start))
-        return self._pass_data(span, encode(header, [], self._seed)), None
+        return self._pass_frame(encode(header, [], self._seed), span.end - span.start), None
 
-    def _pass_data(self, span: KVSpan, frame: Buffer) -> Buffer:
-        """Return `frame`, or a damaged copy if a failpoint asks for it (its digest then does not
-        match).
+    def _pass_frame(self, frame: Buffer, num_rows: int) -> Buffer:
+        """Return `frame` (DATA of `num_rows` rows, or STATE), or a damaged copy if a failpoint asks
+        for it (its digest then does not match).
         """
         if not FAILPOINTS.armed:
             return frame
-        before, self._rows_sent = self._rows_sent, self._rows_sent + span.end - span.start
-        first = before == 0 and FAILPOINTS.hit("kv.first")
+        before, self._rows_sent = self._rows_sent, self._rows_sent + num_rows
+        began, self._began = self._began, True
+        first = not began and FAILPOINTS.hit("kv.first")
         half = before < self._rows_wanted / 2 <= self._rows_sent and FAILPOINTS.hit("kv.half")
         if not (first or half):
             return frame
@@ -359,6 +384,7 @@ class _Connection:
         self._adopting = fetch.adopt
         left = reader.handle.num_tokens - fetch.start_token
         self._rows_sent, self._rows_wanted = 0, left * len(shared.memory.layers)
+        self._began = False
         self._opened_at = shared.clock.monotonic()
         self._deadline = deadline_from_ms(fetch.timeout_ms, shared.clock)
         return Opened(reader.handle.num_tokens, shared.memory.tables(reader.blocks))

@@ -136,8 +136,9 @@ class ExportTable:
             self._raise_fence(handle.request_id, handle.epoch)
             self._leases.grant(handle.export_seq, self._clock.monotonic())
 
-    def publish(self, export_seq: int, layer: int, upto: int) -> bool:
-        """Let readers read tokens [0, upto) of `layer`, and renew the lease.
+    def publish(self, export_seq: int, layer: int, upto: int, state_bytes: int = 0) -> bool:
+        """Let readers read tokens [0, upto) of `layer`, and renew the lease. With the last token
+        come `state_bytes` of recurrent state.
 
         Return False if the export is released or its lease has lapsed. Raises InternalError if
         `upto` exceeds the export's tokens.
@@ -149,7 +150,8 @@ class ExportTable:
             if upto > export.handle.num_tokens:
                 raise InternalError(f"published {upto} of {export.handle.num_tokens} tokens")
             if upto > export.upto[layer]:
-                export.published_bytes += (upto - export.upto[layer]) * self._layer_bytes[layer]
+                new_bytes = (upto - export.upto[layer]) * self._layer_bytes[layer]
+                export.published_bytes += new_bytes + state_bytes
                 export.upto[layer] = upto
                 self._published(export)
             return True

@@ -53,6 +53,7 @@ from kv_transfer.protocol.steps import (
     Settle,
     Start,
     Write,
+    WriteState,
 )
 from kv_transfer.stats import TransferStats
 
@@ -252,6 +253,10 @@ class Conversation:
                     span.layer, self._target.blocks, span.start, span.end, payload
                 )
                 self._count(len(payload.data))
+            case WriteState(span, data):
+                self._shared.memory.write_state(span.layer, self._target.blocks, span.start, data)
+                self._count(len(data))
+                self._shared.stats.state_received(self._lane.name, len(data))
             case Pull(span, source):
                 try:
                     _direct(wire).pull(span, source, self._target)

@@ -26,8 +26,9 @@ from baton.runtime.timing import Timing
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher
 from kv_transfer.links import AUTO, LinkSpeeds
 from kv_transfer.loans import HeldFetch, Promise, end_task
-from kv_transfer.protocol.base import Blocks, KVReady, Lane, LendingLane, Loan
+from kv_transfer.protocol.base import Blocks, KVReady, Lane
 from kv_transfer.protocol.fetch_session import Intent, WantedExport
+from kv_transfer.protocol.lending import LendingLane, Loan
 from kv_transfer.protocol.messages import DIRECT, INT8, RAW
 from kv_transfer.protocol.shares import first_sent, meets, rows_bytes, share
 from kv_transfer.stats import NO_LANE
@@ -137,7 +138,8 @@ class Fetches:
         """
         common = self._common(ranks_of(handle)[0].endpoint)
         sent = bool(common) and not common[0][0].direct
-        return sent and self._all_bytes(handle) <= small_bytes
+        states = sum(spec.state_bytes for spec in self._shared.memory.layers)
+        return sent and self._kv_bytes(handle) + states <= small_bytes
 
     async def _borrow(
         self, call: FetchCall, fetched: Fetched, promise: Promise, started: float
@@ -186,7 +188,7 @@ class Fetches:
             raise
         seconds = self._clock.monotonic() - started
         num_bytes = sum(part.num_bytes for part in parts)
-        moved = self._all_bytes(handle) if call.adopt else num_bytes
+        moved = num_bytes + (self._kv_bytes(handle) if call.adopt else 0)
         self._count(call, parts, num_bytes, moved, seconds)
         held = None
         if call.hold or call.adopt:
@@ -231,7 +233,7 @@ class Fetches:
         waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
         stats.fetched(lane, seconds, peer, self._clock.monotonic(), moved, waited_ms / 1000)
         if call.adopt:
-            stats.adopted(lane, moved)
+            stats.adopted(lane, moved - num_bytes)
         else:
             self.links.observe(peer, num_bytes, seconds - waited_ms / 1000)
 
@@ -275,7 +277,7 @@ class Fetches:
             return [await conversations[0]]
         return await _all_or_none(conversations)
 
-    def _all_bytes(self, handle: KVHandle) -> int:
+    def _kv_bytes(self, handle: KVHandle) -> int:
         dtype = handle.endpoint.format.dtype
         layers = self._shared.memory.layers
         return handle.num_tokens * sum(rows_bytes(s, s.kv_heads, dtype) for s in layers)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from baton.protocol.clock import Clock
-from kv_transfer.protocol.base import Loan
+from kv_transfer.protocol.lending import Loan
 
 # share of a lease; if so much is left, the pages can be used without another renewal
 LONG_PROMISE: Final = 0.5

@@ -41,6 +41,7 @@ class LaneStats:
     connections: int = 0  # opened from here
     reused: int = 0  # conversations on a connection that was kept
     expired: int = 0  # exports whose lease ended before anybody released them
+    state_bytes: int = 0  # of those received: recurrent state
 
 
 @dataclass(slots=True)
@@ -155,6 +156,11 @@ class TransferStats:
             stats = self.lane(lane)
             stats.bytes_received += num_bytes
             stats.frames_received += 1
+
+    def state_received(self, lane: str, num_bytes: int) -> None:
+        """Count bytes of recurrent state among those received."""
+        with self._lock:
+            self.lane(lane).state_bytes += num_bytes
 
     def adopted(self, lane: str, num_bytes: int) -> None:
         with self._lock:

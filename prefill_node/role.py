@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import prepared
+from baton.engine.core.images import read_ahead
 from baton.engine.state.interface import Task
 from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
@@ -179,6 +180,7 @@ class PrefillRole:
         self._serving[request.id] = entry
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
+            await read_ahead(self.thread.engine.model, request)
             await self.thread.call(lambda engine: _add(engine, request, self._context.clock))
             del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)

@@ -103,7 +103,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "prompt_ids", "output_ids", "params", "adapter", "priority", "tenant_salt", "deadline_ms", "epoch", "traceparent", "resume", "ended")
+    __slots__ = ("id", "prompt_ids", "output_ids", "params", "adapter", "priority", "tenant_salt", "deadline_ms", "epoch", "traceparent", "resume", "ended", "images")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class Request(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
@@ -128,7 +129,20 @@ class Request(_message.Message):
     traceparent: str
     resume: str
     ended: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ..., ended: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("digest", "start", "num_tokens", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    start: int
+    num_tokens: int
+    data: bytes
+    def __init__(self, digest: _Optional[bytes] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens", "cached_blocks")
@@ -239,7 +253,7 @@ class NodeRecord(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., encodes: bool = ..., leaving_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
-    __slots__ = ("kind", "hashes", "parent")
+    __slots__ = ("kind", "hashes", "parent", "states")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STORED: _ClassVar[BlockEvent.Kind]
@@ -251,10 +265,12 @@ class BlockEvent(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     kind: BlockEvent.Kind
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
     parent: bytes
-    def __init__(self, kind: _Optional[_Union[BlockEvent.Kind, str]] = ..., hashes: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    states: bool
+    def __init__(self, kind: _Optional[_Union[BlockEvent.Kind, str]] = ..., hashes: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., states: bool = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("router_id", "protocol_version", "nonce")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import node_pb2 as protos_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/serve.proto\x12\x0e\x62\x61ton.serve.v1\x1a\x11protos/node.proto\"\xed\n\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.baton.node.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x17\n\nbeam_width\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x12 \x01(\x01H\x0c\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x13 \x01(\x01H\r\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x14 \x01(\x01H\x0e\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x15 \x03(\x0b\x32..baton.serve.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x16 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x10\x88\x01\x01\x12-\n\x06guided\x18\x18 \x01(\x0b\x32\x1d.baton.node.v1.GuidedDecoding\x12\x10\n\x08priority\x18\x19 \x01(\x05\x12\x12\n\ncache_salt\x18\x1a \x01(\t\x12 \n\x13skip_special_tokens\x18\x1b \x01(\x08H\x11\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x1c \x01(\t\x12\x1b\n\x0elength_penalty\x18\x1d \x01(\x01H\x12\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x1e \x01(\tH\x13\x88\x01\x01\x12\x13\n\x0bresumable_s\x18\x1f \x01(\r\x12\x16\n\x0estarting_after\x18  \x03(\r\x12\x0e\n\x06resume\x18# \x01(\t\x12\x19\n\x11\x61llowed_token_ids\x18$ \x03(\r\x12*\n\tbad_words\x18% \x03(\x0b\x32\x17.baton.node.v1.TokenIds\x12\x19\n\x11logprob_token_ids\x18& \x03(\r\x12&\n\x19skip_reading_prefix_cache\x18\' \x01(\x08H\x14\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_beam_widthB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stoppingB\x1c\n\x1a_skip_reading_prefix_cache\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9b\x02\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12.\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1c.baton.node.v1.TokenLogprobs\x12$\n\x05usage\x18\x08 \x01(\x0b\x32\x15.baton.serve.v1.Usage\x12\x0f\n\x07retries\x18\t \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1c.baton.node.v1.TokenLogprobs\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x0f\n\rModelsRequest\"N\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06parent\x18\x04 \x01(\t\"8\n\x0bModelsReply\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.baton.serve.v1.ModelInfo\"\x13\n\x11ServerInfoRequest\"_\n\nMigrations\x12\x0c\n\x04\x64one\x18\x01 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x12\n\ngiven_back\x18\x05 \x01(\x04\"\x85\x02\n\x0fServerInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12(\n\x05nodes\x18\x02 \x03(\x0b\x32\x19.baton.node.v1.NodeRecord\x12O\n\x11requests_by_state\x18\x03 \x03(\x0b\x32\x34.baton.serve.v1.ServerInfoReply.RequestsByStateEntry\x12.\n\nmigrations\x18\x04 \x01(\x0b\x32\x1a.baton.serve.v1.Migrations\x1a\x36\n\x14RequestsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xb4\x02\n\tInference\x12L\n\x08Generate\x12\x1f.baton.serve.v1.GenerateRequest\x1a\x1d.baton.serve.v1.GenerateEvent0\x01\x12\x41\n\x05\x41\x62ort\x12\x1c.baton.serve.v1.AbortRequest\x1a\x1a.baton.serve.v1.AbortReply\x12\x44\n\x06Models\x12\x1d.baton.serve.v1.ModelsRequest\x1a\x1b.baton.serve.v1.ModelsReply\x12P\n\nServerInfo\x12!.baton.serve.v1.ServerInfoRequest\x1a\x1f.baton.serve.v1.ServerInfoReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/serve.proto\x12\x0e\x62\x61ton.serve.v1\x1a\x11protos/node.proto\"\xfd\n\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.baton.node.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x17\n\nbeam_width\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x12 \x01(\x01H\x0c\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x13 \x01(\x01H\r\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x14 \x01(\x01H\x0e\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x15 \x03(\x0b\x32..baton.serve.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x16 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x10\x88\x01\x01\x12-\n\x06guided\x18\x18 \x01(\x0b\x32\x1d.baton.node.v1.GuidedDecoding\x12\x10\n\x08priority\x18\x19 \x01(\x05\x12\x12\n\ncache_salt\x18\x1a \x01(\t\x12 \n\x13skip_special_tokens\x18\x1b \x01(\x08H\x11\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x1c \x01(\t\x12\x1b\n\x0elength_penalty\x18\x1d \x01(\x01H\x12\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x1e \x01(\tH\x13\x88\x01\x01\x12\x13\n\x0bresumable_s\x18\x1f \x01(\r\x12\x16\n\x0estarting_after\x18  \x03(\r\x12\x0e\n\x06resume\x18# \x01(\t\x12\x19\n\x11\x61llowed_token_ids\x18$ \x03(\r\x12*\n\tbad_words\x18% \x03(\x0b\x32\x17.baton.node.v1.TokenIds\x12\x19\n\x11logprob_token_ids\x18& \x03(\r\x12&\n\x19skip_reading_prefix_cache\x18\' \x01(\x08H\x14\x88\x01\x01\x12\x0e\n\x06images\x18( \x03(\x0c\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_beam_widthB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stoppingB\x1c\n\x1a_skip_reading_prefix_cache\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0cimage_tokens\x18\x04 \x01(\r\"\x9b\x02\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12.\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1c.baton.node.v1.TokenLogprobs\x12$\n\x05usage\x18\x08 \x01(\x0b\x32\x15.baton.serve.v1.Usage\x12\x0f\n\x07retries\x18\t \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1c.baton.node.v1.TokenLogprobs\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x0f\n\rModelsRequest\"N\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06parent\x18\x04 \x01(\t\"8\n\x0bModelsReply\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.baton.serve.v1.ModelInfo\"\x13\n\x11ServerInfoRequest\"_\n\nMigrations\x12\x0c\n\x04\x64one\x18\x01 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x12\n\ngiven_back\x18\x05 \x01(\x04\"\x85\x02\n\x0fServerInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12(\n\x05nodes\x18\x02 \x03(\x0b\x32\x19.baton.node.v1.NodeRecord\x12O\n\x11requests_by_state\x18\x03 \x03(\x0b\x32\x34.baton.serve.v1.ServerInfoReply.RequestsByStateEntry\x12.\n\nmigrations\x18\x04 \x01(\x0b\x32\x1a.baton.serve.v1.Migrations\x1a\x36\n\x14RequestsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xb4\x02\n\tInference\x12L\n\x08Generate\x12\x1f.baton.serve.v1.GenerateRequest\x1a\x1d.baton.serve.v1.GenerateEvent0\x01\x12\x41\n\x05\x41\x62ort\x12\x1c.baton.serve.v1.AbortRequest\x1a\x1a.baton.serve.v1.AbortReply\x12\x44\n\x06Models\x12\x1d.baton.serve.v1.ModelsRequest\x1a\x1b.baton.serve.v1.ModelsReply\x12P\n\nServerInfo\x12!.baton.serve.v1.ServerInfoRequest\x1a\x1f.baton.serve.v1.ServerInfoReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,31 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERINFOREPLY_REQUESTSBYSTATEENTRY']._loaded_options = None
   _globals['_SERVERINFOREPLY_REQUESTSBYSTATEENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=58
-  _globals['_GENERATEREQUEST']._serialized_end=1447
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1065
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1113
-  _globals['_USAGE']._serialized_start=1449
-  _globals['_USAGE']._serialized_end=1529
-  _globals['_GENERATEEVENT']._serialized_start=1532
-  _globals['_GENERATEEVENT']._serialized_end=1815
-  _globals['_ABORTREQUEST']._serialized_start=1817
-  _globals['_ABORTREQUEST']._serialized_end=1851
-  _globals['_ABORTREPLY']._serialized_start=1853
-  _globals['_ABORTREPLY']._serialized_end=1880
-  _globals['_MODELSREQUEST']._serialized_start=1882
-  _globals['_MODELSREQUEST']._serialized_end=1897
-  _globals['_MODELINFO']._serialized_start=1899
-  _globals['_MODELINFO']._serialized_end=1977
-  _globals['_MODELSREPLY']._serialized_start=1979
-  _globals['_MODELSREPLY']._serialized_end=2035
-  _globals['_SERVERINFOREQUEST']._serialized_start=2037
-  _globals['_SERVERINFOREQUEST']._serialized_end=2056
-  _globals['_MIGRATIONS']._serialized_start=2058
-  _globals['_MIGRATIONS']._serialized_end=2153
-  _globals['_SERVERINFOREPLY']._serialized_start=2156
-  _globals['_SERVERINFOREPLY']._serialized_end=2417
-  _globals['_SERVERINFOREPLY_REQUESTSBYSTATEENTRY']._serialized_start=2363
-  _globals['_SERVERINFOREPLY_REQUESTSBYSTATEENTRY']._serialized_end=2417
-  _globals['_INFERENCE']._serialized_start=2420
-  _globals['_INFERENCE']._serialized_end=2728
+  _globals['_GENERATEREQUEST']._serialized_end=1463
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1081
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1129
+  _globals['_USAGE']._serialized_start=1465
+  _globals['_USAGE']._serialized_end=1567
+  _globals['_GENERATEEVENT']._serialized_start=1570
+  _globals['_GENERATEEVENT']._serialized_end=1853
+  _globals['_ABORTREQUEST']._serialized_start=1855
+  _globals['_ABORTREQUEST']._serialized_end=1889
+  _globals['_ABORTREPLY']._serialized_start=1891
+  _globals['_ABORTREPLY']._serialized_end=1918
+  _globals['_MODELSREQUEST']._serialized_start=1920
+  _globals['_MODELSREQUEST']._serialized_end=1935
+  _globals['_MODELINFO']._serialized_start=1937
+  _globals['_MODELINFO']._serialized_end=2015
+  _globals['_MODELSREPLY']._serialized_start=2017
+  _globals['_MODELSREPLY']._serialized_end=2073
+  _globals['_SERVERINFOREQUEST']._serialized_start=2075
+  _globals['_SERVERINFOREQUEST']._serialized_end=2094
+  _globals['_MIGRATIONS']._serialized_start=2096
+  _globals['_MIGRATIONS']._serialized_end=2191
+  _globals['_SERVERINFOREPLY']._serialized_start=2194
+  _globals['_SERVERINFOREPLY']._serialized_end=2455
+  _globals['_SERVERINFOREPLY_REQUESTSBYSTATEENTRY']._serialized_start=2401
+  _globals['_SERVERINFOREPLY_REQUESTSBYSTATEENTRY']._serialized_end=2455
+  _globals['_INFERENCE']._serialized_start=2458
+  _globals['_INFERENCE']._serialized_end=2766
 # @@protoc_insertion_point(module_scope)

@@ -16,6 +16,7 @@ from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
+from router.images.limits import MAX_IMAGES, ImageLimits, check_domains, images_per_request
 from router.tenants.keys import KeyRing
 
 MAX_LOGPROBS: Final = 20  # OpenAI's
@@ -95,6 +96,27 @@ class RouterConfig:
         "auto",
         "serve /v1/rerank and /v1/score by the model's yes and no; auto: if config.json says so",
         choices=("auto", "qwen3", "none"),
+    )
+    limit_mm_per_prompt: str = option(
+        f'{{"image": {MAX_IMAGES}}}',
+        "most images of a request: '{\"image\": 4}' or image=4; 0 = none",
+    )
+    max_image_mb: int = option(20, "MiB of an image's file at most")
+    max_image_megapixels: int = option(
+        50, "million pixels of an image at most, by its file's header, before it is decoded"
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "host that images of requests may be fetched from, HOST or HOST:PORT (repeatable; * = any"
+        " public one; default: no image is fetched)",
+        several=True,
+    )
+    media_private_addresses: bool = option(
+        False, "let hosts of --allowed-media-domains be in private networks, and on this machine"
+    )
+    media_fetch_s: float = option(5.0, "time for one image to be fetched in, seconds")
+    max_live_image_mb: int = option(
+        1024, "MiB of images of requests that wait or run; one key may have half of them"
     )
     host: str = option("127.0.0.1", "address to listen on (HTTP and gRPC)")
     port: int = option(8000, "HTTP port, 0 = any free one")
@@ -256,7 +278,8 @@ class RouterConfig:
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
             ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
             ("batch_concurrency", 1), ("stored_responses_mb", 0), ("node_wait_s", 0),
-            ("slow_request_s", 0), ("timeline_requests", 0),
+            ("slow_request_s", 0), ("timeline_requests", 0), ("max_image_mb", 1),
+            ("max_image_megapixels", 1), ("max_live_image_mb", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -269,7 +292,7 @@ class RouterConfig:
             raise ConfigError(message, field="workers")
         for name in (
             "request_timeout_s", "store_timeout_s", "prefill_window_s", "stall_s",
-            "stored_responses_ttl_s",
+            "stored_responses_ttl_s", "media_fetch_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)
@@ -285,6 +308,7 @@ class RouterConfig:
             message = "otlp_traces_ratio must be from 0 to 1"
             raise ConfigError(message, field="otlp_traces_ratio")
         _ = self.tls, self.node_tls  # complete, or refused
+        _ = self.image_limits()
         self._check_keys()
         self._check_encrypted(self.host)
         if self.admin_port is not None:
@@ -315,6 +339,18 @@ class RouterConfig:
     def keeps_text(self) -> bool:
         """Whether prompts and answers are kept with the timelines."""
         return self.timeline_text or self.console_show_text
+
+    def image_limits(self) -> ImageLimits:
+        """Return the limits of images. Raises ConfigError, naming the option."""
+        check_domains(self.allowed_media_domains)
+        return ImageLimits(
+            num_images=images_per_request(self.limit_mm_per_prompt),
+            image_bytes=self.max_image_mb << 20,
+            image_pixels=self.max_image_megapixels * 1_000_000,
+            domains=self.allowed_media_domains,
+            private_addresses=self.media_private_addresses,
+            fetch_s=self.media_fetch_s,
+        )
 
     def key_ring(self) -> KeyRing:
         """Return the API keys of clients. Raises ConfigError if --api-keys cannot be read."""

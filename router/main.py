@@ -57,6 +57,7 @@ from router.nodes.migration import Migrator, MigratorParts
 from router.nodes.placement import Placement
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
+from router.prompts.images import images_of
 from router.request.aborts import Aborts
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
@@ -154,15 +155,19 @@ class Router:
                 events=events,
             )
         )
+        tokenizer = Tokenizer.load(config.model, config.tokenizer_cache_mb << 20)
         metrics, tracing = RouterMetrics(), tracing_of(config, router_id, self.registry)
         dispatcher = _dispatcher(config, self.registry, self.guard, timelines, tracing, events)
         self.aborts = Aborts(dispatcher, self._redis)
+        kept = config.max_resumable_mb
+        parts = RunParts(dispatcher, self.guard, metrics, clock, max_kept_mb=kept)
         self.services = RouterServices(
             config=config,
             dispatcher=dispatcher,
             registry=self.registry,
             store=self.guard,
-            tokenizer=Tokenizer.load(config.model, config.tokenizer_cache_mb << 20),
+            tokenizer=tokenizer,
+            images=images_of(config.model, tokenizer),
             chat_template=_chat_template(config),
             metrics=metrics,
             sampling_defaults=_sampling_defaults(config),
@@ -172,11 +177,7 @@ class Router:
             events=events,
             batches=BatchRunner.of(config),
             encoder=sentence_files(Path(config.model)),
-            runs=Runs(
-                RunParts(
-                    dispatcher, self.guard, metrics, clock, max_kept_mb=config.max_resumable_mb
-                )
-            ),
+            runs=Runs(parts),
         )
         self.adopter = _adopter(self.services)
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
@@ -477,7 +478,8 @@ def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> Request
 
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     """Return the gate between the APIs and the dispatcher; it looks again at each node report."""
-    bounds = Bounds(config.max_live_requests, config.max_queued_requests)
+    most = config.max_live_image_mb << 20
+    bounds = Bounds(config.max_live_requests, config.max_queued_requests, most)
     settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
 
     def expected_s(pooled: bool) -> float:

@@ -10,6 +10,7 @@ from baton.text.generation_config import SamplingDefaults
 from router.events import EventRing
 
 if TYPE_CHECKING:
+    from baton.images.model import ImageModel
     from baton.text.chat_template import ChatTemplate
     from baton.text.sentence_files import SentenceFiles
     from baton.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ class RouterServices:
     batches: BatchRunner | None = None  # None: /v1/files and /v1/batches are not served
     events: EventRing = field(default_factory=EventRing)
     encoder: SentenceFiles | None = None  # set if the model is one: it writes no text
+    images: ImageModel | None = None  # None: the model reads no images
 
     @property
     def ready(self) -> bool:

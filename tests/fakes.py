@@ -375,13 +375,14 @@ def fake_engine(
     **options: Any,
 ) -> tuple[Engine, FakeRunner]:
     """A real engine over FakeRunner, with invariants proven after every step. The option
-    `num_slots`: of recurrent states, which the fake model does not use."""
-    num_slots = options.pop("num_slots", 0)
+    `num_slots`: of recurrent states, which the fake model does not use; `num_checkpoints`: of
+    them."""
+    num_slots, num_checkpoints = options.pop("num_slots", 0), options.pop("num_checkpoints", 0)
     values: dict[str, object] = {"model": "fake", "check_invariants": True, **options}
     config = EngineConfig(**values)  # type: ignore[arg-type]
     info = info or model_info()
     arena = FakeArena(info.layers, num_blocks, block_size, info.kv_dtype)
-    arena.keep_states(num_slots)
+    arena.keep_states(num_slots, num_checkpoints)
     runner = arena.runner = FakeRunner(num_blocks, block_size, arena.groups.windows)
     clock = FakeClock()
     runner.clock = clock

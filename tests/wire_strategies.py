@@ -26,6 +26,7 @@ from baton.protocol.events import (
     TokenLogprob,
 )
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.protocol.images import ImageInput, digest_of
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
@@ -137,8 +138,23 @@ params = struct(
     logprob_token_ids=token_lists,
     guided=st.none() | guided,
 )
+
+
+def _request(
+    prompt_ids: tuple[int, ...], images: list[tuple[int, int, bytes]], **others: Any
+) -> Request:
+    """With as many images, (tokens before it, its tokens, file), as the prompt has room for."""
+    placed, at = list[ImageInput](), 0
+    for gap, count, data in images:
+        if at + gap + count <= len(prompt_ids):
+            placed.append(ImageInput(digest_of(data), at + gap, count, data))
+            at += gap + count
+    return Request(prompt_ids=prompt_ids, images=tuple(placed), **others)
+
+
 requests = struct(
     Request,
+    _request,
     id=names,
     prompt_ids=st.lists(tokens, min_size=1, max_size=20).map(tuple),
     params=params,
@@ -151,6 +167,7 @@ requests = struct(
     traceparent=texts,
     resume=st.sampled_from(wire.RESUME),
     ended=st.lists(st.integers(0, 127), max_size=3).map(tuple),
+    images=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.binary(max_size=8))),
 )
 formats = struct(
     PoolFormat,
@@ -300,7 +317,13 @@ steps = struct(
     load=st.none() | loads,
     block_events_seq=st.integers(0, 2**64 - 1),
     block_events=st.lists(
-        st.builds(BlockEvent, st.sampled_from(BlockEventKind), hashes, st.binary(max_size=16)),
+        st.builds(
+            BlockEvent,
+            st.sampled_from(BlockEventKind),
+            hashes,
+            st.binary(max_size=16),
+            states=st.booleans(),
+        ),
         max_size=3,
     ).map(tuple),
     pooled=st.lists(
@@ -333,7 +356,9 @@ SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPoo
 @st.composite
 def pool_submission(draw: st.DrawFn) -> messages.SubmitPool:
     prompts = draw(st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=4))
-    request = replace(draw(requests), prompt_ids=tuple(t for ids in prompts for t in ids))
+    request = replace(
+        draw(requests), prompt_ids=tuple(t for ids in prompts for t in ids), images=()
+    )
     value = messages.SubmitPool(
         request,
         tuple(map(len, prompts)),

@@ -6,7 +6,7 @@ Calls, connections and errors are in baton/client/client.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from baton.protocol.errors import UnsupportedFeature, error_from_code
@@ -22,7 +22,8 @@ class GenerateOptions:
     """Options of a call, besides its prompt and SamplingParams.
 
     `timeout_s` limits the whole call. With `resumable_s` > 0 routers keep the request for that many
-    seconds while nobody reads it, and the client reconnects by itself.
+    seconds while nobody reads it, and the client reconnects by itself. `images`: files (PNG, JPEG,
+    WebP, GIF); the prompt holds the model's marker of an image once for each.
     """
 
     stop: tuple[str, ...] = ()
@@ -34,6 +35,7 @@ class GenerateOptions:
     timeout_s: float = 600.0
     resume: str = ""
     resumable_s: int = 0
+    images: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0  # those of prompt_tokens that stand for images
 
 
 Logprobs = tuple[tuple[TokenLogprob, ...], ...]  # per token: itself first, then the best others
@@ -154,6 +157,7 @@ def generate_request(
         skip_special_tokens=options.skip_special_tokens,
         resume=options.resume,
         resumable_s=options.resumable_s,
+        images=options.images,
     )
     if params is not None:
         # The stop texts of `options` and of `params` are joined.
@@ -192,7 +196,12 @@ def event_of(message: Any) -> GenerateEvent:
 
 
 def _usage(message: Any) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+    return Usage(
+        message.prompt_tokens,
+        message.completion_tokens,
+        message.cached_tokens,
+        message.image_tokens,
+    )
 
 
 def collect(events: Sequence[GenerateEvent]) -> Generation:

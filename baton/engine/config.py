@@ -131,10 +131,24 @@ class EngineConfig:
     async_scheduling: bool = option(
         False, "plan the next step while one runs, where that one only decodes"
     )
+    language_model_only: bool = option(
+        False, "serve a model that reads images for text alone (Gemma 3: by the lean route)"
+    )
+    image_cache_memory: str = option(
+        "256MB", "memory for images that were read: pixels, and what the vision tower made of them"
+    )
     lora_modules: tuple[str, ...] = option(
         (), "LoRA adapters to serve, as NAME=DIR (repeatable; PEFT's format)"
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
+    num_state_checkpoints: int | None = option(
+        None,
+        "copies of recurrent state behind prefixes, without which no prefix of such a model is "
+        "reused (default: one per 4,096 tokens of KV, in a quarter of its memory at most)",
+    )
+    state_checkpoint_spacing: int = option(
+        256, "fewest prompt tokens between two of these copies, or before the first"
+    )
     preemption_mode: PreemptionMode = option(
         "auto",
         "what a request loses without room: its place (swap) or its KV (recompute)",
@@ -177,6 +191,8 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_kv_blocks", self.num_kv_blocks, 2)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("num_state_checkpoints", self.num_state_checkpoints, 0)
+        _at_least("state_checkpoint_spacing", self.state_checkpoint_spacing, 1)
         _at_least("threads", self.threads, 1)
         _positive("memory_bandwidth", self.memory_bandwidth)
         _positive("peak_flops", self.peak_flops)
@@ -205,8 +221,19 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
+        parse_bytes(self.image_cache_memory, field="image_cache_memory")
         if self.shared_weights_cache is not None:
             parse_bytes(self.shared_weights_cache, field="shared_weights_cache")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether steps may verify drafts."""
+        return self.speculative_method != "none"
+
+    @property
+    def image_cache_bytes(self) -> int:
+        """What pixels and rows of images may take, in a model that reads images."""
+        return parse_bytes(self.image_cache_memory, field="image_cache_memory")
 
     @property
     def kept_weight_bytes(self) -> int:

@@ -166,7 +166,7 @@ class NodeControl:
                 await self._unload_adapter(order.name)
 
     def _clear(self, engine: Engine) -> None:
-        engine.pool.clear_cache()
+        engine.clear_prefixes()
         self._shell.report_blocks(engine)
 
     def _set_pause(self, mode: str) -> None:

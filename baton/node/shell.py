@@ -414,7 +414,7 @@ class NodeShell:
         # Both are taken together and delivered in the order of the steps, so no event is sent twice
         # or missed.
         pending = engine.take_block_events()
-        everything = engine.pool.snapshot_events()
+        everything = engine.all_block_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
 
     def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:

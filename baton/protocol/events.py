@@ -146,12 +146,15 @@ class BlockEvent:
     """A change of a node's prefix map.
 
     `hashes`: in prefix order. `parent`: the hash before the first one (b"" at the start of a
-    prompt).
+    prompt). `states`: it is about checkpoints of recurrent state at the ends of the blocks
+    `hashes`, not about the blocks; in a CLEARED event it says that the node's model keeps such a
+    state, so that its blocks are of use only up to a checkpoint.
     """
 
     kind: BlockEventKind
     hashes: tuple[bytes, ...] = ()
     parent: bytes = b""
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

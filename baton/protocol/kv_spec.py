@@ -42,13 +42,20 @@ class StateSpec:
             math.prod(self.recurrent) * DTYPE_BYTES[self.recurrent_dtype] if self.recurrent else 0
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of both, as a transfer sends them."""
+        return self.conv_bytes + self.recurrent_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What one layer of the whole model stores, before tensor parallelism.
 
-    `window` 0 = unlimited. Kind `state`: no KV, but a recurrent `state` per sequence, or nothing (a
-    layer without attention). A layer of another kind may keep a state beside its KV.
+    `window` 0 = unlimited. Kind `mla`: K holds one latent per token; V holds the index keys of a
+    layer that chooses what it attends to, or nothing. Kind `state`: no KV, but a recurrent `state`
+    per sequence, or nothing (a layer without attention). A layer of another kind may keep a state
+    beside its KV.
     """
 
     kv_heads: int
@@ -57,6 +64,11 @@ class LayerSpec:
     window: int = 0
     kind: Literal["full", "sliding", "mla", "state"] = "full"
     state: StateSpec | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of one sequence's recurrent state, as a transfer sends them; 0 without one."""
+        return 0 if self.state is None else self.state.num_bytes
 
     def token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's K and V, without scales."""
@@ -84,11 +96,13 @@ class HeldBlocks:
     """A sequence's blocks in one layer group: its block `first + i` lies in pool block ids[i].
 
     The blocks before `first` are not held: a sliding window has passed them, or will never see
-    them.
+    them. `state_slot`: where the sequence's recurrent state lies; only the list of the first group
+    has it, and only where the state is handed over with the blocks.
     """
 
     ids: Sequence[int]
     first: int = 0
+    state_slot: int | None = None
 
     @property
     def end(self) -> int:

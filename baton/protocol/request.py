@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from baton.protocol.errors import IllegalTransition
+from baton.protocol.images import ImageInput
 from baton.protocol.sampling import SamplingParams
 
 
@@ -92,6 +93,7 @@ class Request:
     resume: Resume = "fast"
     arrival: float = field(default=0.0, compare=False)
     ended: tuple[int, ...] = ()
+    images: tuple[ImageInput, ...] = ()
     # Empty, or its message without the deadline: it is serialized once for both nodes (wire.py).
     encoded: list[bytes] = field(default_factory=list[bytes], init=False, repr=False, compare=False)
 

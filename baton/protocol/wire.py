@@ -25,6 +25,7 @@ from baton.protocol.events import (
     Subscribed,
 )
 from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.protocol.images import ImageInput, check_images
 from baton.protocol.request import Request, Resume
 from baton.protocol.wire_checks import (
     epoch_of,
@@ -117,6 +118,10 @@ def _write_fields(message: node_pb2.Request, request: Request) -> None:
     message.traceparent = request.traceparent
     message.resume = request.resume
     message.ended.extend(request.ended)
+    for image in request.images:
+        message.images.add(
+            digest=image.digest, start=image.start, num_tokens=image.num_tokens, data=image.data
+        )
 
 
 def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
@@ -141,7 +146,17 @@ def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
         resume=cast("Resume", one_of(message.resume, RESUME, "resume")),
         arrival=clock.monotonic(),
         ended=tuple(message.ended),
+        images=_images_from_wire(message),
     )
+
+
+def _images_from_wire(message: node_pb2.Request) -> tuple[ImageInput, ...]:
+    images = tuple(
+        ImageInput(image.digest, image.start, image.num_tokens, image.data)
+        for image in message.images
+    )
+    check_images(images, len(message.prompt_ids))
+    return images
 
 
 # ---- handles ----
@@ -408,7 +423,8 @@ def _handle_ready_from_wire(message: node_pb2.HandleReady) -> HandleReady:
 def _block_event_from_wire(message: node_pb2.BlockEvent) -> BlockEvent:
     if message.kind not in _BLOCK_KIND_OF:
         raise InvalidRequest(f"unknown kind {message.kind} of a block event", field="block_events")
-    return BlockEvent(_BLOCK_KIND_OF[message.kind], tuple(message.hashes), message.parent)
+    kind, hashes = _BLOCK_KIND_OF[message.kind], tuple(message.hashes)
+    return BlockEvent(kind, hashes, message.parent, message.states)
 
 
 def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
@@ -429,7 +445,10 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
         block_events_seq=value.block_events_seq,
         block_events=[
             node_pb2.BlockEvent(
-                kind=_BLOCK_KINDS[event.kind], hashes=event.hashes, parent=event.parent
+                kind=_BLOCK_KINDS[event.kind],
+                hashes=event.hashes,
+                parent=event.parent,
+                states=event.states,
             )
             for event in value.block_events
         ],

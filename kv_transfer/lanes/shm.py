@@ -44,7 +44,7 @@ class _ShmPeer:
 
 
 class ShmLane:
-    """Implements base.Lane and base.LendingLane over one host's shared memory.
+    """Implements base.Lane and lending.LendingLane over one host's shared memory.
 
     `inner`: a lane of its own for the frames. `pool`: how our pool lies in `arena`; the arena's
     page ids are the pool's block ids.
@@ -107,7 +107,7 @@ class ShmLane:
 
 
 class ShmLoan:
-    """Implements base.Loan: the peer's file stays mapped until the loan ends."""
+    """Implements lending.Loan: the peer's file stays mapped until the loan ends."""
 
     def __init__(self, arena: ShmArena, attached: Attached, ids: tuple[int, ...]) -> None:
         self.ids = ids

@@ -19,6 +19,7 @@ from kv_transfer.pool.group_memory import GroupMemory
 from kv_transfer.pool.layout import Arena, ArenaMemory
 from kv_transfer.pool.staging import NUM_SLOTS, Mark, Places, StagedMemory
 from kv_transfer.protocol.base import Blocks, KVMemory, Payload
+from kv_transfer.protocol.frames import Buffer
 from kv_transfer.protocol.shares import rows_bytes
 
 
@@ -61,6 +62,12 @@ class ArenaPool:
     def places(self, layer: int, blocks: Blocks, start: int, end: int) -> Places:
         block, row = self._described.slots(layer, blocks, start, end)
         return Places(block.cpu(), row.cpu())
+
+    def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
+        return self._described.read_state(layer, blocks, start, end)
+
+    def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
+        self._described.write_state(layer, blocks, start, data)
 
     def converted(self, layer: int, num_tokens: int, payload: Payload) -> Sequence[memoryview]:
         heads = self.heads(layer) if payload.heads is None else payload.heads

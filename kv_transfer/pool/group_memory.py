@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from baton.engine.parallel.pool import GroupArena
-from baton.protocol.errors import KVCorrupt
+from baton.protocol.errors import InternalError, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.pool.codec import bytes_of, unpack
 from kv_transfer.pool.layout import ArenaMemory, movable
 from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.frames import Buffer
 from kv_transfer.protocol.messages import INT8, RAW
 from kv_transfer.protocol.shares import rows_bytes
 
@@ -92,6 +93,14 @@ class GroupMemory:
             local = slice(piece.start - wanted.start, piece.stop - wanted.start)
             for target, values in zip(memory.parts(layer, piece), tensors, strict=True):
                 target[block, row] = movable(values[:, local])
+
+    def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
+        """See KVMemory. Raises InternalError: a group serves no model with recurrent state."""
+        raise InternalError("tensor parallelism knows no recurrent state")
+
+    def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
+        """See KVMemory. Raises InternalError, as read_state."""
+        raise InternalError("tensor parallelism knows no recurrent state")
 
     def _pieces(self, layer: int, wanted: range) -> Iterator[tuple[ArenaMemory, range]]:
         """Yield each rank's memory with the wanted heads that it holds, in order; replicated heads

@@ -19,10 +19,12 @@ from typing import Final, Protocol
 
 import torch
 
+from baton.engine.memory.state_arena import StateArena
 from baton.protocol.errors import ConfigError, InternalError, KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.pool.codec import Rows, bytes_of, unpack
 from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.frames import Buffer
 from kv_transfer.protocol.messages import INT8, RAW
 from kv_transfer.protocol.shares import heads_of, rows_bytes
 
@@ -38,6 +40,7 @@ class Arena(Protocol):
     longer where other pools' blocks can be read behind the own ones.
     scales(l): int8 KV's [num_blocks, block_size, kv_heads], K's and V's.
     group_of[l]: which of a sequence's block lists layer l reads.
+    states: the slots of recurrent states, None if no layer keeps one.
     buffer(): all pages' bytes, writable (CPU arenas only); layer l of block b begins at b *
     page_bytes + slot_offset(l).
     """
@@ -55,6 +58,9 @@ class Arena(Protocol):
 
     @property
     def group_of(self) -> tuple[int, ...]: ...
+
+    @property
+    def states(self) -> StateArena | None: ...
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -204,6 +210,39 @@ class ArenaMemory:
             return
         rows = unpack(spec, Payload(payload.data, payload.dtype, heads))
         self._scatter(layer, blocks, (start, end), heads, [r.to(self.format.dtype) for r in rows])
+
+    # ---- recurrent state ------------------------------------------------------------------------
+    def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
+        """See KVMemory. On the CPU the fragments are views, valid while the slot is pinned."""
+        parts = self._state(layer, blocks, start, end)
+        return [part.cpu().numpy().data for part in parts]
+
+    def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
+        """See KVMemory. Raises KVCorrupt for bytes that the layer's state does not have."""
+        taken = 0
+        for part in self._state(layer, blocks, start, start + len(data)):
+            # bytearray: torch wants writable memory
+            piece = bytearray(memoryview(data)[taken : taken + part.numel()])
+            part.copy_(torch.frombuffer(piece, dtype=torch.uint8))
+            taken += part.numel()
+        if self._arena.device.type == "cuda":
+            torch.cuda.current_stream(self._arena.device).synchronize()
+
+    def _state(self, layer: int, blocks: Blocks, start: int, end: int) -> list[torch.Tensor]:
+        """Return views of bytes [start, end) of a layer's state, uint8, none of them empty."""
+        states, slot = self._arena.states, blocks[0].state_slot
+        if states is None or slot is None:
+            raise InternalError(f"there is no slot for the recurrent state of layer {layer}")
+        if not 0 <= start < end <= self.layers[layer].state_bytes:
+            raise KVCorrupt(f"bytes [{start}, {end}) of the state of layer {layer}")
+        parts: list[torch.Tensor] = []
+        at = 0
+        for whole in states.layer_bytes(layer, slot):
+            part = whole[max(0, start - at) : max(0, end - at)]
+            at += whole.numel()
+            if part.numel():
+                parts.append(part)
+        return parts
 
     # ---- whole rows in main memory -------------------------------------------------------------
     def _row_views(

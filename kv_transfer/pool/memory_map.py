@@ -158,7 +158,7 @@ def map_of(arena: Arena, address: int, num_bytes: int, num_blocks: int | None = 
     shown = 0
     for index, spec in enumerate(arena.layers):
         tensors = [tensor for tensor in arena.layer(index) if tensor.numel()]
-        if arena.dtype == "int8":
+        if arena.dtype == "int8" and tensors:
             tensors += arena.scales(index)[: len(tensors)]
         parts: list[Part] = []
         for tensor in tensors:

@@ -29,6 +29,7 @@ import torch
 from baton.protocol.errors import InternalError, KVTimeout
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.frames import Buffer
 
 SLOT_BYTES: Final = 4 << 20  # enough for a frame of int8 KV, converted to float32
 NUM_SLOTS: Final = 16
@@ -235,6 +236,14 @@ class DevicePool(Protocol):
         """Return where tokens [start, end) lie."""
         ...
 
+    def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
+        """Return host copies of these bytes of a state."""
+        ...
+
+    def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
+        """Write these bytes of a state; they have landed when this returns."""
+        ...
+
     def converted(self, layer: int, num_tokens: int, payload: Payload) -> Sequence[memoryview]:
         """Return the payload's fragments in the pool's dtype. Raises KVCorrupt if its length is
         wrong.
@@ -345,6 +354,18 @@ class StagedMemory:
             mine.written.append(slot.busy)
         finally:
             self.ring.give(slot)
+
+    # ---- recurrent state, without the ring -------------------------------------------------------
+    def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
+        """See KVMemory. Waits for all that the engine has enqueued, so for the step that wrote the
+        state."""
+        self._copies.mark().wait()
+        return self._pool.read_state(layer, blocks, start, end)
+
+    def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
+        """See KVMemory. Waits for the steps under way, which may still use the slot."""
+        self._copies.mark().wait()
+        self._pool.write_state(layer, blocks, start, data)
 
     def landed(self) -> None:
         """Let the engine's next steps run after all that this thread has written. Does not wait.

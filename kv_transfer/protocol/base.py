@@ -79,6 +79,16 @@ class KVMemory(Protocol):
         """
         ...
 
+    def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
+        """Return fragments of bytes [start, end) of the recurrent state that the layer keeps of the
+        sequence: the inputs of its convolution, then its matrices. Valid as those of `read`.
+        """
+        ...
+
+    def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
+        """Write `data` as these bytes, from `start` on. It has landed when this returns."""
+        ...
+
     def views(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range
     ) -> Sequence[memoryview] | None:
@@ -97,8 +107,8 @@ class KVMemory(Protocol):
         ...
 
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
-        """Note that tokens [0, upto) of `layer` have been given to the device; they are published
-        next.
+        """Note that tokens [0, upto) of `layer`, and its recurrent state behind them, have been
+        given to the device; they are published next.
 
         Called on the engine thread; never blocks.
         """
@@ -145,7 +155,8 @@ class HeldExport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVReady:
-    """A verified hand-over: KV of [start_token, num_tokens) lies in the destination blocks.
+    """A verified hand-over: KV of [start_token, num_tokens) lies in the destination blocks, the
+    recurrent state behind num_tokens in the slot that they name.
 
     `held`: what the caller of fetch(hold=True) releases when it does not need the exporter's blocks
     any more; None if the export has been acknowledged. `adopted`: after fetch(adopt=True) the ids
@@ -193,7 +204,8 @@ class KVConnector(Protocol):
         ...
 
     def publish(self, handle: KVHandle, layer: int, upto_token: int) -> bool:
-        """Note that `layer` holds the KV of tokens [0, upto_token), and extend the lease.
+        """Note that `layer` holds the KV of tokens [0, upto_token) and the recurrent state behind
+        them, and extend the lease.
 
         Return False if the export is released or expired: then stop computing. Any thread; never
         blocks.
@@ -213,12 +225,13 @@ class KVConnector(Protocol):
         hold: bool = False,
         adopt: bool = False,
     ) -> KVReady:
-        """Write tokens [start_token, handle.num_tokens) into `dst_blocks`, keeping the lease.
+        """Write tokens [start_token, handle.num_tokens) into `dst_blocks`, and the recurrent state
+        into the slot that these name, keeping the lease.
 
         However it ends, nothing touches `dst_blocks` afterwards. Only a return makes them usable.
         `hold`: do not acknowledge; the export stays until KVReady.held is released. `adopt` (only
-        if `adopts` is true; implies `hold`): return where all pages lie, and write none. Raises
-        KVStale, KVLost, KVCorrupt, KVTimeout; KVRefused if the two may never exchange KV.
+        if `adopts` is true; implies `hold`): return where all pages lie, and write the state alone.
+        Raises KVStale, KVLost, KVCorrupt, KVTimeout; KVRefused if the two may never exchange KV.
         """
         ...
 
@@ -323,6 +336,15 @@ class KVSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpan:
+    """Bytes [start, end) of the recurrent state of one layer."""
+
+    layer: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
     """The exporter's end of a direct fetch.
 
@@ -378,51 +400,6 @@ class DirectWire(Wire, Protocol):
 
     def settle(self) -> None:
         """Wait until every pull so far has landed. Raises KVLost, KVTimeout."""
-        ...
-
-
-class Loan(Protocol):
-    """Pages of an exporter's pool that this node can read in place. Any thread."""
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The page ids, as the views of our own pool count them."""
-        ...
-
-    def orphaned(self) -> bool:
-        """Whether the owner of the pages is dead: then nobody will ever write to them again."""
-        ...
-
-    def wanted(self) -> bool:
-        """Whether the owner of the pages is short of pages and wants these back."""
-        ...
-
-    def end(self) -> None:
-        """End the loan: the pages are read no more. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class LendingLane(Protocol):
-    """A lane to pools whose pages can be used in place."""
-
-    def want_back(self, wanted: bool) -> None:
-        """Tell users of our own pool's pages whether we are short of pages. Any thread."""
-        ...
-
-    def let_go(self) -> None:
-        """Unmap the memory of dead peers that nobody uses. Any thread; called now and then."""
-        ...
-
-    def lends(self, address: LaneAddress) -> bool:
-        """Whether the pages of the pool at `address` are laid out like ours."""
-        ...
-
-    def borrow(self, address: LaneAddress, pages: Sequence[int]) -> Loan:
-        """Return a loan of these pages.
-
-        Raises KVLost, KVRefused, and KVCorrupt for a page that the pool does not have.
-        """
         ...
 
 

@@ -4,7 +4,7 @@ protobuf.
 The messages are those of protos/kv.proto.
 
 Unknown, missing or out-of-bounds fields raise KVCorrupt here, so that all other modules see valid
-values only. DATA payloads are raw bytes and pass through unchanged.
+values only. DATA and STATE payloads are raw bytes and pass through unchanged.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kv_transfer.protocol.messages import (
     Message,
     Renew,
     SharedBlockTables,
+    State,
 )
 from protos import kv_pb2
 
@@ -47,7 +48,7 @@ def kind_of(message: Message) -> Kind:
 def encode_body(message: Message) -> Buffer:
     """Return the payload of the frame that carries `message`."""
     match message:
-        case Data():
+        case Data() | State():
             return message.payload
         case Hello():
             return _hello(message).SerializeToString(deterministic=True)
@@ -95,6 +96,8 @@ def decode_body(kind: Kind, payload: memoryview) -> Message:
     """Return the message in a frame's payload. Raises KVCorrupt if it is none."""
     if kind is Kind.DATA:
         return Data(payload)
+    if kind is Kind.STATE:
+        return State(payload)
     try:
         return _DECODERS[kind](bytes(payload))
     except (DecodeError, ValueError) as error:
@@ -246,6 +249,7 @@ _KINDS: Final[dict[type, Kind]] = {
     Hello: Kind.HELLO,
     Fetch: Kind.FETCH,
     Data: Kind.DATA,
+    State: Kind.STATE,
     End: Kind.END,
     Failure: Kind.ERR,
     Ack: Kind.ACK,

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.protocol.base import KVSpan, Payload, Remote
+from kv_transfer.protocol.base import KVSpan, Payload, Remote, StateSpan
 from kv_transfer.protocol.frames import Header
 from kv_transfer.protocol.identity import Identity, Side
 from kv_transfer.protocol.messages import (
@@ -31,6 +31,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Renew,
     SharedBlockTables,
+    State,
 )
 from kv_transfer.protocol.session import event_type, illegal
 from kv_transfer.protocol.shares import first_sent, rows_bytes, share
@@ -45,6 +46,7 @@ from kv_transfer.protocol.steps import (
     Settle,
     Start,
     Write,
+    WriteState,
 )
 
 
@@ -129,6 +131,7 @@ class FetcherSession:
         self._wanted = wanted
         self._heads: list[range] = []
         self._received: list[int] = []
+        self._state_bytes = [0] * len(layers)  # received
         self._dtype = ""
         self._remote: Remote | None = None
         self._num_frames = 0
@@ -266,6 +269,27 @@ class FetcherSession:
             raise KVCorrupt("DATA before BLOCKS")
         return [Pull(span, self._remote)]
 
+    def on_state(self, event: Arrived) -> list[FetcherAction]:
+        """Bytes of a layer's state come contiguously, after all tokens of that layer."""
+        assert isinstance(event.message, State)
+        header, payload = event.header, event.message.payload
+        self._check_header(header)
+        layer, start, end = header.layer, header.token0, header.token0 + len(payload)
+        if header.head0 or header.num_heads or header.num_tokens:
+            raise KVCorrupt("STATE with heads or tokens")
+        if layer >= len(self._layers):
+            raise KVCorrupt(f"STATE of layer {layer} of {len(self._layers)}")
+        if self._received[layer] != self._wanted.handle.num_tokens:
+            raise KVCorrupt(f"STATE of layer {layer} before all of its tokens")
+        expected, size = self._state_bytes[layer], self._layers[layer].state_bytes
+        if not expected == start < end <= size:
+            raise KVCorrupt(
+                f"STATE of layer {layer} bytes [{start}, {end}) of {size}, expected from {expected}"
+            )
+        self._state_bytes[layer] = end
+        self._num_frames += 1
+        return [WriteState(StateSpan(layer, start, end), payload)]
+
     def on_landed(self, event: Landed) -> list[FetcherAction]:
         self._accept(event.header, event.num_bytes)
         return []
@@ -282,6 +306,7 @@ class FetcherSession:
         if not end.lease_held:
             raise KVStale("the lease did not hold throughout the transfer")
         complete = min(self._received) == self._wanted.handle.num_tokens == end.num_tokens
+        complete &= self._state_bytes == [spec.state_bytes for spec in self._layers]
         if not complete or end.num_frames != self._num_frames:
             raise KVCorrupt(
                 f"END after {self._num_frames} frames up to {min(self._received)}, it says "
@@ -341,6 +366,7 @@ FETCHER_TABLE: Final[dict[tuple[FetcherState, type], _Handler]] = {
     (_F.GREETING, Hello): FetcherSession.on_hello,
     (_F.STREAMING, SharedBlockTables): FetcherSession.on_blocks,
     (_F.STREAMING, Data): FetcherSession.on_data,
+    (_F.STREAMING, State): FetcherSession.on_state,
     (_F.STREAMING, Landed): FetcherSession.on_landed,
     (_F.STREAMING, Confirm): FetcherSession.on_alive,
     (_F.STREAMING, End): FetcherSession.on_end,

@@ -44,6 +44,7 @@ class Kind(enum.IntEnum):
     RENEW = 6
     CONFIRM = 7
     BLOCKS = 8
+    STATE = 9
 
 
 _KINDS: Final = frozenset(int(kind) for kind in Kind)
@@ -53,7 +54,8 @@ _KINDS: Final = frozenset(int(kind) for kind in Kind)
 class Header:
     """The fields of a frame's header. `layer` to `num_tokens` are 0 except in DATA.
 
-    A DATA frame holds heads [head0, head0 + num_heads) of tokens [token0, token0 + num_tokens).
+    A DATA frame holds heads [head0, head0 + num_heads) of tokens [token0, token0 + num_tokens). A
+    STATE frame has `layer`, and the first byte's index in that layer's recurrent state as `token0`.
     """
 
     kind: Kind

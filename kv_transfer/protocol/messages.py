@@ -93,6 +93,15 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of a layer's recurrent state behind the last token of the export, as it is stored; the
+    frame's header says which. No codec changes them.
+    """
+
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """Everything has been sent.
 
@@ -154,7 +163,7 @@ class Failure:
 
 
 Message: TypeAlias = (
-    Hello | Fetch | SharedBlockTables | Data | End | Ack | Renew | Confirm | Failure
+    Hello | Fetch | SharedBlockTables | Data | State | End | Ack | Renew | Confirm | Failure
 )
 
 

@@ -11,13 +11,14 @@ which perform the actions and report back as events.
     HELLO (answer), FETCH          ------>    checks secret, epoch, export: opens it
                                    <------    BLOCKS, if the fetcher reads our memory itself
                                    <------    DATA ... as published; CONFIRM while nothing is
+                                   <------    STATE ... of a layer, once all its tokens are
                                    <------    END (lease held throughout, first tokens)
     CONFIRM, if it read itself     ------>
                                    <------    CONFIRM (the lease was held until after its last read)
     ACK                            ------>    releases the export
 
-A fetcher that adopts (reads the blocks where they lie) gets BLOCKS and END only. END extends the
-lease, and the fetcher's ACK comes when it reads no more.
+A fetcher that adopts (reads the blocks where they lie) gets BLOCKS, STATE and END only. END extends
+the lease, and the fetcher's ACK comes when it reads no more.
 Instead of FETCH: RENEW (answered by CONFIRM), or CONFIRM (answered by CONFIRM) and then an ACK
 that releases. Then the next FETCH, RENEW or CONFIRM may follow without a handshake. A step missing
 from a table is illegal and raises, naming state and event: KVCorrupt when the peer caused it,
@@ -34,8 +35,8 @@ from typing import Any, Final, TypeAlias
 from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.protocol.base import KVSpan
-from kv_transfer.protocol.frames import Header, Kind
+from kv_transfer.protocol.base import KVSpan, StateSpan
+from kv_transfer.protocol.frames import MAX_PAYLOAD, Header, Kind
 from kv_transfer.protocol.identity import Identity, Side
 from kv_transfer.protocol.messages import (
     DIRECT,
@@ -68,6 +69,7 @@ from kv_transfer.protocol.steps import (
     Release,
     Send,
     SendData,
+    SendState,
 )
 
 
@@ -98,6 +100,10 @@ def data_header(span: KVSpan, export_seq: int, epoch: int) -> Header:
         token0=span.start,
         num_tokens=span.end - span.start,
     )
+
+
+def state_header(span: StateSpan, export_seq: int, epoch: int) -> Header:
+    return Header(Kind.STATE, export_seq, epoch, layer=span.layer, token0=span.start)
 
 
 class ExporterState(enum.Enum):
@@ -145,6 +151,7 @@ class ExporterSession:
         self._heads: list[range] = []
         self._frame_tokens: list[int] = []
         self._sent: list[int] = []
+        self._states: list[StateSpan] = []  # not sent yet
         self._num_tokens = 0
         self._num_frames = 0
         self._waited_ms = 0
@@ -237,6 +244,7 @@ class ExporterSession:
             )
             first = first_sent(spec, fetch.start_token, event.num_tokens, fetch.windowed)
             self._sent.append(first if heads else event.num_tokens)
+        self._states = _state_spans(self._layers)
         if 0 in self._frame_tokens:
             return self._fail(FailureCode.PROTOCOL, "one token of KV exceeds a frame")
         self.state = ExporterState.STREAMING
@@ -251,8 +259,13 @@ class ExporterSession:
                 span = KVSpan(layer, start, end, self._heads[layer])
                 actions.append(Announce(span) if self._direct else SendData(span, self._dtype))
                 self._sent[layer] = end
+        # A state is that behind the last token written, so it is sent behind the last of all.
+        ready = [span for span in self._states if event.upto[span.layer] == self._num_tokens]
+        actions += map(SendState, ready)
+        self._states = [span for span in self._states if span not in ready]
         self._num_frames += len(actions)
-        if event.first_tokens is not None and min(self._sent) == self._num_tokens:
+        all_sent = min(self._sent) == self._num_tokens and not self._states
+        if event.first_tokens is not None and all_sent:
             self._first_tokens = event.first_tokens
             self._waited_ms = event.waited_ms
             self.state = ExporterState.ENDING
@@ -301,6 +314,15 @@ class ExporterSession:
         if not ack.answer:
             return [release]
         return [release, Send(Confirm(self.export_seq, b"", self.epoch, held=False))]
+
+
+def _state_spans(layers: Sequence[LayerSpec]) -> list[StateSpan]:
+    """Return all recurrent state of a sequence, a span per frame."""
+    return [
+        StateSpan(layer, start, min(start + MAX_PAYLOAD, spec.state_bytes))
+        for layer, spec in enumerate(layers)
+        for start in range(0, spec.state_bytes, MAX_PAYLOAD)
+    ]
 
 
 _E = ExporterState

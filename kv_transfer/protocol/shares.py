@@ -46,8 +46,8 @@ def share(spec: LayerSpec, exporter: PoolFormat, fetcher: PoolFormat) -> range:
 
 
 def meets(layers: Sequence[LayerSpec], exporter: PoolFormat, fetcher: PoolFormat) -> bool:
-    """Whether the exporting rank has any heads for the fetching one."""
-    return any(len(share(spec, exporter, fetcher)) for spec in layers)
+    """Whether the exporting rank has any heads or recurrent states for the fetching one."""
+    return any(spec.state or len(share(spec, exporter, fetcher)) for spec in layers)
 
 
 def fetching_ranks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.protocol.events import FirstToken
-from kv_transfer.protocol.base import KVSpan, Payload, Remote
+from kv_transfer.protocol.base import KVSpan, Payload, Remote, StateSpan
 from kv_transfer.protocol.frames import Header
 from kv_transfer.protocol.messages import Confirm, Failure, Fetch, Message, Renew
 
@@ -95,6 +95,13 @@ class SendData:
 
 
 @dataclass(frozen=True, slots=True)
+class SendState:
+    """Read `span` from the export and send it as one STATE frame."""
+
+    span: StateSpan
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Verify the lease and send DATA without payload: the fetcher may now read `span` itself."""
 
@@ -143,6 +150,14 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteState:
+    """Write `data` as `span` of the destination's recurrent state."""
+
+    span: StateSpan
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """Read `span` out of the exporter's memory into the destination blocks."""
 
@@ -156,6 +171,6 @@ class Settle:
 
 
 ExporterEvent: TypeAlias = Arrived | Opened | Refused | Progress | Idle | LeaseHeld | Closed
-ExporterAction: TypeAlias = Send | SendData | Announce | Open | Check | Release
+ExporterAction: TypeAlias = Send | SendData | SendState | Announce | Open | Check | Release
 FetcherEvent: TypeAlias = Start | Arrived | Landed | Closed
-FetcherAction: TypeAlias = Send | Write | Pull | Settle
+FetcherAction: TypeAlias = Send | Write | WriteState | Pull | Settle

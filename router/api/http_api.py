@@ -40,7 +40,13 @@ from router.api.openai.guided_fields import asked_of, limited_text
 from router.api.openai.replies import ModelList
 from router.api.responses.api import ResponsesApi
 from router.api.served import cards, served_model
-from router.prompts.reader import DEFAULT_MAX_TOKENS, PromptReader, TextInputs, room_for_output
+from router.prompts.reader import (
+    DEFAULT_MAX_TOKENS,
+    ChatInputs,
+    PromptReader,
+    TextInputs,
+    room_for_output,
+)
 from router.request.completion import CallRunner, Completion
 from router.request.request_ids import engine_id, reply_id
 from router.request.terms import Terms, terms_of
@@ -135,6 +141,7 @@ class HttpApi:
         field of /v1/completions."""
         model, name, adapter = served_model(self._services, body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
+        self._prompts.refuse_markers(ids, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
         guided = await self._prompts.checked(asked_of(body), terms.grant)
@@ -155,17 +162,18 @@ class HttpApi:
             raise InvalidRequest("give either prompt or messages", field="prompt")
         terms, length = terms_of(request), countable(model.max_model_len)
         if body.messages is not None:
-            chat, special = conversation_of(body), body.add_special_tokens is True
-            ids, _ = await self._prompts.chat(
-                chat, length, terms.grant, terms.salt(""), special, body.chat_template
+            (chat, images), special = conversation_of(body), body.add_special_tokens is True
+            asked = ChatInputs(
+                chat, length, terms.grant, terms.salt(""), special, body.chat_template, images
             )
+            ids = (await self._prompts.chat(asked)).ids
         else:
             if body.chat_template is not None:
                 message = "chat_template is not supported with prompt: it renders messages"
                 raise UnsupportedFeature(message, field="chat_template")
             special = body.add_special_tokens is not False
-            asked = TextInputs([body.prompt or ""], "prompt", length, terms.grant, special)
-            [ids] = await self._prompts.read(asked)
+            texts = TextInputs([body.prompt or ""], "prompt", length, terms.grant, special)
+            [ids] = await self._prompts.read(texts)
         strings = await self._prompts.spell(ids, terms.grant) if body.return_token_strs else None
         end_preparing(request.scope, len(ids))
         return _json(

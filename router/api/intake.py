@@ -42,9 +42,12 @@ from router.api.openai.prompt_options import (
     truncated,
     useful_length,
 )
+from router.api.openai.reply_ids import pin_of
 from router.api.served import ServedName, served_model
+from router.images.parts import refuse_remote
 from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
+    ChatInputs,
     Length,
     PromptReader,
     beyond_room,
@@ -141,27 +144,35 @@ class Intake:
         model, name, adapter = served_model(services, body.model)
         tools = tool_format(body, formats)  # refused before anything is rendered
         terms = terms_of(request).with_body(body, services.config.receipts)
-        chat = conversation_of(body)
-        ids, text = await self._prompts.chat(
-            chat,
-            length_of(body, model.max_model_len),
-            terms.grant,
-            terms.salt(body.cache_salt or ""),
-            body.add_special_tokens is True,
-            body.chat_template,
+        chat, images = conversation_of(body)
+        if pin_of(request.scope) is not None:
+            refuse_remote(images)
+        prompt = await self._prompts.chat(
+            ChatInputs(
+                chat,
+                length_of(body, model.max_model_len),
+                terms.grant,
+                terms.salt(body.cache_salt or ""),
+                body.add_special_tokens is True,
+                body.chat_template,
+                images,
+            )
         )
+        ids = prompt.ids
         if body.truncate_prompt_tokens is not None:
             ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")
         if fit_room and body.max_tokens is not None:
             body.max_tokens = min(body.max_tokens, room)
         guided = own = asked_of(body) if _form(body) != _NO_FORM else None
-        message = message_rules(body, chat, text, tools, formats.reasoning, own)
+        message = message_rules(body, chat, prompt.text, tools, formats.reasoning, own)
         if own is not None or body.tools or body.thinking_token_budget is not None:
             constraint = asked_of_chat(body, own, formats, message)
             guided = await self._prompts.checked(constraint, terms.grant)
         params = self.params(body, model, len(ids), room, guided)
         asked = self.request(body, engine_id(id_), ids, params, terms, adapter)
+        if prompt.images:
+            asked = replace(asked, images=prompt.images)
         return self.completion(asked, name, output_rules(body, message), terms, guided)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
@@ -169,13 +180,13 @@ class Intake:
         model, *_ = served_model(self._services, body.model)
         apply_allowed(body)
         terms, length = terms_of(request), countable(model.max_model_len)
-        chat, salt = conversation_of(body), terms.salt(body.cache_salt or "")
-        special = body.add_special_tokens is True
-        ids, _ = await self._prompts.chat(
-            chat, length, terms.grant, salt, special, body.chat_template
+        chat, images = conversation_of(body)
+        salt, special = terms.salt(body.cache_salt or ""), body.add_special_tokens is True
+        prompt = await self._prompts.chat(
+            ChatInputs(chat, length, terms.grant, salt, special, body.chat_template, images)
         )
-        end_preparing(request.scope, len(ids))
-        return len(ids)
+        end_preparing(request.scope, len(prompt.ids))
+        return len(prompt.ids)
 
     def params(
         self,

@@ -139,12 +139,14 @@ class RouterMetrics:
             found = self._models[model] = _OfModel(self.instruments, self.vllm, model)
         return found
 
-    def pooled(self, model: str, tokens: int, outcome: str) -> None:
-        """Count an embedding or scoring call that is over; `outcome`: "ok" or an error code."""
+    def pooled(self, model: str, tokens: int, outcome: str, retries: int = 0) -> None:
+        """Count an embedding or scoring call that is over; `outcome`: "ok" or an error code.
+        `retries`: its groups that were sent to another node."""
         self.instruments.pooling.labels(model, outcome).inc()
         mine = self.of_model(model)
         mine.prompt_tokens.inc(tokens)
         mine.computed.inc(tokens)
+        mine.retries.inc(retries)
 
     def render(self) -> bytes:
         for node in self._nodes():

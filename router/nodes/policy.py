@@ -17,6 +17,7 @@ import msgspec
 from baton.protocol.block_hashes import chain, root_hash
 from baton.protocol.errors import BatonError, ContextLengthExceeded, Unavailable
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
+from baton.protocol.images import ImageInput, salt
 from router.nodes.placement import Placement, Prompt, placement_costs, requests_on, tokens_ahead
 from router.nodes.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
 
@@ -34,8 +35,9 @@ SHARE_WAITING: Final = 0.125  # of the running requests: more waiting ones make 
 
 @dataclass(slots=True)
 class NodeSnapshot:
-    """A node as this router sees it now. `prefix`: hashes of the blocks that it holds. All fields
-    are read only; it is not declared frozen because it is made for each request (2 us).
+    """A node as this router sees it now. `prefix`: hashes of the blocks that it holds.
+    `checkpoints`: those behind which it has a recurrent state; None if its model keeps none. All
+    fields are read only; it is not declared frozen because it is made for each request (2 us).
 
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
     given the node; they are known at once, while `load` is one step old. `unreported_tokens`: those
@@ -52,6 +54,7 @@ class NodeSnapshot:
     kv_dtype: str
     load: NodeLoad = field(default_factory=NodeLoad)
     prefix: Collection[bytes] = frozenset()
+    checkpoints: Collection[bytes] | None = None
     assigned: int = 0
     assigned_tokens: int = 0
     unreported_tokens: int = 0
@@ -92,7 +95,7 @@ class Ask:
     many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model_digest`:
     the model that the request began with, None at first. `session_boot`: the decode node that
     served its session last, "" for none. `width`: sequences that decode at once. `local`: the KV
-    must not travel, so the decode node computes the prompt.
+    must not travel, so the decode node computes the prompt. `images`: those of the prompt.
     """
 
     known_ids: tuple[int, ...]
@@ -110,6 +113,7 @@ class Ask:
     slo: Slo = ANY
     width: int = 1
     local: bool = False
+    images: tuple[ImageInput, ...] = ()
 
     def refused(self, boot_id: str, error: BatonError) -> None:
         """Exclude a node that refused the request; `error` becomes the `refusal`."""
@@ -332,7 +336,8 @@ def session_worth(node: NodeSnapshot, ask: Ask) -> float:
 
 
 def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
-    """Return, by boot id, how many leading tokens of the request the node holds KV of.
+    """Return, by boot id, how many leading tokens of the request the node need not compute: it
+    holds their KV, and the recurrent state behind them if its model keeps one.
 
     Nodes without a match are absent. Block hashes depend on model, KV precision and block size, so
     they are computed once for each group of nodes that agree in these, and only as far as some node
@@ -349,11 +354,16 @@ def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
         parent, holders = root, members
         # At least one token must be computed, so the last one never counts as cached.
         for end in range(size, len(ask.known_ids), size):
-            parent = chain(parent, ask.known_ids[end - size : end])
+            images = salt(ask.images, end - size, end) if ask.images else b""
+            parent = chain(parent, ask.known_ids[end - size : end], images)
             holders = [node for node in holders if parent in node.prefix]
             if not holders:
                 break
-            lengths.update((node.boot_id, end) for node in holders)
+            lengths.update(
+                (node.boot_id, end)
+                for node in holders
+                if node.checkpoints is None or parent in node.checkpoints
+            )
     return lengths
 
 

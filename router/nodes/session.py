@@ -124,8 +124,7 @@ class NodeSession:
 
     @property
     def stalled(self) -> bool:
-        """Whether the node's engine makes no progress: the node has reported that, or it was silent
-        for too long and has reported no load since."""
+        """Whether its engine makes no progress: it said so, or was silent and told no load then."""
         return self._doubted or self._load.stalled
 
     @property
@@ -169,6 +168,7 @@ class NodeSession:
                 max_num_seqs=record.max_num_seqs,
                 load=self._load,
                 prefix=self.prefix.hashes,
+                checkpoints=self.prefix.checkpoints,
                 assigned=len(attached.by_id),
                 assigned_tokens=attached.tokens,
                 unreported_tokens=attached.unreported_tokens,

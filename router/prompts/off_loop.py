@@ -7,6 +7,7 @@ work. Within a kind, tenants get fair shares (router/tenants/turns.py).
     LONG       longer texts: seconds
     TEMPLATE   chats that a child process renders (baton/text/rendering.py)
     GRAMMAR    grammars that a child process builds (router/prompts/grammar_checks.py)
+    IMAGE      images that a child process decodes (router/prompts/images.py)
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class WorkLane(enum.Enum):
     LONG = ("long", 2)
     TEMPLATE = ("template", 2)
     GRAMMAR = ("grammar", 2)
+    IMAGE = ("image", 2)
 
     @property
     def places(self) -> int:

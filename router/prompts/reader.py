@@ -8,13 +8,15 @@ thread would cost two switches and a wait for the GIL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, Literal, TypeVar
 
 from baton.guided.spec import FIELD
+from baton.images.model import ImageFile
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from baton.protocol.images import ImageInput
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from baton.runtime.heap import give_back
 from baton.text.chat_template import Chat, ChatTemplate
@@ -22,7 +24,9 @@ from baton.text.rendering import TemplateRenderer
 from baton.text.reranking import rerank_prompts
 from baton.text.template_limits import OverBudget
 from baton.text.tokenizer import Tokenizer
+from router.images.parts import ImagePart
 from router.prompts.grammar_checks import Constraint, GrammarChecker
+from router.prompts.images import ImageReader
 from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
@@ -87,14 +91,45 @@ class TextInputs:
         return [f"{self.field}[{index}]" for index in range(len(self.items))]
 
 
+@dataclass(frozen=True, slots=True)
+class ChatInputs:
+    """A conversation to render. `salt`: only chats with the same salt share cached encodings.
+    `add_special_tokens` adds the tokenizer's, such as BOS; most templates write them already.
+    `template`: the source of the client's template, used instead of the server's. `images`: those
+    of the messages, in order."""
+
+    chat: Chat
+    length: Length
+    grant: Grant = EVERYBODY
+    salt: str = ""
+    add_special_tokens: bool = False
+    template: str | None = None
+    images: Sequence[ImagePart] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as nodes get it, and its text before images took their places."""
+
+    ids: tuple[int, ...]
+    text: str = ""
+    images: tuple[ImageInput, ...] = ()
+
+
 class PromptReader:
     """Turns texts and messages into token ids, in its own threads and child processes. `close` ends
     them; calling it twice is safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, trusts_clients: bool = False
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        trusts_clients: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
-        """`trusts_clients`: a request may bring its own chat template."""
+        """`trusts_clients`: a request may bring its own chat template. `images`: reads those of
+        requests; None: the model reads no images."""
+        self._images = images or ImageReader(None)
         self._tokenizer = tokenizer
         self._template = template
         self._trusts_clients = trusts_clients
@@ -128,36 +163,73 @@ class PromptReader:
         for ids, field in zip(found, asked.fields, strict=True):
             if not ids:
                 raise InvalidRequest(f"{field} has no tokens", field=field)
+            self.refuse_markers(ids, field)
         return found
 
-    async def chat(
-        self,
-        chat: Chat,
-        length: Length,
-        grant: Grant = EVERYBODY,
-        salt: str = "",
-        add_special_tokens: bool = False,
-        template: str | None = None,
-    ) -> tuple[tuple[int, ...], str]:
-        """Render a conversation; return its token ids and its text.
+    def refuse_markers(self, ids: Sequence[int], field: str) -> None:
+        """Raise InvalidRequest, naming `field`, if a prompt without images holds tokens that stand
+        for images."""
+        if self._images.model is not None:
+            with _named(field):
+                self._images.model.check_plain(ids)
 
-        `salt`: only chats with the same salt share cached encodings. `add_special_tokens` adds the
-        tokenizer's, such as BOS; most templates write them already. `template`: the source of the
-        client's template, used instead of the server's."""
-        text = self._rendered_at_once(chat) if template is None else None
+    async def chat(self, asked: ChatInputs) -> Prompt:
+        """Render a conversation and put its images into it.
+
+        Raises InvalidRequest, naming the part; Overloaded, Unavailable."""
+        chat, grant = asked.chat, asked.grant
+        if asked.images and asked.length.side is not None:
+            field = "truncate_prompt_tokens"
+            raise UnsupportedFeature(f"{field}: a prompt with images is not cut", field=field)
+        files = await self._images.read(asked.images, grant, self._off_loop)
+        text = self._rendered_at_once(chat) if asked.template is None else None
         short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
-        if text is None and template is not None:
-            text = await self._rendered_by(template, chat, grant)
+        if text is None and asked.template is not None:
+            text = await self._rendered_by(asked.template, chat, grant)
         elif text is None:
             text = await self._rendered(chat, grant)
-        text = self.fitting(text, length, "messages")
-        encode = partial(self._tokenizer.encode_chat, text, salt)
-        if add_special_tokens:
+        text = self.fitting(text, asked.length, "messages")
+        if self._images.model is not None:
+            with _named("messages"):
+                text = self._images.model.rewritten(text, len(files))
+        encode = partial(self._tokenizer.encode_chat, text, asked.salt)
+        if asked.add_special_tokens:
             encode = partial(self._tokenizer.encode, text)
         ids = tuple(encode() if short else await self._encoded(grant, len(text), encode))
         if not ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
-        return ids, text
+        return self._placed(ids, text, files, asked.length, "messages")
+
+    async def illustrated(self, asked: TextInputs, images: Sequence[ImagePart]) -> Prompt:
+        """Read one prompt that holds the model's marker once for each image.
+
+        Raises InvalidRequest, naming the prompt's field or the image's; Overloaded, Unavailable."""
+        [item], [field] = asked.items, asked.fields
+        files = await self._images.read(images, asked.grant, self._off_loop)
+        text = ""
+        if isinstance(item, str):
+            text = self.fitting(item, asked.length, field)
+            if self._images.model is not None:
+                with _named(field):
+                    text = self._images.model.rewritten(text, len(files))
+            encode = partial(self._tokenizer.encode, text, asked.add_special_tokens)
+            item = tuple(await self._encoded(asked.grant, len(text), encode))
+        return self._placed(item, text, files, asked.length, field)
+
+    def _placed(
+        self,
+        ids: tuple[int, ...],
+        text: str,
+        files: Sequence[ImageFile],
+        length: Length,
+        field: str,
+    ) -> Prompt:
+        """Return a prompt with its images in place. `field`: of the prompt, for errors."""
+        if self._images.model is None:
+            return Prompt(ids, text)
+        with _named(field):
+            placed, images = self._images.model.placed(ids, files, length.tokens)
+        return Prompt(placed, text, images)
 
     async def _rendered_by(self, source: str, chat: Chat, grant: Grant) -> str:
         """Render a chat by the template of a client, in a child process.
@@ -280,6 +352,7 @@ class PromptReader:
 
     def close(self) -> None:
         self._checker.close()
+        self._images.close()
         self._renderer.close()
         self._off_loop.close()
 
@@ -294,6 +367,17 @@ class PromptReader:
                 give_back(num_chars)
 
         return await self._off_loop.text(grant, num_chars, trimmed)
+
+
+@contextlib.contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Let errors that name no field name this one."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field is not None:
+            raise
+        raise type(error)(f"{field}: {error.message}", field=field) from error
 
 
 def _is_within(bounds: tuple[int, int], chat: Chat) -> bool:

@@ -40,6 +40,7 @@ def ask_of(request: Request, terms: Terms) -> Ask:
         slo=terms.slo,
         width=params.width,
         local=params.num_samples * ((params.logprobs or 0) + 1) > MOST_LOGPROBS,
+        images=request.images,
     )
 
 

@@ -132,6 +132,11 @@ class Completion:
         return len(self.request.prompt_ids)
 
     @property
+    def image_tokens(self) -> int:
+        """Those of the prompt's tokens that stand for images."""
+        return sum([image.num_tokens for image in self.request.images])
+
+    @property
     def completion_tokens(self) -> int:
         """Output tokens of all samples, also of those that best_of drops."""
         return sum([sample.num_tokens for sample in self._samples])

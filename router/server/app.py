@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.protocol.errors import BatonError
 from router.api.anthropic.errors import PREFIX, AnthropicErrors
 from router.api.http.preparing import counted
+from router.api.http.reading import with_body_limit
 from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.http_api import BUSIEST, HttpApi
 from router.api.responses.stored_api import StoredApi
@@ -27,7 +28,9 @@ from router.api.resumable.http import ResumableApi
 from router.api.served import refuse_encoder
 from router.api.strict_fields import strict
 from router.api.timelines import TimelinesApi
+from router.images.limits import MAX_BODY_BYTES
 from router.metrics.vllm import watch
+from router.prompts.images import ImageReader
 from router.prompts.reader import PromptReader
 from router.server.auth import ApiKeyGuard
 from router.server.endpoints import Endpoints
@@ -44,11 +47,20 @@ GENERATING: Final = frozenset(
     }
 )  # fmt: skip
 
+# Routes whose bodies may hold images.
+WITH_IMAGES: Final = frozenset(
+    {
+        "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+        "/v1/messages/count_tokens", "/tokenize", "/invocations",
+    }
+)  # fmt: skip
+
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
     """Return the app of the public HTTP port. Its threads end with the app's lifespan."""
     trusts = services.config.trust_request_chat_template
-    prompts = PromptReader(services.tokenizer, services.chat_template, trusts)
+    images = ImageReader(services.images, services.config.image_limits())
+    prompts = PromptReader(services.tokenizer, services.chat_template, trusts, images)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -106,6 +118,11 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
         ]
     if services.config.strict_fields:
         every = [strict(route) for route in every]
+    if services.images is not None:
+        every = [
+            with_body_limit(route, MAX_BODY_BYTES) if route.path in WITH_IMAGES else route
+            for route in every
+        ]
     return [counted(route, lambda: services.dispatcher.gate) for route in every]
 
 

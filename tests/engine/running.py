@@ -14,10 +14,13 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
+from baton.engine.memory.state_arena import StateArena
 from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from tests.block_lists import held
+
+NUM_SLOTS = 4  # of recurrent states
 
 
 def load(path: Path, **options: Any) -> LoadedModel:
@@ -27,19 +30,20 @@ def load(path: Path, **options: Any) -> LoadedModel:
 
 
 class Driver:
-    """A loaded model with a pool: computes chunks, gives the logits of their rows."""
+    """A loaded model with a pool and slots: computes chunks, gives the logits of their rows."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 64, block_size: int = 8) -> None:
         self.loaded = loaded
         info = loaded.info
         self.arena = KVArena(one_group(info.layers), num_blocks, block_size, info.kv_dtype)
         self.attention = choose_attention(loaded, self.arena)
+        self.states = StateArena(info.layers, NUM_SLOTS)
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[SequenceChunk]) -> list[Tensor]:
         """Logits [rows, vocab] of each chunk."""
         size = self.arena.block_size
-        step = flatten(chunks, self.attention, size, self.loaded.device)
+        step = flatten(chunks, self.attention, size, self.loaded.device, states=self.states)
         hidden = self.loaded.forward(step.token_ids, step.positions, step.batch)
         counts = [len(chunk.token_ids) for chunk in chunks]
         return list(self.loaded.logits(hidden).split(counts))
@@ -49,7 +53,8 @@ class Driver:
         rows: list[Tensor] = []
         at = 0
         for size in sizes:
-            rows += self.step([SequenceChunk("alone", ids[at : at + size], at, held(blocks))])
+            chunk = SequenceChunk("alone", ids[at : at + size], at, held(blocks), state_slot=1)
+            rows += self.step([chunk])
             at += size
         assert at == len(ids)
         return torch.cat(rows)

@@ -1,5 +1,5 @@
 """The torch attention backend against its plain twin:
-windows, softcap, sinks, GQA, unequal dims, tiles."""
+windows, chunks, softcap, sinks, GQA, unequal dims, tiles."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ LAYERS = {
     "plain": AttentionLayer(4, 0.25),
     "window": AttentionLayer(4, 0.25, window=6),
     "window-of-one": AttentionLayer(4, 0.25, window=1),
+    "chunks": AttentionLayer(4, 0.25, window=6, chunked=True),
     "softcap": AttentionLayer(4, 0.25, softcap=2.0),
     "sinks": AttentionLayer(4, 0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "all": AttentionLayer(4, 0.25, 10, 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
+from baton.engine.memory.state_checkpoints import StateCheckpoints
 from baton.engine.state.interface import Reservation
 from baton.engine.state.sequence import SequenceState, as_lists
 from baton.engine.state.stats import EngineStats
@@ -19,8 +21,21 @@ from tests.fakes import request
 SIZE = 4
 
 
-def make(windows: Sequence[int], num_blocks: int = 100) -> BlockTables:
-    return BlockTables(BlockPool(num_blocks, SIZE), NoMemory(), EngineStats(), windows)
+def make(windows: Sequence[int], num_blocks: int = 100, checkpoints: int = 0) -> BlockTables:
+    pool, stats = BlockPool(num_blocks, SIZE), EngineStats()
+    states = StateCheckpoints(pool, stats, NoRows(checkpoints)) if checkpoints else None
+    return BlockTables(pool, NoMemory(), stats, windows, checkpoints=states)
+
+
+@dataclass
+class NoRows:
+    """Rows of states without bytes."""
+
+    num_checkpoints: int
+    num_slots: int = 1
+
+    def copy(self, source: int, target: int) -> None:
+        assert source != target
 
 
 def sequence_of(num_tokens: int) -> SequenceState:
@@ -42,12 +57,13 @@ def computed(tables: BlockTables, num_tokens: int) -> SequenceState:
 @given(
     windows=st.sampled_from([(0, 6), (0, 1, 9), (5,), (9, 4), (0, 0)]),
     known=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 7))),
+    ends=st.sets(st.integers(1, 8)),
 )
 def test_a_hit_is_the_longest_prefix_that_every_group_can_go_on_from(
-    windows: tuple[int, ...], known: set[tuple[int, int]]
+    windows: tuple[int, ...], known: set[tuple[int, int]], ends: set[int]
 ) -> None:
-    """`known`: (group, block) of what is in the map."""
-    tables = make(windows)
+    """`known`: (group, block) of what is in the map. `ends`: blocks before a checkpoint."""
+    tables = make(windows, checkpoints=8)
     origin = computed(tables, 8 * SIZE)
     hashes = list(origin.hashes(8, SIZE))
     tables.release(origin)
@@ -66,8 +82,15 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_go_on_from(
         )
         return all(block in known for block in needed)
 
-    expected = max(count for count in range(9) if goes_on(count))
-    assert tables._num_hits(hashes, lambda num_hits: num_hits * SIZE) == expected
+    def num_hits(*, resumes: bool) -> int:
+        return tables._lookup.num_hits(hashes, lambda count: count * SIZE, resumes)
+
+    assert num_hits(resumes=False) == max(count for count in range(9) if goes_on(count))
+    for end in ends:
+        origin.num_computed = end * SIZE
+        origin.checkpoint_at = (end * SIZE,)
+        tables.checkpoints.note(origin)
+    assert num_hits(resumes=True) == max(count for count in (0, *ends) if goes_on(count))
 
 
 def test_a_hit_begins_with_a_hole_in_windowed_groups() -> None:
@@ -156,4 +179,5 @@ def test_a_stretch_of_tokens_is_evicted_with_all_its_groups() -> None:
     tables.release(sequence)
     for left in (3, 2, 1, 0):
         assert tables.pool.allocate(2) is not None
-        assert tables._num_hits(hashes, lambda num_hits: num_hits * SIZE) == left
+        found = tables._lookup.num_hits(hashes, lambda count: count * SIZE, resumes=False)
+        assert found == left

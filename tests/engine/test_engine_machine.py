@@ -11,6 +11,7 @@ once. At the end: every sample and every request ended exactly once, and every b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
@@ -24,7 +25,7 @@ from baton.engine.state.beam import BeamSearch
 from baton.engine.state.interface import Reservation, Task
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
 from baton.protocol.events import FirstToken
-from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.kv_spec import BlockLists, LayerSpec
 from baton.protocol.request import Request
 from tests.fakes import (
     EOS_ID,
@@ -61,6 +62,14 @@ class Life:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    goes_back = True  # the last token of a hand-over can be computed once more
+
+    def bring_state(self, blocks: BlockLists, tokens: Sequence[int]) -> None:
+        """Write the recurrent state behind `tokens`, as a transfer does."""
+
+    def prove_state(self, blocks: BlockLists, tokens: Sequence[int]) -> None:
+        """The recurrent state that is handed over is that behind `tokens`."""
+
     @initialize(
         num_blocks=st.sampled_from((6, 9, 14, 60)),
         step=st.tuples(st.integers(1, 4), st.integers(0, 12)),
@@ -223,7 +232,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.write(reservation.blocks, start, asked.prompt_ids[start:])
         known = self.runner.read(reservation.blocks, len(asked.prompt_ids))
         assert known == list(asked.prompt_ids[-len(known) :])
-        first = self.first_tokens(asked) if with_first else ()
+        self.bring_state(reservation.blocks, asked.prompt_ids)
+        first = self.first_tokens(asked) if with_first or not self.goes_back else ()
         if asked.id in self.lives:
             self.engine.cancel(reservation)
             return
@@ -258,7 +268,8 @@ class EngineMachine(RuleBasedStateMachine):
         pages = range(first, first + num_pages)
         safe, wanted = lambda: asked.id not in self.lapsed, lambda: self.wanted
         adoption = Adoption(asked.id, pages, release, safe, wanted)
-        told = (FirstToken(0, next_token(asked.prompt_ids, asked.params, 0)),) if with_first else ()
+        self.bring_state(reservation.blocks, asked.prompt_ids)
+        told = self.first_tokens(asked) if with_first or not self.goes_back else ()
         self.adopted[asked.id] = adoption
         self.engine.add(asked, reservation=reservation, first_tokens=told, adoption=adoption)
         self.born(asked, Task.LOCAL)
@@ -390,6 +401,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert ids == life.expected[sample][: len(ids)]
             whole = [*life.request.prompt_ids, *ids][:count]
             assert known == whole[len(whole) - len(known) :]
+            self.prove_state(departure.blocks, whole)
         self.engine.unpin(departure.blocks)
 
     @precondition(lambda self: self.lives)
@@ -450,6 +462,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert num_tokens == len(whole)
             assert known == list(whole[-len(known) :])
             assert len(known) == min(num_tokens, self.window or num_tokens)
+            self.prove_state(blocks, whole)
         self.unpinned += 1
         self.engine.unpin(blocks)
 

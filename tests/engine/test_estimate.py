@@ -18,9 +18,8 @@ from baton.engine.performance.ideal import (
     EstimateOptions,
     estimate,
     kv_token_bytes,
-    parse_rate,
-    parse_seconds,
 )
+from baton.engine.performance.units import parse_rate, parse_seconds
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 from tests.engine.quantized_models import RECIPES

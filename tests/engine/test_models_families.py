@@ -39,6 +39,8 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
+    "nemotron": {},  # drops the keywords of a forward on their way to attention
+    "stablelm": {},
     "phi3": {"sliding_window": 9},
     "glm4": {"attention_bias": True},
     "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},

@@ -52,7 +52,7 @@ def route(values: dict[str, Any], **options: Any) -> Any:
             r"LlavaForConditionalGeneration.*more than text.*LlamaForCausalLM.*docs/models\.md",
         ),
         (
-            {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+            {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]},
             "more than text, and transformers has no language model of it alone",
         ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "only decoders are served"),

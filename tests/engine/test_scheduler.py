@@ -89,7 +89,8 @@ class Bench:
 
     def reserve(self, name: str, num_tokens: int) -> Reservation | None:
         hashes = block_hashes(ROOT, [hash_byte(name)] * num_tokens, BLOCK)
-        return self.scheduler.reserve(name, hashes, num_tokens)
+        asked = request(name, [hash_byte(name)] * num_tokens)
+        return self.scheduler.reserve(asked, hashes, num_tokens)
 
     def step(self) -> dict[str, int]:
         """Run one step as an engine would, each sampled token being 0;

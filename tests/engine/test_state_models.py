@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import assemble, build_engine, load_parts
+from baton.engine.core.assembly import build_engine, load_parts
 from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import load_model
-from baton.engine.performance.estimate import sized
+from baton.engine.performance.estimate import rows, sized
 from baton.engine.performance.ideal import EstimateOptions
-from baton.engine.running.speculation import load_proposer
-from baton.protocol.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ModelRefused
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free, run_samples, tokens_of
-from tests.fakes import FakeHooks
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.golden.random_models import save_random
 from tests.golden.stateful_models import STATEFUL
@@ -141,11 +139,6 @@ def test_what_is_refused_with_recurrent_state(tmp_path: Path) -> None:
     path = save_random(tmp_path, "mamba2", **STATEFUL["mamba2"])
     config = EngineConfig(str(path), dtype="float32", max_model_len=128, num_kv_blocks=8)
     parts = load_parts(config)
-    with pytest.raises(ModelRefused, match="not handed over to other nodes yet"):
-        assemble(parts, FakeHooks())
-    with pytest.raises(ConfigError, match="recurrent state cannot go back") as error:
-        load_proposer(EngineConfig(str(path), speculative_method="ngram"), parts.info)
-    assert error.value.field == "speculative_method"
     with pytest.raises(ModelRefused, match="how the prompt is cut"):
         load_model(EngineConfig(str(path), dtype="float32", max_model_len=128, deterministic=True))
     assert parts.active.pooler is None
@@ -162,6 +155,7 @@ def test_memory_is_what_the_estimate_says(model_type: str, tmp_path: Path) -> No
     arena = load_parts(config).arena
     assert arena.states is not None
     assert (found.state_bytes, found.state_slots) == (arena.states.slot_bytes, 8)
+    assert found.state_checkpoints == arena.states.num_checkpoints > 0
     assert found.num_blocks == arena.num_blocks
     assert found.kv_bytes is not None
     assert arena.num_bytes + arena.states.num_bytes <= found.kv_bytes
@@ -172,3 +166,26 @@ def test_memory_is_what_the_estimate_says(model_type: str, tmp_path: Path) -> No
     parts = load_parts(few)  # slots take at most half, and fewer requests run at once
     assert parts.arena.states is not None
     assert (parts.config.max_num_seqs, parts.arena.states.num_slots) == (3, 3)
+
+
+@pytest.mark.parametrize(("slots", "sequences", "owned"), [(64, 8, 16), (6, 1, 3), (2, 1, 1)])
+def test_memory_for_drafts_and_checkpoints(
+    slots: int, sequences: int, owned: int, tmp_path: Path
+) -> None:
+    """`slots`: for how many the memory for KV and states would be enough; `owned`: by sequences."""
+    path = save_random(tmp_path, "qwen3_next", **STATEFUL["qwen3_next"])
+    size = sized(EstimateOptions(path)).state_bytes
+    config = EngineConfig(
+        str(path), dtype="float32", max_model_len=128, block_size=4, max_num_seqs=8,
+        kv_cache_memory=f"{slots * size}B", speculative_method="ngram",
+        num_state_checkpoints=0 if slots < 6 else 2,
+    )  # fmt: skip
+    parts = load_parts(config)
+    states = parts.arena.states
+    assert states is not None
+    assert (parts.config.max_num_seqs, states.num_slots) == (sequences, owned)
+    assert states.num_bytes == (owned + states.num_checkpoints) * size
+    assert states.num_checkpoints == config.num_state_checkpoints
+    found = sized(EstimateOptions(path, memory="1GB", num_state_checkpoints=7))
+    assert found.state_checkpoints == 7
+    assert "7 checkpoints" in dict(rows(found))["state per request"]

@@ -177,8 +177,9 @@ NOTES: Final[dict[str, str]] = {
     "max_tool_calls": "told back; there are no tools here that would be counted",
     "service_tier": "there is one tier",
     "embed_dtype": "float32", "endianness": "little-endian", "padding": "none",
-    "media_io_kwargs": "of images and audio, which are refused where they stand",
-    "mm_processor_kwargs": "of images and audio, which are refused where they stand",
+    "media_io_kwargs": "images are read as the model's files say; audio is refused where it stands",
+    "mm_processor_kwargs": "images are read as the model's files say; `detail: low` makes them"
+    " smaller",
     "stream_interval": "a chunk has what a step of the engine yields: more tokens under load",
     "routed_experts_prompt_start": "routed experts are not told",
     "return_token_offsets": "of vLLM's render endpoints, there as well",

@@ -373,15 +373,16 @@ async def held_router(
     name: str,
     place: MemoryTables | str,
     kind: type[CutStore] = CutStore,
-    answer: str = "abcdefghijk",
     timing: Timing = TIMING,
+    others: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[HeldRouter]:
-    """A router called `name` over the store at `place`, on free ports of its own."""
+    """A router called `name` over the store at `place`, on free ports of its own. `others`: parts
+    of its services that are not the usual ones."""
     clock, store_clock = SystemClock(), AheadClock()
     store = kind(store_of(place, name, timing, store_clock))
     guard = StoreGuard(store, timing)
-    dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer=answer))
+    dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer="abcdefghijk"))
     metrics = RouterMetrics()
     options = RouterConfig(request_timeout_s=20.0, grpc_port=0, **config)
     kept_mb = options.max_resumable_mb
@@ -398,7 +399,7 @@ async def held_router(
         "clock": clock,
         "runs": runs,
     }
-    services = RouterServices(**parts)
+    services = RouterServices(**(parts | dict(others or {})))
     await guard.start()
     store_clock.ahead_s = 2 * timing.router_lease_s  # it has been connected long enough to sweep
     adopter = Adopter(runs, guard, lambda: services.ready)

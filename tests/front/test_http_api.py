@@ -239,7 +239,7 @@ HOSTILE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].image_url",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "z" * 500}]}, "messages"),

@@ -148,7 +148,10 @@ def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
         utilization=numbered(Utilization, 500, limits=limits),
     )
     load = numbered(NodeLoad, 1, total_blocks=100, draining=True, mbu=0.25, export_bytes=8)
-    usage = KVUsage(2, 2, 0, 8, 7, state_slots=4, used_state_slots=3)
+    usage = KVUsage(
+        2, 2, 0, 8, 7, state_slots=4, used_state_slots=3, exported_state_slots=2,
+        checkpoint_slots=6, used_checkpoint_slots=5,
+    )  # fmt: skip
     now = NodeFigures(load, stats, transfer, 2, usage, 16, "bfloat16")
     metrics = NodeMetrics("m", "d", "decode", lambda: now)
     metrics.observe_fetch(0.003)

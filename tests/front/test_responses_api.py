@@ -302,7 +302,7 @@ async def test_what_sdks_send_by_default_changes_nothing() -> None:
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content[0]"),
+         "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input[0].content[0].text"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),

@@ -18,7 +18,7 @@ from baton.runtime.children import ChildBudget
 from baton.text.chat_template import Chat, ChatTemplate
 from baton.text.rendering import TemplateRenderer
 from baton.text.template_limits import MAX_WRITTEN, OverBudget
-from router.prompts.reader import AT_ONCE_S, Length, PromptReader
+from router.prompts.reader import AT_ONCE_S, ChatInputs, Length, PromptReader
 from tests.front.fakes import TOKENIZER, Front
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -343,7 +343,7 @@ async def test_a_bomb_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) 
     template = ChatTemplate(LOOPS, {})
     assert template.harmless
     reader = PromptReader(TOKENIZER, template)
-    asked, length = Chat(MESSAGES), Length(1000)
+    asked = ChatInputs(Chat(MESSAGES), Length(1000))
     longest = 0.0
     done = asyncio.Event()
 
@@ -357,7 +357,7 @@ async def test_a_bomb_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) 
     ticking = asyncio.create_task(tick())
     for _ in range(4):
         with pytest.raises(InvalidRequest, match="given up"):
-            await reader.chat(asked, length)
+            await reader.chat(asked)
     done.set()
     await ticking
     reader.close()

@@ -108,6 +108,7 @@ class Watched:
         self.layers, self.format, self.windowed = memory.layers, memory.format, memory.windowed
         self.heads, self.read, self.group = memory.heads, memory.read, memory.group
         self.tables, self.written, self.landed = memory.tables, memory.written, memory.landed
+        self.read_state, self.write_state = memory.read_state, memory.write_state
         self.spans: list[KVSpan] = []
 
     def views(

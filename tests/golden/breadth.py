@@ -1,11 +1,14 @@
 """Breadth: every causal language model of transformers, tiny and random, through our engine.
 
     python -m tests.golden.breadth              all of them; writes the table in docs/models.md
-    python -m tests.golden.breadth qwen3 bloom  these only; prints, writes nothing
+    python -m tests.golden.breadth qwen3 bloom  these only; prints, and writes their rows anew
 
 Each architecture runs in a child process with limits on memory and time. Its greedy tokens in
 float32, as mixed and chunked steps over the paged pool, must be `generate`'s own; else it must have
-been refused at load, by name. A difference is a failure of this program (exit status 1).
+been refused at load, by name. Then an engine must give the same tokens with a prompt whose prefix
+is cached, and with drafts; what the loader says of two ranks and of rounded weights is asked of it.
+A difference is a failure of this program (exit status 1). What was found lies in a file beside the
+table's page, so that a run can do a part.
 Not a test of pytest: it takes minutes. tests/engine/test_models_families.py holds what CI runs.
 """
 
@@ -22,7 +25,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,12 +35,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.loading.loading import LoadedModel, load_model
-from baton.protocol.errors import ModelRefused
+from baton.engine.loading.route import choose_route
+from baton.protocol.errors import ConfigError, ModelRefused
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from tests.engine.driving import run, tokens_of
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
+from tests.golden.stateful_models import STATEFUL
 from tests.tiny_models import write_tiny_tokenizer
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "models.md"
+FOUND: Final = Path(__file__).with_name("breadth.jsonl")  # an Outcome per line
 BEGIN, END = "<!-- breadth: begin -->", "<!-- breadth: end -->"
 MEMORY_BYTES: Final = 14 << 30
 TIME_S: Final = 120
@@ -60,6 +70,10 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
+_INDEXED: dict[str, Any] = {
+    **_LATENT, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
+}  # fmt: skip
+_CHUNKED: dict[str, Any] = {"attention_chunk_size": WINDOW, "floor_scale": 5, "attn_scale": 0.3}
 _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 32, "patch_size": 16,
@@ -73,22 +87,27 @@ _GPT: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 
 # What a family needs beyond the sizes; None removes a size that its config does not take.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
+    "axk2": _INDEXED,
     "codegen": {**_GPT, "rotary_dim": 8},
     "deepseek_v2": {**_LATENT, "topk_method": "greedy", "n_group": 1},
     "deepseek_v3": _LATENT,
+    "deepseek_v32": _INDEXED,
     "falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "gemma3n": _GEMMA3N,
     "gemma3n_text": _GEMMA3N,
     "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _INDEXED,
     "gpt2": _GPT,
     "gpt_neo": {
         "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]],
         "window_size": 9,
     },
     "gptj": {**_GPT, "rotary_dim": 8},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "hy_v4": _INDEXED,
+    "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED,
     "longcat_flash": {
         **_LATENT, "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
         "zero_expert_num": 2, "moe_topk": 2,
@@ -96,6 +115,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "minicpm3": {**_LATENT, "qk_head_dim": 24},
     "mistral4": _LATENT,
     "youtu": _LATENT,
+    **{name: {"num_hidden_layers": 3, **values} for name, values in STATEFUL.items()},
+}  # fmt: skip
+
+# What a served model also does; the last two are the loader's own answers.
+FEATURES: Final = ("prefixes", "drafts", "two ranks", "int8 weights")
+_ENGINE: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4,
+    "num_kv_blocks": 120, "max_num_batched_tokens": 16, "max_num_seqs": 4,
+    "num_state_checkpoints": 4, "state_checkpoint_spacing": 4,
 }  # fmt: skip
 
 # Checkpoints of a family that are served though its default is not: (family, what they have).
@@ -117,6 +145,7 @@ class Outcome:
     route: str = ""
     heads: str = ""
     windows: str = ""
+    serves: tuple[str, ...] = ()  # of FEATURES
 
 
 def tiny_config(name: str) -> Any:
@@ -187,12 +216,56 @@ def examine(name: str, folder: Path) -> Outcome:
         expected = transformers_tokens(reference, prompts, NEW_TOKENS)
     except Exception as error:  # noqa: BLE001 - then there is nothing to be equal to
         return Outcome(name, "not built", f"its own generate fails: {_one_line(error)}")
-    same = all(our_tokens(loaded, prompts, NEW_TOKENS) == expected for loaded in routes)
-    return Outcome(name, "identical" if same else "different", "", *_described(routes))
+    described = _described(routes)
+    if not all(our_tokens(loaded, prompts, NEW_TOKENS) == expected for loaded in routes):
+        return Outcome(name, "different", "", *described)
+    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+    return _with_features(
+        Outcome(name, "identical", "", *described), folder, prompts[longest], expected[longest]
+    )
+
+
+def _with_features(found: Outcome, folder: Path, prompt: list[int], expected: list[int]) -> Outcome:
+    """Add what else the model does; "different" if that changes its tokens."""
+    serves: list[str] = []
+    plain, prefixes = _answers(folder, prompt)
+    drafted: list[list[int]] | None = None
+    try:
+        drafted, _ = _answers(folder, prompt, speculative_method="ngram")
+    except ConfigError as refusal:
+        logging.getLogger(__name__).info("%s takes no drafts: %s", found.name, refusal)
+    if any(tokens != expected for tokens in (*plain, *(drafted or ()))):
+        return replace(found, result="different", detail="in an engine")
+    serves += ["prefixes"] * (prefixes > 0) + ["drafts"] * (drafted is not None)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    asked: dict[str, dict[str, Any]] = {
+        "two ranks": {"tensor_parallel_size": 2},
+        "int8 weights": {"quantization": "int8"},
+    }
+    for feature, option in asked.items():
+        try:
+            choose_route(values, EngineConfig(str(folder), dtype="float32", **option))
+        except ConfigError:
+            continue
+        serves.append(feature)
+    return replace(found, serves=tuple(serves))
+
+
+def _answers(folder: Path, prompt: list[int], **options: Any) -> tuple[list[list[int]], int]:
+    """The tokens of a prompt that is asked twice, and how many of its tokens were cached."""
+    engine = build_engine(EngineConfig(str(folder), **_ENGINE, **options))
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    answers: list[list[int]] = []
+    for name in ("first", "again"):
+        engine.add(Request(name, tuple(prompt), params))
+        answers.append(tokens_of(run(engine)[name]))
+    return answers, engine.stats.num_prefix_hit_tokens
 
 
 def _load(folder: Path, impl: Literal["auto", "transformers"]) -> LoadedModel:
-    return load_model(EngineConfig(str(folder), dtype="float32", device="cpu", model_impl=impl))
+    # A length, because Mamba 2 has no limit of its own.
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 128}
+    return load_model(EngineConfig(str(folder), model_impl=impl, **options))
 
 
 def _described(routes: list[LoadedModel]) -> tuple[str, str, str]:
@@ -244,12 +317,20 @@ def outcomes(names: list[str]) -> Iterator[Outcome]:
             child.join()
 
 
+def _mark(outcome: Outcome, feature: str) -> str:
+    if outcome.result != "identical":
+        return "-"
+    return "yes" if feature in outcome.serves else "no"
+
+
 def table(found: list[Outcome]) -> str:
     """The Markdown between the markers of docs/models.md."""
     counts = Counter(outcome.result for outcome in found)
     by_result = {kind: [o for o in found if o.result == kind] for kind in counts}
     served = [
-        f"| {o.name} | {o.result} | {o.heads} | {o.windows} | {o.route} |"
+        f"| {o.name} | {o.result} | {o.heads} | {o.windows} | {o.route} | "
+        + " | ".join(_mark(o, feature) for feature in FEATURES)
+        + " |"
         for o in by_result.get("identical", []) + by_result.get("different", [])
     ]
     # What would work instead, the refusal itself says behind a semicolon.
@@ -261,8 +342,10 @@ def table(found: list[Outcome]) -> str:
         [
             f"{summary}; {counts['not built']} that this program could not build small.",
             "",
-            "| architecture | tokens | KV heads x (key, value dims) | windows | route |",
-            "|---|---|---|---|---|",
+            "| architecture | tokens | KV heads x (key, value dims) | windows | route | "
+            + " | ".join(FEATURES)
+            + " |",
+            "|---|---|---|---|---|" + "---|" * len(FEATURES),
             *served,
             "",
             "| refused | reason |",
@@ -287,6 +370,13 @@ def write_table(found: list[Outcome], document: Path = DOCUMENT) -> None:
     document.write_text(f"{text[:before]}\n{table(found)}\n{text[after:]}", encoding="utf-8")
 
 
+def read_found() -> list[Outcome]:
+    """What earlier runs found."""
+    lines = FOUND.read_text(encoding="utf-8").splitlines() if FOUND.exists() else ()
+    found = [Outcome(**json.loads(line)) for line in lines]
+    return [replace(each, serves=tuple(each.serves)) for each in found]
+
+
 def main(arguments: list[str]) -> int:
     """Examine the named architectures, or all; 1 if any was served with other tokens."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -296,8 +386,10 @@ def main(arguments: list[str]) -> int:
         found.append(outcome)
         sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
         sys.stdout.flush()
-    if not arguments:
-        write_table(found)
+    known = {outcome.name: outcome for outcome in [*read_found(), *found]}
+    kept = [known[name] for name in sorted(known) if name in every]
+    FOUND.write_text("".join(json.dumps(asdict(each)) + "\n" for each in kept), encoding="utf-8")
+    write_table(kept)
     return 1 if any(outcome.result == "different" for outcome in found) else 0
 
 

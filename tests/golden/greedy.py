@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from baton.engine.attention.indexed import with_index
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
@@ -79,7 +80,8 @@ def our_tokens(
     tables = order.view(len(known), blocks_each).tolist()
     info = loaded.info
     arena = KVArena(one_group(info.layers), order.numel(), block_size, info.kv_dtype, loaded.device)
-    attention = TorchAttention(arena, loaded.attention_layers)
+    layers = loaded.attention_layers
+    attention = with_index(arena, layers, TorchAttention(arena, layers))
     states = StateArena(info.layers, len(known), loaded.device)
     wanted = [len(prompt) + new_tokens for prompt in prompts]
     computed = [0] * len(known)

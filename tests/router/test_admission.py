@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.protocol.images import ImageInput, digest_of
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from router.request.gate.admission import (
@@ -200,6 +202,29 @@ def drained(tokens_per_s: float) -> tuple[AdmissionQueue, Ticket, float]:
     rate = queue.tokens_per_s
     assert rate == pytest.approx(tokens_per_s, rel=0.1)
     return queue, running, now
+
+
+def with_image(name: str, num_bytes: int, grant: Grant) -> Ticket:
+    ticket = wanted(name, grant)
+    data = bytes(num_bytes)
+    request = replace(ticket.request, images=(ImageInput(digest_of(data), 0, 1, data),))
+    return Ticket(request, ticket.trace)
+
+
+def test_images_of_one_key_leave_room_for_those_of_others() -> None:
+    queue = AdmissionQueue(Bounds(8, 8, max_image_bytes=100))
+    first = queue.offer(with_image("a", 30, ALICE), 0.0, room)
+    assert refused(queue.offer(with_image("b", 21, ALICE), 0.0, room)) is Reason.IMAGE_BYTES
+    assert queue.offer(wanted("text"), 0.0, room).state is ADMITTED  # no image, no limit
+    assert queue.offer(with_image("c", 20, ALICE), 0.0, no_room).state is QUEUED
+    assert queue.offer(with_image("d", 50, BOB), 0.0, no_room).state is QUEUED
+    carol = Grant("carol", "carol")
+    assert refused(queue.offer(with_image("e", 1, carol), 0.0, room)) is Reason.IMAGE_BYTES
+    assert queue.image_bytes == 100
+    queue.release(first, 0.0, 0, 0.0)
+    assert queue.offer(with_image("f", 30, carol), 0.0, no_room).state is QUEUED
+    queue.stop(0.0)
+    assert queue.image_bytes == 0
 
 
 def test_hopeless_ones_are_refused_at_once() -> None:

@@ -81,6 +81,7 @@ async def transfer(
     assert ready.num_bytes == sum(
         (num_tokens - first_sent(spec, start, num_tokens, d.windowed))
         * (spec.token_bytes(p.dtype) + spec.scale_bytes(p.dtype))
+        + spec.state_bytes
         for spec in d.layers
     )
     expect_bytes((p, source), (d, target), start, num_tokens, before)

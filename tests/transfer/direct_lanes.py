@@ -82,7 +82,8 @@ def shm_lane(inner: Callable[[], Lane], directory: Path, arenas: list[ShmArena])
 
     def make(pool: KVArena) -> Lane:
         (arena,) = own
-        return ShmLane(late, arena, map_of(pool, arena.address, arena.place.num_bytes))
+        num_bytes = arena.place.num_bytes
+        return ShmLane(late, arena, map_of(pool, arena.address, num_bytes, pool.num_blocks))
 
     return LateLane("shm", memory, make, late)
 
@@ -96,7 +97,7 @@ def nixl_lane(inner: Callable[[], Lane], timing: Timing) -> LateLane:
 
     def make(pool: KVArena) -> Lane:
         (memory,) = own
-        pool_map = map_of(pool, memory.data_ptr(), memory.nbytes)
+        pool_map = map_of(pool, memory.data_ptr(), memory.nbytes, pool.num_blocks)
         return NixlLane(late, NixlPool(memory, pool_map), timing)
 
     return LateLane("nixl", memory, make, late)

@@ -22,6 +22,7 @@ from kv_transfer.protocol.messages import (
     Message,
     Renew,
     SharedBlockTables,
+    State,
 )
 from kv_transfer.protocol.session import (
     data_header,
@@ -67,6 +68,7 @@ PEER_MESSAGES: list[Message] = [
     Fetch(SEQ, b"k", "r", EPOCH),
     SharedBlockTables(8, ()),
     Data(memoryview(b"")),
+    State(memoryview(b"")),
     End(TOKENS, True, (), 0),
     Ack(SEQ),
     Renew(SEQ, b"k", EPOCH),

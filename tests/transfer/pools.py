@@ -17,6 +17,7 @@ from baton.protocol.kv_spec import (
     HeldBlocks,
     LayerSpec,
     PoolFormat,
+    StateSpec,
     first_visible,
     layout_fingerprint,
 )
@@ -39,6 +40,14 @@ LAYERS = (
     LayerSpec(3, 4, 8, window=16, kind="sliding"),
     LayerSpec(1, 24, 0, kind="mla"),
 )
+# KV alone, a state of two frames alone, both, and nothing: as a hybrid model has them.
+HYBRID = (
+    LayerSpec(2, 8, 8),
+    LayerSpec(0, 0, 0, kind="state", state=StateSpec((6, 3), (2, 300, 500), "bfloat16")),
+    LayerSpec(1, 8, 8, state=StateSpec(recurrent=(2, 5))),
+    LayerSpec(0, 0, 0, kind="state"),
+)
+NUM_SLOTS = 5  # of recurrent states
 UNTOUCHED = 0xA5
 PATIENCE_S = 30.0  # a test that waits longer has failed
 
@@ -60,18 +69,30 @@ def layer_bytes(arena: KVArena, layer: int, blocks: Blocks, start: int, end: int
     return b"".join(parts)
 
 
+def memories(arena: KVArena) -> list[torch.Tensor]:
+    """The bytes of the blocks, and of the recurrent states if there are any."""
+    kept = [torch.frombuffer(arena.buffer(), dtype=torch.uint8)]
+    return kept if arena.states is None else [*kept, arena.states._rows.view(-1)]
+
+
 def fill_random(arena: KVArena, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    buffer = torch.frombuffer(arena.buffer(), dtype=torch.uint8)
-    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+    for memory in memories(arena):
+        memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, generator=generator))
 
 
 def fill_untouched(arena: KVArena) -> None:
-    torch.frombuffer(arena.buffer(), dtype=torch.uint8).fill_(UNTOUCHED)
+    for memory in memories(arena):
+        memory.fill_(UNTOUCHED)
 
 
 def snapshot(arena: KVArena) -> bytes:
-    return bytes(arena.buffer())
+    return b"".join(memory.numpy().tobytes() for memory in memories(arena))
+
+
+def keep_states(arena: KVArena) -> None:
+    """Make slots if a layer keeps a recurrent state."""
+    arena.keep_states(NUM_SLOTS if any(spec.state for spec in arena.layers) else 0)
 
 
 @dataclass
@@ -102,6 +123,7 @@ class Node:
         self.arena = pool_of(
             self.lane, self.boot_id, lambda memory: KVArena(local, *size, memory=memory)
         )
+        keep_states(self.arena)
         self.released: list[tuple[KVHandle, Blocks, str]] = []
         self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -132,6 +154,8 @@ class Node:
             first = seen // self.block_size
             own = tuple(ids[group * count : (group + 1) * count])
             held.append(HeldBlocks(own[first:], first))
+        if self.arena.states is not None:
+            held[0] = replace(held[0], state_slot=seed % NUM_SLOTS)
         return tuple(held)
 
     def publish_all(self, handle: KVHandle, upto: int | None = None) -> list[bool]:
@@ -163,18 +187,32 @@ def expect_bytes(
     end: int,
     before: bytes,
 ) -> None:
-    """Tokens [start, end), as far as both keep them, are the source's, and every other byte of the
-    target is as before."""
+    """Tokens [start, end), as far as both keep them, and the recurrent state behind them are the
+    source's, and every other byte of the target is as before."""
     (p, p_blocks), (d, d_blocks) = source, target
     expected = KVArena(d.layers, d.num_blocks, d.block_size, d.dtype)
+    keep_states(expected)
     memory = ArenaMemory(expected)
-    expected.buffer()[:] = before
+    taken = 0
+    for each in memories(expected):
+        each.copy_(torch.frombuffer(bytearray(before), dtype=torch.uint8)[taken:][: each.numel()])
+        taken += each.numel()
     for layer, spec in enumerate(d.layers):
         first = first_sent(spec, start, end, d.windowed)
-        if end > first:
+        if end > first and spec.kv_heads:
             wire = layer_bytes(p.arena, layer, p_blocks, first, end)
             payload = Payload(memoryview(wire), p.dtype)
             memory.write(layer, d_blocks, first, end, payload)
+        if spec.state is not None:
+            assert p.arena.states is not None
+            assert expected.states is not None
+            source_slot, target_slot = p_blocks[0].state_slot, d_blocks[0].state_slot
+            assert source_slot is not None
+            assert target_slot is not None
+            theirs = p.arena.states.layer_bytes(layer, source_slot)
+            ours = expected.states.layer_bytes(layer, target_slot)
+            for old, new in zip(ours, theirs, strict=True):
+                old.copy_(new)
     assert snapshot(d.arena) == snapshot(expected)
 
 

@@ -18,8 +18,9 @@ from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.grpc_stream import GrpcLane
 from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
-from kv_transfer.protocol.base import Incoming, KVConnector, Loan
+from kv_transfer.protocol.base import Incoming, KVConnector
 from kv_transfer.protocol.frames import Buffer
+from kv_transfer.protocol.lending import Loan
 from kv_transfer.stats import NO_LANE
 from tests.block_lists import held
 from tests.transfer.pools import (

@@ -169,7 +169,7 @@ def test_authentic_frames_of_another_version_are_refused() -> None:
 
     import xxhash
 
-    for offset, fmt, value in ((4, "<B", 9), (5, "<B", 1), (28, "<I", 1)):
+    for offset, fmt, value in ((4, "<B", 10), (5, "<B", 1), (28, "<I", 1)):
         frame = bytearray(encode(Header(Kind.ACK, 1), [b"x"], SEED))
         struct.pack_into(fmt, frame, offset, value)
         digest = xxhash.xxh3_64_intdigest(bytes(frame[:40] + frame[48:]), seed=SEED)

@@ -18,7 +18,7 @@ from baton.runtime.timing import Timing
 from kv_transfer.lanes.shm import ShmLane
 from kv_transfer.lanes.shm_arena import ArenaPlace, ShmArena
 from kv_transfer.loans import Promise
-from kv_transfer.protocol.base import LendingLane
+from kv_transfer.protocol.lending import LendingLane
 from tests.fakes import FakeClock
 
 LAYERS = (LayerSpec(2, 8, 8), LayerSpec(2, 8, 8))

@@ -65,7 +65,7 @@ class CompiledAttention:
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
         compiled = self._layers[layer]
-        if compiled is None:
+        if compiled is None or batch.mutual:
             return self._torch.attend(layer, q, batch)
         plan = plan_of(batch, self.group_of[layer])
         if not dense(q):
@@ -124,10 +124,10 @@ def known_layer(
     `dtype` is that of the pools for which the kernels are made.
     """
     keys, values = pool.layer(layer)
-    if keys.dtype != dtype or values.dtype != dtype:
+    if spec.chunked or keys.dtype != dtype or values.dtype != dtype:
         return None
     if spec.latent:
-        if dtype != torch.bfloat16:
+        if dtype != torch.bfloat16 or values.shape[3]:
             return None
         values = keys[..., : spec.latent]
     k_dim, v_dim = keys.shape[3], values.shape[3]

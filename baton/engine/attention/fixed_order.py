@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.kv_store import KVStore, layer_store
-from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.attention import AttentionLayer, KVViews, Reach
 from baton.engine.state.batch import Batch, GroupTables, Span
 
 KEY_TILE: Final = 128  # keys of a partial product; block sizes that divide it give equal results
@@ -74,7 +74,8 @@ class FixedOrderPlan:
 
 
 class FixedOrderAttention:
-    """Causal attention (full, windowed, soft-capped, with sinks, latent) with one order of sums."""
+    """Causal attention (full, windowed, chunked, soft-capped, with sinks, latent) with one order of
+    sums."""
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
         self.group_of = pool.group_of
@@ -90,7 +91,7 @@ class FixedOrderAttention:
         """See Attention.attend. The result of padding rows is zero."""
         spec, store = self._layers[layer], self._stores[layer]
         positions = max(1, QUERY_ROWS // (spec.query_heads // store.kv_heads))
-        plan = _plan_of(batch, self.group_of[layer], spec.window, store, positions)
+        plan = _plan_of(batch, self.group_of[layer], spec.reach, store, positions)
         tiles = _query_tiles(q, plan.rows, store.kv_heads, spec.scale)
         parts = [_partials(tiles, store, slab, spec) for slab in plan.slabs]
         merged = _merge(parts, plan, spec, store.kv_heads, tiles.shape[2])
@@ -221,14 +222,14 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _plan_of(
-    batch: Batch, layer_group: int, window: int, store: KVStore, positions: int
+    batch: Batch, layer_group: int, reach: Reach, store: KVStore, positions: int
 ) -> FixedOrderPlan:
-    """Return the step's plan for these tables and this window; made once, at their first layer."""
+    """Return the step's plan for these tables and this reach; made once, at their first layer."""
     keys = tile_keys(store.block_size)
     per_slab = max(1, SLAB_BYTES // (keys * store.kv_heads * store.keys.dim * 4))
-    key = (layer_group, window, positions, per_slab)
+    key = (layer_group, reach, positions, per_slab)
     if key not in batch.plans:
-        planner = _Planner(batch, batch.tables[layer_group], window, store.block_size, positions)
+        planner = _Planner(batch, batch.tables[layer_group], reach, store.block_size, positions)
         batch.plans[key] = planner.plan(per_slab)
     return batch.plans[key]
 
@@ -245,9 +246,9 @@ class _Planner:
     """Lays a step out as units, turns and slabs, with lists of integers only."""
 
     def __init__(
-        self, batch: Batch, table: GroupTables, window: int, block_size: int, positions: int
+        self, batch: Batch, table: GroupTables, reach: Reach, block_size: int, positions: int
     ) -> None:
-        self._batch, self._table, self._window = batch, table, window
+        self._batch, self._table, self._reach = batch, table, reach
         self._block_size, self._keys, self._positions = block_size, tile_keys(block_size), positions
         self._device = table.blocks.device
         self._tiles: list[list[int]] = []  # query tiles of each span
@@ -328,11 +329,10 @@ class _Planner:
         """
         starts = self._tensor([self._starts[tile] for tile in tiles])
         queries = (starts[:, None] + self._tensor(range(self._positions)))[:, :, None]
-        hidden = keys[:, None] > queries
-        return hidden | (keys[:, None] <= queries - self._window) if self._window else hidden
+        return self._reach.hidden(keys[:, None], queries)
 
     def _first_key(self, span: Span) -> int:
-        return max(0, span.start - self._window + 1) if self._window else 0
+        return self._reach.first(span.start)
 
     def _last_tile(self, span: Span) -> int:
         return (span.num_tokens - 1) // self._keys

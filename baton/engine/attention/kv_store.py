@@ -30,7 +30,7 @@ class StoredRows(Protocol):
 
     @property
     def dim(self) -> int:
-        """Return the numbers per head; 0 for the V of MLA."""
+        """Return the numbers per head; 0 for the V of MLA without index keys."""
         ...
 
     def write(self, x: Tensor, block: Tensor, offset: Tensor) -> None:
@@ -39,6 +39,10 @@ class StoredRows(Protocol):
 
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy [n * block_size, kv_heads, dim] in `dtype` of the blocks [n]."""
+        ...
+
+    def take(self, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy [n, kv_heads, dim] in `dtype` of the slots (block [n], offset [n])."""
         ...
 
 
@@ -60,6 +64,10 @@ class ExactRows:
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         """See StoredRows.gather."""
         return self.rows.index_select(0, blocks).flatten(0, 1).to(dtype)
+
+    def take(self, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+        """See StoredRows.take."""
+        return self.rows[block, offset].to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,10 @@ class Int8Rows:
         scales = self.scales.index_select(0, blocks)[..., None]
         return (self.rows.index_select(0, blocks) * scales).flatten(0, 1).to(dtype)
 
+    def take(self, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+        """See StoredRows.take."""
+        return (self.rows[block, offset] * self.scales[block, offset][..., None]).to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
@@ -112,10 +124,15 @@ class Fp8Rows:
         """See StoredRows.gather."""
         return self.rows.index_select(0, blocks).view(FP8).flatten(0, 1).to(dtype)
 
+    def take(self, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+        """See StoredRows.take."""
+        return self.rows[block, offset].view(FP8).to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class KVStore:
-    """One layer of the pool. With MLA K holds one latent per token, and there is no V."""
+    """One layer of the pool. With MLA K holds one latent per token; V holds index keys, or there is
+    none."""
 
     block_size: int
     kv_heads: int
@@ -123,10 +140,10 @@ class KVStore:
     values: StoredRows
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at flat `slots` [T]."""
+        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim or 0] at flat `slots` [T]."""
         block, offset = slots // self.block_size, slots % self.block_size
         self.keys.write(k, block, offset)
-        if self.values.dim:
+        if v.shape[2]:
             self.values.write(v, block, offset)
 
 

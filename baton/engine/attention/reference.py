@@ -28,7 +28,8 @@ class ReferenceAttention:
         block_size = keys.shape[1]
         for row, slot in enumerate(slots.tolist()):
             keys[slot // block_size, slot % block_size] = k[row]
-            values[slot // block_size, slot % block_size] = v[row]  # with MLA v is empty
+            if v.shape[2]:  # with MLA it is empty
+                values[slot // block_size, slot % block_size] = v[row]
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
@@ -46,8 +47,8 @@ class ReferenceAttention:
             table = dict(enumerate(tables.blocks[index].tolist(), tables.first[index]))
             for offset in range(span.num_rows):
                 position = span.start + offset
-                first = max(0, position - spec.window + 1) if spec.window else 0
-                seen = range(first, position + 1)
+                ahead = [to for begin, to in span.mutual if begin <= position < to]
+                seen = range(spec.reach.first(position), max([position + 1, *ahead]))
                 k = torch.stack([keys[table[p // block_size], p % block_size] for p in seen])
                 v = torch.stack([values[table[p // block_size], p % block_size] for p in seen])
                 for head in range(spec.query_heads):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.attention.kv_store import KVStore, layer_store
-from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.attention import AttentionLayer, KVViews, Reach
 from baton.engine.state.batch import Batch, GroupTables, Span
 
 GATHER_BYTES: Final = (
@@ -100,7 +100,7 @@ class TorchAttention:
         """See Attention.attend."""
         spec = self._layers[layer]
         store = self._stores[layer]
-        plan = _plan_of(batch, self.group_of[layer], spec.window, store, q.dtype)
+        plan = _plan_of(batch, self.group_of[layer], spec.reach, store, q.dtype)
         out = q.new_empty(q.shape[0], q.shape[1], spec.latent or store.values.dim)
         for group in plan.decode:
             out[group.rows] = _decode(q[group.rows], store, group, spec)
@@ -110,26 +110,26 @@ class TorchAttention:
     def prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:
         """Do `attend` for spans of several rows only, and fill their rows of `out`."""
         spec, store = self._layers[layer], self._stores[layer]
-        plan = _plan_of(batch, self.group_of[layer], spec.window, store, q.dtype)
+        plan = _plan_of(batch, self.group_of[layer], spec.reach, store, q.dtype)
         for span in plan.prefill:
-            _prefill(q, store, span, spec, out)
+            prefill_span(q, store, span, spec, out)
 
 
 def _plan_of(
-    batch: Batch, layer_group: int, window: int, store: KVStore, dtype: torch.dtype
+    batch: Batch, layer_group: int, reach: Reach, store: KVStore, dtype: torch.dtype
 ) -> TorchPlan:
-    """Return the step's plan for these tables and this window; made once, at their first layer."""
+    """Return the step's plan for these tables and this reach; made once, at their first layer."""
     block_size, token_bytes = store.block_size, store.kv_heads * store.keys.dim * dtype.itemsize
-    key = (layer_group, window, token_bytes, dtype)
+    key = (layer_group, reach, token_bytes, dtype)
     if key not in batch.plans:
         table = batch.tables[layer_group]
         for other in range(layer_group):
             sibling = batch.plans.get((other, *key[1:]))
-            if sibling is not None:  # groups with equal windows differ only in their blocks
+            if sibling is not None:  # groups that see equally far differ only in blocks
                 batch.plans[key] = _moved(sibling, table)
                 return batch.plans[key]
         max_blocks = max(1, GATHER_BYTES // (token_bytes * block_size))
-        view = _View(batch.spans, table, window, block_size, dtype)
+        view = _View(batch.spans, table, reach, block_size, dtype)
         decode = _plan_decode(view, max_blocks)
         prefill = tuple(
             _plan_prefill(view, index)
@@ -166,17 +166,17 @@ def _span_blocks(table: GroupTables, span: int, first: int, last: int) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A step as the layers of one group and one window see it."""
+    """A step as the layers of one group and one reach see it."""
 
     spans: tuple[Span, ...]
     table: GroupTables
-    window: int
+    reach: Reach
     block_size: int
     dtype: torch.dtype
 
     def first_block(self, position: int) -> int:
         """Return the first block that a query at `position` can see."""
-        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+        return self.reach.first(position) // self.block_size
 
 
 def _plan_decode(view: _View, max_blocks: int) -> list[DecodeGroup]:
@@ -196,7 +196,7 @@ def _plan_decode(view: _View, max_blocks: int) -> list[DecodeGroup]:
 
 
 def _decode_group(view: _View, members: list[int], width: int) -> DecodeGroup:
-    table, window, block_size = view.table, view.window, view.block_size
+    table, block_size = view.table, view.block_size
     device = table.blocks.device
     spans = [view.spans[index] for index in members]
     first = torch.tensor([view.first_block(span.start) for span in spans])[:, None]
@@ -209,7 +209,7 @@ def _decode_group(view: _View, members: list[int], width: int) -> DecodeGroup:
     position = first * block_size + torch.arange(width * block_size)
     beyond = position >= total
     unwritten = beyond & (position < (last_block + 1) * block_size)
-    hidden = beyond | (position < total - window) if window else beyond
+    hidden = view.reach.hidden(position, total - 1)
     bias = torch.zeros(hidden.shape, dtype=view.dtype).masked_fill_(hidden, -torch.inf)
     return DecodeGroup(
         members,
@@ -222,7 +222,7 @@ def _decode_group(view: _View, members: list[int], width: int) -> DecodeGroup:
 
 
 def _plan_prefill(view: _View, index: int) -> PrefillSpan:
-    window, block_size, span = view.window, view.block_size, view.spans[index]
+    block_size, span = view.block_size, view.spans[index]
     device = view.table.blocks.device
     first = view.first_block(span.start)
     base = first * block_size
@@ -230,10 +230,13 @@ def _plan_prefill(view: _View, index: int) -> PrefillSpan:
     for offset in range(0, span.num_rows, TILE_ROWS):
         rows = min(TILE_ROWS, span.num_rows - offset)
         start = span.start + offset
-        low, high = view.first_block(start) * block_size, start + rows
+        ahead = [to for begin, to in span.mutual if begin < start + rows < to]
+        low, high = view.first_block(start) * block_size, max([start + rows, *ahead])
         query = torch.arange(start, start + rows, device=device)[:, None]
         key = torch.arange(low, high, device=device)[None]
-        hidden = (key > query) | (key <= query - window) if window else key > query
+        hidden = view.reach.hidden(key, query)
+        for begin, to in span.mutual:
+            hidden &= ~((query >= begin) & (query < to) & (key > query) & (key < to))
         bias = torch.zeros(hidden.shape, dtype=view.dtype, device=device)
         bias.masked_fill_(hidden, -torch.inf)
         row = span.first_row + offset
@@ -259,10 +262,10 @@ def _decode(q: Tensor, store: KVStore, group: DecodeGroup, spec: AttentionLayer)
     grouped = q.view(n, kv_heads, -1, q.shape[2])
     bias = group.bias.expand(-1, 1, grouped.shape[2], -1)
     sinks = None if spec.sinks is None else spec.sinks.view(1, kv_heads, -1, 1)
-    return _attention(grouped, k, v, bias, spec, sinks).reshape(n, q.shape[1], -1)
+    return softmax_attention(grouped, k, v, bias, spec, sinks).reshape(n, q.shape[1], -1)
 
 
-def _prefill(
+def prefill_span(
     q: Tensor, store: KVStore, span: PrefillSpan, spec: AttentionLayer, out: Tensor
 ) -> None:
     """Attend for one prefill span and fill its rows of `out` [T, query_heads, v_dim]."""
@@ -282,12 +285,12 @@ def _prefill(
         if spec.sinks is not None:
             sinks = spec.sinks.view(1, kv_heads, group, 1).repeat_interleave(n, dim=2)
         seen = slice(tile.low, tile.high)
-        result = _attention(grouped, k[:, :, seen], v[:, :, seen], bias, spec, sinks)
+        result = softmax_attention(grouped, k[:, :, seen], v[:, :, seen], bias, spec, sinks)
         result = result.view(kv_heads, group, n, -1).permute(2, 0, 1, 3)
         out[tile.first_row : tile.last_row] = result.reshape(n, q.shape[1], -1)
 
 
-def _attention(
+def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionLayer, sinks: Tensor | None
 ) -> Tensor:
     """Return the attention [n, h, r, v_dim] of q [n, h, r, k_dim] to k and v [n, h, L, dims].

@@ -1,8 +1,8 @@
 """Paged attention with the Triton kernels, which read the pool directly, without gathers; GPU.
 
 One kernel computes all decode rows, another all spans of several rows. Layers that the kernels do
-not support (MLA, wide heads) go to torch_cpu.py. A recorded decode step (cuda_graphs.py) brings its
-own plan. Under Triton's interpreter the backend runs on a CPU, for tests.
+not support (MLA, wide heads, chunks) go to torch_cpu.py. A recorded decode step (cuda_graphs.py)
+brings its own plan. Under Triton's interpreter the backend runs on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TritonAttention:
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
         pages = self._layers[layer]
-        if pages is None:
+        if pages is None or batch.mutual:
             return self._torch.attend(layer, q, batch)
         plan = self._plan_of(batch, self.group_of[layer], q)
         if q.stride(2) != 1:
@@ -126,6 +126,6 @@ def _known(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages | None
     """Return what the kernels read of a layer; None if they do not support the layer."""
     keys, values = pool.layer(layer)
     widest = max(keys.shape[3], values.shape[3])
-    if spec.latent or not values.shape[3] or widest > MAX_DIM:
+    if spec.latent or spec.chunked or not values.shape[3] or widest > MAX_DIM:
         return None
     return layer_pages(pool, layer, spec)

@@ -7,9 +7,14 @@
 
     -> PREFIX.experts.7.gate_proj.weight [I, in], .bias [I]; up_proj, down_proj likewise
 
+    PREFIX.experts.gate_up_proj       [E, 2 * I, in]    gate, then up; the outputs come first
+    PREFIX.experts.down_proj          [E, out, I]
+
+    -> the same, without biases
+
 So the code for ranks, rounding and sharing sees ordinary modules. Reading a tensor reads only the
-bytes of its expert.
-Source: transformers' GptOssExperts.
+bytes of its expert. Nothing in a file tells the two layouts apart: the family does.
+Sources: transformers' GptOssExperts (inputs first), Qwen3_5MoeExperts (outputs first).
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, Literal
 
 from torch import Tensor
 
 from baton.engine.checkpoint.float4 import expert_matrix
 from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, WidenedTensor, refused
 
+Stacking = Literal["inputs first", "outputs first"]
 _STACKED: Final = re.compile(
     r"(?P<experts>.+\.experts\.)(?P<name>gate_up_proj|down_proj)(?P<kind>|_bias|_blocks|_scales)"
 )
@@ -45,6 +51,29 @@ def unstack(packed: bool, stored: Mapping[str, StoredTensor]) -> dict[str, Reada
         elif match["kind"] != "_scales":
             scales = stored.get(name.removesuffix("_blocks") + "_scales")
             found.update(_experts(match, tensor, scales, packed))
+    return found
+
+
+def unstack_rows(stored: Mapping[str, StoredTensor]) -> dict[str, Readable]:
+    """Return all tensors, those of stacked experts whose outputs come first split by expert. Raises
+    ModelRefused for stacked tensors of other shapes."""
+    found: dict[str, Readable] = {}
+    for name, tensor in stored.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if match["name"] == "gate_up_proj" else ("down_proj",)
+        if match["kind"] or len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
+            raise refused(name, f"shape {tensor.shape}")
+        outputs = tensor.shape[1] // len(parts)
+        step = outputs * tensor.shape[2] * tensor.dtype.itemsize
+        for expert in range(tensor.shape[0]):
+            for index, part in enumerate(parts):
+                start = tensor.start + (expert * len(parts) + index) * step
+                shape = (outputs, tensor.shape[2])
+                one = StoredTensor(tensor.path, tensor.dtype, shape, start)
+                found[f"{match['experts']}{expert}.{part}.weight"] = one
     return found
 
 

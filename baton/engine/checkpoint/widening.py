@@ -19,7 +19,7 @@ from baton.engine.checkpoint.float8 import widen_float8
 from baton.engine.checkpoint.gguf.weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
-from baton.engine.checkpoint.stacked_experts import unstack
+from baton.engine.checkpoint.stacked_experts import Stacking, unstack, unstack_rows
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader, Widen
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
@@ -32,6 +32,7 @@ _FORMATS: Final[Mapping[Kind, _Format]] = {  # the formats of safetensors
     "bitsandbytes 4-bit": widen_bits4,
     "bitsandbytes 8-bit": widen_bits8,
 }
+_DECODER: Final = "model."  # what the names of a decoder's tensors begin with
 
 
 def open_tensors(
@@ -40,14 +41,16 @@ def open_tensors(
     device: torch.device,
     *,
     prefix: str = "",
-    unstacked: bool = False,
+    unstacked: Stacking | None = None,
     kept: bool = False,
 ) -> TensorReader:
     """Open the checkpoint's tensors under the names of an unquantized checkpoint. Tensors of
     integer layouts keep the names they are stored by.
 
-    `prefix`: only tensors whose names begin with it are opened, and it is removed from the names.
-    `unstacked`: each expert of a stacked mixture gets tensors of its own. `kept`: the integers of a
+    `prefix`: only the tensors of the part of a model that it names are opened, by the names that
+    they have in a checkpoint of that part alone: it is removed from the names, or replaced by
+    "model." if it begins so; then the head is named without it. `unstacked`: how the experts of a
+    layer are stored in one tensor; each gets tensors of its own. `kept`: the integers of a
     GGUF file can be read (TensorReader.integers), and stacked experts stay in MXFP4 if the kernels
     support it.
 
@@ -58,12 +61,14 @@ def open_tensors(
     if kind == "gguf":
         (file,) = checkpoint.weight_files
         return TensorReader((), dtype, device, lambda _: gguf_tensors(file, integers=kept))
-    if unstacked and kind in (None, "mxfp4"):
+    if unstacked == "inputs first" and kind in (None, "mxfp4"):
         packed = kept and integer_kernels_for(dtype, device) is not None
         return TensorReader(
             checkpoint.weight_files, dtype, device, functools.partial(unstack, packed)
         )
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
+    if unstacked == "outputs first" and widen is None:
+        widen = unstack_rows
     if prefix:
         widen = functools.partial(_within, prefix, widen)
     return TensorReader(checkpoint.weight_files, dtype, device, widen)
@@ -73,7 +78,11 @@ def _within(
     prefix: str, widen: Widen | None, stored: Mapping[str, StoredTensor]
 ) -> Mapping[str, Readable]:
     found = stored if widen is None else widen(stored)
-    return {n.removeprefix(prefix): each for n, each in found.items() if n.startswith(prefix)}
+    own = {n.removeprefix(prefix): each for n, each in found.items() if n.startswith(prefix)}
+    if not prefix.startswith(_DECODER):
+        return own
+    outside = {name: each for name, each in found.items() if not name.startswith(_DECODER)}
+    return {_DECODER + name: each for name, each in own.items()} | outside
 
 
 def integer_layout(config: Mapping[str, Any] | None) -> Layout | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from baton.engine.memory.pins import Pins
 from baton.engine.state.interface import EngineHooks, Task
-from baton.engine.state.sequence import as_lists
+from baton.engine.state.sequence import exported_blocks
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepPlan
 
@@ -23,7 +23,7 @@ class Announcements:
         self._hooks = hooks
 
     def admitted(self, plan: StepPlan) -> None:
-        """Pin the blocks of new PREFILL requests and report them to the hooks.
+        """Pin the blocks and states of new PREFILL requests and report them to the hooks.
 
         This comes before any layer runs, so that their handles are sent at once.
         """
@@ -32,7 +32,7 @@ class Announcements:
         for group in plan.admitted:
             if group.task is not Task.PREFILL:
                 continue
-            blocks = as_lists(group.leader.tables)
+            blocks = exported_blocks(group.leader)
             self._pins.pin(blocks)
             try:
                 self._hooks.admitted(group.request, blocks, len(group.leader.tokens))

@@ -34,6 +34,8 @@ from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
 from baton.engine.memory.layer_groups import MIN_BLOCKS
 from baton.engine.memory.pins import Pins
+from baton.engine.memory.state_checkpoints import StateCheckpoints
+from baton.engine.memory.state_sizes import sequences_within
 from baton.engine.memory.state_slots import StateSlots
 from baton.engine.memory.swap import Swapper
 from baton.engine.parallel.data_rank import DataRank
@@ -46,7 +48,7 @@ from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
 from baton.guided.cache import GrammarCache
 from baton.protocol.clock import Clock, SystemClock
-from baton.protocol.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError
 from baton.text.sentence_files import is_encoder
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,8 @@ def load_parts(
     arena = make_pool(model, size, block_size, memory)
     config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
     if size.num_slots:
-        config = replace(config, max_num_seqs=size.num_slots)
+        most = sequences_within(size.num_slots, speculates=config.speculates)
+        config = replace(config, max_num_seqs=most)
     active = activate(model, draft, config, arena, Utilization())
     return EngineParts(config, active, arena, info, grammars_of(config, info))
 
@@ -120,14 +123,12 @@ def assemble(
     pool that holds no token, or a longest length beyond the model's.
     """
     config, active, arena, info = parts.config, parts.active, parts.arena, parts.info
-    if hooks is not None and arena.states is not None:
-        raise _not_handed_over(info)
     clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
     bounds = _bounds(config, info, arena)
-    states = None if arena.states is None else StateSlots(arena.states)
-    caching = config.enable_prefix_caching and states is None
-    pool = BlockPool(arena.num_blocks, arena.block_size, caching)
-    tables = BlockTables(pool, arena, stats, arena.groups.windows, states)
+    pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
+    states, spacing = StateSlots(arena.states), config.state_checkpoint_spacing
+    checkpoints = StateCheckpoints(pool, stats, arena.states, spacing)
+    tables = BlockTables(pool, arena, stats, arena.groups.windows, states, checkpoints)
     pins = Pins(tables)
     announcements = Announcements(pins, stats, hooks)
     block_bytes = arena.num_bytes // arena.num_blocks
@@ -167,14 +168,6 @@ def assemble(
         outputs=Outputs(scheduler, stats, info.eos_token_ids, bounds.limit, requests.finished),
         active=active,
         grammars=parts.grammars,
-    )
-
-
-def _not_handed_over(info: ModelInfo) -> ModelRefused:
-    return ModelRefused(
-        f"{info.name} keeps recurrent state, which is not handed over to other nodes yet: serve it "
-        "with decode nodes alone, which compute prompts themselves (baton up --colocated)",
-        field="model",
     )
 
 
@@ -228,4 +221,5 @@ def _bounds(config: EngineConfig, info: ModelInfo, arena: KVArena) -> EngineBoun
         adapters=info.adapters,
         num_groups=arena.groups.num_groups,
         generates=info.generates,
+        sees=info.sees,
     )

@@ -4,7 +4,8 @@ Only a decoding request whose blocks are in the pool has KV worth moving. A requ
 prefills or was swapped out is computed anew elsewhere from its tokens, which the router knows. Of
 several samples, the KV that they share leaves in one export, mostly the prompt's; the rest of each
 is computed again in one prefill of known tokens. A beam search begins again, from the KV of its
-prompt.
+prompt. A recurrent state is that behind the last computed token, so it leaves with the KV of a
+single sample only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.engine.state.interface import Task
-from baton.engine.state.sequence import RequestGroup, shared_tokens
+from baton.engine.state.sequence import RequestGroup, shared_tokens, with_state
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
 
@@ -29,16 +30,18 @@ class Leaving(StrEnum):
     ADOPTED = "adopted"  # it has pages of another pool, and there was no room to copy them here
     # its KV was made in another precision, and an export would pass it as ours
     PRECISION = "precision"
-    STATE = "state"  # its model keeps recurrent state, which is not handed over yet
+    # its model keeps recurrent state, and that is behind other tokens than the KV that could leave
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
     """What a request takes along.
 
-    `blocks`: the KV of the first `num_tokens` tokens, as far as the next token can see it, pinned
-    once for an export. `first_tokens`: the known tokens beyond them, at least one per sample, none
-    of a search. `num_left_behind`: tokens of all samples whose KV stays here.
+    `blocks`: the KV of the first `num_tokens` tokens, as far as the next token can see it, and the
+    recurrent state behind them; pinned once for an export. `first_tokens`: the known tokens beyond
+    them, at least one per sample, none of a search. `num_left_behind`: tokens of all samples whose
+    KV stays here.
     """
 
     blocks: BlockLists
@@ -84,4 +87,5 @@ def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -
         for index, token in enumerate(each.tokens[num_tokens:])
     )
     left_behind = sum(max(0, each.num_computed - num_tokens) for each in group.sequences)
-    return Departure(tuple(held), num_tokens, beyond, leaving, left_behind)
+    blocks = with_state(tuple(held), sequence.state_slot)
+    return Departure(blocks, num_tokens, beyond, leaving, left_behind)

@@ -23,6 +23,7 @@ from baton.engine.core.announcements import Announcements
 from baton.engine.core.arrival import arrive, new_group
 from baton.engine.core.departure import Departure, Leaving, departure_of
 from baton.engine.core.grammars import guide, refuse_unguided
+from baton.engine.core.images import images_of
 from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
 from baton.engine.core.pooling import Pooler
@@ -54,7 +55,6 @@ from baton.protocol.errors import (
     ContextLengthExceeded,
     InternalError,
     InvalidRequest,
-    UnsupportedFeature,
 )
 from baton.protocol.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
 from baton.protocol.handles import NodeLoad
@@ -154,6 +154,10 @@ class Engine:
         Raises InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
         a request that can never fit the model or, with a LOCAL task's output, the pool.
         """
+        self._check(request, task)
+        images_of(request, self.model, self.config)
+
+    def _check(self, request: Request, task: Task) -> None:
         validate(request, task, self.bounds)
         refuse_unguided(request, self.grammars)
 
@@ -172,10 +176,12 @@ class Engine:
         `first_tokens` fill the positions that the request's output ids lack, and its first event
         repeats them. Raises the errors of validate(), InvalidRequest for an id that already runs
         here, InternalError for a reservation that is not held, and KVStale for adopted pages that
-        may belong to another request by now. After a raise, reservation and adoption still belong
+        may belong to another request by now, or a recurrent state that is not behind the last known
+        token but one. After a raise, reservation and adoption still belong
         to the caller.
         """
-        self.validate(request, task)
+        self._check(request, task)
+        images = images_of(request, self.model, self.config)
         if request.id in self.requests:
             raise InvalidRequest(f"request {request.id} already runs here", field="id")
         if reservation is not None and task is not Task.LOCAL:
@@ -184,6 +190,8 @@ class Engine:
         root = self.known_root_hash(request, reservation.precision if reservation else None)
         exact = exact_chunk_of(request, self.config)
         group = new_group(request, task, self.stats.num_requests, root, self.info, exact)
+        for sequence in group.sequences:
+            sequence.images = images
         guide(group, self.grammars)
         events = arrive(group, first_tokens, self.outputs.end_of)
         if reservation is not None and group.sequences:
@@ -215,8 +223,8 @@ class Engine:
         precision: str | None = None,
         adopting: bool = False,
     ) -> Reservation | None:
-        """Reserve blocks for KV of the first `num_tokens` tokens that comes from elsewhere; None =
-        no room.
+        """Reserve blocks for KV of the first `num_tokens` tokens that comes from elsewhere, and
+        slots for the recurrent states of the request's samples; None = no room.
 
         Takes prefix hits first: tokens [0, start_token) need not be fetched. `precision`: the dtype
         in which the KV was made, if it is not this pool's; then the prefix map keeps it apart from
@@ -224,8 +232,6 @@ class Engine:
         room is taken for what follows them. The caller passes the reservation to add() or cancels
         it. Raises ContextLengthExceeded if it can never fit.
         """
-        if self.tables.states.num_slots:
-            raise UnsupportedFeature("recurrent state is not handed over yet", field="model")
         needed = self.tables.blocks_for_arrival(num_tokens)
         if num_tokens < 1 or needed > self.pool.num_blocks:
             raise ContextLengthExceeded(
@@ -238,10 +244,10 @@ class Engine:
         else:
             tokens = request.known_ids[:num_tokens]
         root = self.known_root_hash(request, precision)
-        hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
+        hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size, request.images)
         if adopting and not self.may_adopt:
             raise InternalError("this model's blocks cannot be another pool's")
-        return self.scheduler.reserve(request.id, hashes, num_tokens, precision, adopting)
+        return self.scheduler.reserve(request, hashes, num_tokens, precision, adopting)
 
     def cancel(self, reservation: Reservation) -> None:
         """Free a reservation that was not added. Nobody may write into its blocks any more.
@@ -296,7 +302,7 @@ class Engine:
         return departure
 
     def _departure_of(self, group: RequestGroup) -> Departure | Leaving:
-        if self.tables.states.num_slots:
+        if self.scheduler.state_stays(group):
             return Leaving.STATE
         self.adopted.take_over_all(group.leader)
         if any(table.adoption is not None for table in group.leader.tables):
@@ -308,7 +314,7 @@ class Engine:
 
     def pin(self, blocks: BlockLists) -> None:
         """Add a reference to each block that belongs to no request, because an export reads the
-        blocks.
+        blocks, and keep the state slot that they name.
         """
         self.pins.pin(blocks)
 
@@ -339,6 +345,10 @@ class Engine:
         finally:
             self.requests.step_ended()
         self.steps.count(flight)
+        if self.model is not None and self.model.images is not None:
+            encoded, reused = self.model.images.take_counts()
+            self.stats.num_encoded_images += encoded
+            self.stats.num_reused_images += reused
         self.begun = self.steps.note_begun(plan)
         if self.config.check_invariants:
             self.check()
@@ -395,16 +405,29 @@ class Engine:
 
     def kv_usage(self) -> KVUsage:
         """Return what blocks and state slots hold for requests right now. Walks all tables."""
-        states = self.tables.states
+        states, checkpoints = self.tables.states, self.tables.checkpoints
         return replace(
             KVUsage.of(self.scheduler.sequences(), self.pool.block_size),
             state_slots=states.num_slots,
             used_state_slots=states.num_slots - states.num_free,
+            exported_state_slots=states.num_pinned,
+            checkpoint_slots=checkpoints.num_rows,
+            used_checkpoint_slots=checkpoints.num_used,
         )
 
     def take_block_events(self) -> list[BlockEvent]:
         """Return the changes of the prefix map since the last call, in order."""
-        return self.pool.take_events()
+        events = self.pool.take_events()
+        return self.tables.checkpoints.tell(events) if self.tables.states.num_slots else events
+
+    def all_block_events(self) -> list[BlockEvent]:
+        """Return the whole prefix map as events, for a listener that starts now."""
+        return self.tables.checkpoints.tell(self.pool.snapshot_events())
+
+    def clear_prefixes(self) -> None:
+        """Forget all prefixes; what requests hold stays theirs."""
+        self.pool.clear_cache()
+        self.tables.checkpoints.clear()
 
     def known_root_hash(self, request: Request, precision: str | None = None) -> bytes:
         """Return the parent of the first block hash of `request`.
@@ -418,6 +441,7 @@ class Engine:
 
     def check(self) -> None:
         """Prove that every reference to a block has an owner here. Raises InternalError if not."""
+        self.tables.checkpoints.check()
         owned = self.scheduler.owned_blocks()
         owned.update(self.pins.counts)
         self.pool.check(owned)

@@ -35,6 +35,7 @@ from copy import copy
 from operator import attrgetter
 from typing import Final, TypeAlias
 
+from baton.engine.core.reservations import Reservations, num_sequences
 from baton.engine.memory.block_tables import BlockTables, Taken
 from baton.engine.memory.swap import Swapper
 from baton.engine.running.speculation import Drafter
@@ -44,7 +45,7 @@ from baton.engine.state.sequence import RequestGroup, SequenceState, count_block
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import Row, StepLimits, StepPlan
 from baton.protocol.errors import InternalError
-from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.request import Request
 
 MAX_OVERTAKES: Final = 8
 MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit
@@ -77,8 +78,7 @@ class Scheduler:
         self._ready: list[RequestGroup] = []
         self._running: list[RequestGroup] = []
         self._may_export = may_export
-        self._reservations: dict[Reservation, Taken] = {}
-        self._num_reserved = 0
+        self._reservations = Reservations(tables, stats)
         self._flying: set[SequenceState] = set()
         self._held: list[SequenceState] = []  # ended samples that a step under way computes
         self._overtakes = 0  # reservations granted past the present head of the waiting queue
@@ -139,11 +139,10 @@ class Scheduler:
         """
         self._swapper.check(self._swapped)
         holding = [*self.sequences(), *self._held]
-        self._tables.states.check(holding)
+        self._tables.states.check(holding, self._reservations.slots)
         owned = count_blocks(holding)
-        for taken in self._reservations.values():
-            for table in taken.tables:
-                owned.update(table.blocks)
+        for table in self._reservations.tables:
+            owned.update(table.blocks)
         return self._tables.prove_owned(owned, self.sequences())
 
     # ---- in and out ----
@@ -157,13 +156,11 @@ class Scheduler:
     ) -> None:
         """Take over a reservation: its tokens count as computed, and its full blocks can be found.
 
-        The blocks of `adoption` cannot be found, as they lie in another pool. Raises InternalError
-        for a reservation that is not held (cancelled, or used before).
+        The blocks of `adoption` cannot be found, as they lie in another pool. Raises the errors of
+        Reservations.take().
         """
+        sequence, taken = group.leader, self._reservations.take(reservation, group)
         _follow(group)
-        sequence, taken = group.leader, self._reservations.pop(reservation, None)
-        if taken is None:
-            raise InternalError(f"{reservation.request_id}: this reservation is not held")
         self._tables.take_reserved(sequence, reservation, taken, adoption)
         sequence.prefilling = sequence.prefills
         self._attach(group)
@@ -211,14 +208,14 @@ class Scheduler:
             child = SequenceState(parent.request, parent.root, list(parent.tokens))
             child.prefilling = False
             child.guide = parent.guide.fork() if parent.guide else None
-            child.exact_chunk = parent.exact_chunk
+            child.exact_chunk, child.images = parent.exact_chunk, parent.images
             self._tables.fork(parent, child, parent.num_computed)
             beams.append(child)
         group.sequences = beams
 
     def reserve(
         self,
-        request_id: str,
+        request: Request,
         hashes: Sequence[bytes],
         num_tokens: int,
         precision: str | None = None,
@@ -228,34 +225,16 @@ class Scheduler:
         for what follows the full ones. Return None if there is no room now."""
         head = self._waiting[0] if self._waiting else None
         blocked = head is not None and (head.admitted_before or self._overtakes >= MAX_OVERTAKES)
-        if blocked or self._swapped:
+        seated = {*self._ready, *self._running}
+        if blocked or self._swapped or not self._tables.states.fit(seated, num_sequences(request)):
             return None
-        take = self._tables.take_to_adopt if adopting else self._tables.take_for_arrival
-        taken = take(hashes, num_tokens)
-        if taken is None:
-            return None
-        if head is not None:
-            self._overtakes += 1
-        start = taken.num_hits * self._pool.block_size
-        self._stats.num_prefix_query_tokens += num_tokens
-        self._stats.num_prefix_hit_tokens += start
-        self._num_reserved += 1
-        blocks = taken.blocks
-        if adopting:
-            whole = num_tokens // self._pool.block_size
-            start = whole * self._pool.block_size
-            blocks = (HeldBlocks((taken.tables[0].blocks[-1],), whole),)
-        reservation = Reservation(
-            request_id, blocks, num_tokens, start, self._num_reserved, precision, adopting
-        )
-        self._reservations[reservation] = taken
-        return reservation
+        made = self._reservations.make(request, hashes, num_tokens, precision, adopting)
+        self._overtakes += made is not None and head is not None
+        return made
 
     def cancel(self, reservation: Reservation) -> None:
         """Free a reservation. Does nothing for one that is not held (cancelled, or used)."""
-        taken = self._reservations.pop(reservation, None)
-        if taken is not None:
-            self._tables.give_back(taken.tables)
+        self._reservations.cancel(reservation)
 
     # ---- one step ----
 
@@ -305,13 +284,19 @@ class Scheduler:
         """Note that the KV of `chunk` is written and `num_accepted` of its drafts are accepted."""
         sequence.num_computed = chunk.start + len(chunk.token_ids) - chunk.num_drafts + num_accepted
         if chunk.num_drafts:
-            self._tables.trim(sequence)
+            self._tables.settle_drafts(sequence, chunk, num_accepted)
         self._tables.register_full_blocks(sequence)
         waits = False
         if len(group.sequences) > 1 and sequence is group.leader:
             waits = self._attach(group)
         if group.task is Task.LOCAL and not waits:
             self._tables.free_invisible(sequence)
+
+    def state_stays(self, group: RequestGroup) -> bool:
+        """Whether the recurrent state of `group`, if any, is not behind the tokens that its samples
+        share: then it cannot go on elsewhere."""
+        alone = len(group.sequences) == 1 and group.beams is None
+        return self._tables.states.num_slots > 0 and (not alone or self._states_fly(group))
 
     def prove_private(self, plan: StepPlan) -> None:
         """Raise InternalError if a row would write where another sequence or an export reads.
@@ -329,11 +314,20 @@ class Scheduler:
             sequence.tables, sequence.state_slot = [], NO_SLOT
         self._tables.release(sequence)
 
+    def _states_fly(self, group: RequestGroup) -> bool:
+        """Whether a step that has run ahead moves states of `group` on: they are behind more tokens
+        than are known, and only computing gets the earlier ones back."""
+        keeps = self._tables.states.num_slots > 0
+        return keeps and not self._flying.isdisjoint(group.sequences)
+
     def _slots_for(self, group: RequestGroup) -> bool:
         """Whether `group` may run beside the running ones."""
         groups = (*self._running, group)
-        fits = sum(each.width for each in groups) <= self._limits.max_num_seqs
-        return fits and self._tables.states.fit({*self._ready, *groups})
+        if sum(each.width for each in groups) > self._limits.max_num_seqs:
+            return False
+        fits = self._tables.states.fit({*self._ready, *groups})
+        self.short_of_room |= not fits  # exports hold slots, too
+        return fits
 
     def _attach(self, group: RequestGroup) -> bool:
         """Fork followers whose share the leader has computed; return whether some still wait."""
@@ -378,9 +372,8 @@ class Scheduler:
         self._running.remove(group)
         self._stats.num_preemptions += 1
         group.note_preemption(self._swapper.clock.monotonic())
-        # A step that has run ahead has moved its states on: only computing gets them back.
-        ahead = self._tables.states.num_slots and not self._flying.isdisjoint(group.sequences)
-        if not ahead and self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
+        swaps = not self._states_fly(group) and self._swapper.prefers_swap(group)
+        if swaps and self._swapper.swap_out(group):
             insort(self._swapped, group, key=attrgetter("key"))
             return
         for sequence in group.sequences:
@@ -437,11 +430,10 @@ class Scheduler:
 
     def _start(self, group: RequestGroup, taken: Taken) -> None:
         leader = group.leader
-        leader.tables = taken.tables
-        leader.num_computed = taken.num_hits * self._pool.block_size
+        self._tables.begin(leader, taken)
         leader.num_prefill_chunks = 0
         leader.prefilling = True
-        self._tables.states.take(leader)
+        self._attach(group)
         if not group.admitted_before:
             group.num_cached_tokens = min(leader.num_computed, leader.num_prompt)
             self._stats.num_prefix_query_tokens += len(leader.tokens)
@@ -466,9 +458,9 @@ class Scheduler:
     ) -> dict[SequenceState, list[int]]:
         """Return drafts that fit the step and the pool; no request is preempted for them."""
         budget = self._limits.max_num_batched_tokens - len(rows)
-        if self._waiting or any(group.prefilling for group in self._running):
-            budget //= 2  # prompts must advance
-        sequences = [s for group, s in rows if group.beams is None and group.task is Task.LOCAL]
+        if self._waiting or len(rows) < sum(len(group.sequences) for group in self._running):
+            budget //= 2  # prompts, and what is computed again, must advance
+        sequences = [s for group, s in rows if group.may_draft]
         kept = drafter.propose_within(sequences, budget, self._tables)
         self._stats.num_drafted_tokens += sum(map(len, kept.values()))
         return kept
@@ -484,7 +476,7 @@ class Scheduler:
         num_tokens = 0 if sequence.following else sequence.next_tokens(room)
         if not num_tokens:
             return
-        num_tokens = self._tables.states.stop_for_forks(group, sequence, num_tokens)
+        num_tokens = self._tables.next_stop(group, sequence, num_tokens)
         num_candidates = 0 if group.beams is None else group.beams.num_candidates
         chunk = sequence.chunk(num_tokens, drafts, num_candidates)
         plan.rows.append(Row(group, sequence, chunk))

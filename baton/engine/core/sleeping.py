@@ -52,7 +52,7 @@ def fall_asleep(engine: Engine) -> None:
     if engine.has_work or engine.pool.num_used:
         raise InternalError("an engine with requests cannot sleep")
     device = engine.arena.device
-    engine.pool.clear_cache()
+    engine.clear_prefixes()
     engine.use(ActiveModel(NoModel()))
     gc.collect()
     kept = not engine.arena.give_back()

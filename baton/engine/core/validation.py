@@ -30,6 +30,7 @@ class EngineBounds:
     adapters: Collection[str] = ()
     num_groups: int = 1  # layer groups; each takes blocks of its own for the same tokens
     generates: bool = True
+    sees: bool = False  # the model reads images
 
     def limit(self, task: Task) -> int:
         """Return the most tokens, prompt and output; a PREFILL task's output lies in
@@ -53,6 +54,8 @@ def validate(request: Request, task: Task, bounds: EngineBounds) -> None:
         raise UnsupportedFeature(
             "this model is a classifier or an encoder: it writes no text", field="model"
         )
+    if request.images and not bounds.sees:
+        raise UnsupportedFeature("this model reads no images", field="images")
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty", field="prompt")
     known = [*request.prompt_ids, *(token for ids in request.output_ids for token in ids)]

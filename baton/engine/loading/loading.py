@@ -22,6 +22,7 @@ from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
 from baton.engine.checkpoint.kinds import widened_kind
+from baton.engine.checkpoint.seeing import as_served, family_of, processor_digest
 from baton.engine.checkpoint.shared_weights import (
     LEAST_BYTES,
     WeightsKey,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.lockstep import Lockstep
     from baton.engine.parallel.ranks import Ranks
     from baton.engine.parallel.sharding import Cuts
+    from baton.engine.vision.images import Images
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +100,12 @@ class LoadedModel:
     classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
     lockstep: Lockstep | None = None
     head: DraftHead | None = None  # its layer is the last one of info.layers
+    images: Images | None = None  # of a model that reads images
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """How each layer attends, the draft head's included."""
-        own = () if self.head is None else (self.head.attention_layer,)
+        own = () if self.head is None else self.head.config.attention_layers
         return (*self.model.attention_layers, *own)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -123,7 +126,7 @@ def load_model(
     Raises ModelRefused for a checkpoint that cannot be served, ConfigError for a configuration that
     the model or the machine cannot meet.
     """
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = as_served(open_checkpoint(config.model), config)
     lean = choose_route(checkpoint.config, config)
     if config.data_parallel_size > 1 and data is None:
         raise ConfigError(ALONE, field="data_parallel_size")
@@ -147,7 +150,7 @@ def load_model(
     info = ModelInfo(
         name=config.model_name,
         digest=_digest(checkpoint, config, lean=is_lean),
-        layers=(*model.layers, *(() if built.head is None else (built.head.layer,))),
+        layers=(*model.layers, *(() if built.head is None else built.head.config.layers)),
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
@@ -157,6 +160,7 @@ def load_model(
         adapters=tuple(adapter.id for adapter in adapters),
         generates=built.classifier is None,
         dtype=dtype_name,
+        sees=built.images is not None,
     )
     read_as = _read_as(checkpoint, config, lean=is_lean)
     logger.info(
@@ -169,7 +173,7 @@ def load_model(
     return LoadedModel(
         info, model, device, dtype, weight_bytes, config.deterministic,
         rounded_head_bytes=built.rounded_head_bytes, classifier=built.classifier,
-        lockstep=None if data is None else data.lockstep, head=built.head,
+        lockstep=None if data is None else data.lockstep, head=built.head, images=built.images,
     )  # fmt: skip
 
 
@@ -198,6 +202,8 @@ def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) 
         named.append(read_as)
     if config.quantization in SCHEMES:
         named.append(f"quantization {config.quantization}")
+    if family_of(checkpoint.config) is not None:
+        named.append(f"images {processor_digest(checkpoint.path)}")
     if config.lm_head_quantization != "auto":
         named.append(f"head {config.lm_head_quantization}")
     if config.speculative_method in HEAD_METHODS:  # its KV is one more layer
@@ -219,6 +225,7 @@ class _Built:
     rounded_head_bytes: int = 0
     classifier: Tensor | None = None
     head: DraftHead | None = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +252,7 @@ def _build(
             dtype,
             device,
             prefix=lean.prefix,
-            unstacked=lean.experts is not None and lean.experts.stacked,
+            unstacked=None if lean.experts is None else lean.experts.stacked,
             kept=config.quantization == "none",
         )
         share = None if group is None else _share(config, lean, group)
@@ -306,6 +313,8 @@ def _build_lean(
             model: CausalModel = RankModel.of(_cuts(config, lean, at.group), source, at.group)
         else:
             decoder = Decoder(lean, source.tensor, source, config.deterministic)
+            if config.deterministic:
+                _refuse_states(decoder)
             model = FixedTiles(decoder) if config.deterministic else decoder
             if config.speculative_method == "mtp":
                 head = read_mtp_head(lean, decoder, source, weights.names)
@@ -313,6 +322,15 @@ def _build_lean(
                 head, own = read_eagle3_head(config, lean, decoder)
     num_bytes = source.num_bytes + own
     return _Built("lean", model, num_bytes, source.rounded_head_bytes, head=head)
+
+
+def _refuse_states(model: CausalModel) -> None:
+    """Raise ModelRefused for a model whose results --deterministic cannot fix."""
+    if slot_bytes(model.layers):
+        raise ModelRefused(
+            "deterministic: a recurrent state depends on how the prompt is cut into steps",
+            field="deterministic",
+        )
 
 
 def _build_data_rank(
@@ -365,6 +383,11 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
     # Imported here: transformers takes seconds, and the lean route must start without it.
     from baton.engine.models.universal import load_universal
 
+    if config.deterministic and family_of(checkpoint.config) is not None:
+        raise ModelRefused(
+            "deterministic: not with images (--language-model-only: text alone)",
+            field="deterministic",
+        )
     key = None
     if _shares(config, checkpoint, at.device):
         made_by = (
@@ -374,11 +397,25 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
     model = load_universal(
         checkpoint, at.dtype, at.device, config.deterministic, key, config.kept_weight_bytes
     )
+    if config.speculates and model.steps_differ:
+        raise ModelRefused(
+            "speculation would change its tokens: transformers bounds the time step of its "
+            "recurrent layers in chunks, and not in steps of one token",
+            field="speculative_method",
+        )
+    if model.tower is not None:
+        from baton.engine.vision.images import Images
+        from baton.engine.vision.pixels import ImageReader
+
+        reader = ImageReader(checkpoint.path, model.tower.reading)
+        images = Images(reader, model.tower, config.image_cache_bytes)
+        return _Built("transformers", model, model.weight_bytes, images=images)
     if not config.deterministic:
         return _Built("transformers", model, model.weight_bytes)
-    if slot_bytes(model.layers):
+    _refuse_states(model)
+    if model.has_index:
         raise ModelRefused(
-            "deterministic: a recurrent state depends on how the prompt is cut into steps",
+            "deterministic: the scores of index keys have no fixed order of sums",
             field="deterministic",
         )
     tiles = FixedTiles(model, 1) if model.has_experts else FixedTiles(model)

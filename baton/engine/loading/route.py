@@ -14,6 +14,7 @@ import torch
 
 from baton.engine.checkpoint.checkpoint import text_config
 from baton.engine.checkpoint.kinds import Kind
+from baton.engine.checkpoint.seeing import family_of
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
 from baton.engine.kernels.rope import position_limit
@@ -71,6 +72,8 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
     lean = None
     if config.model_impl == "transformers":
         leave_lean(values, config, "not with model_impl transformers")
+    elif family_of(values) is not None:
+        leave_lean(values, config, "it reads images (--language-model-only: text alone)")
     else:
         try:
             lean = _lean(values, config)

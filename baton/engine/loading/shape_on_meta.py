@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -26,7 +26,7 @@ from baton.engine.loading.model_shape import (
 )
 from baton.engine.models.causal import causal_class, named_refusals
 from baton.engine.models.config import layer_spec
-from baton.engine.models.universal import IMPLEMENTATION, UniversalModel
+from baton.engine.models.universal import UniversalModel, use_paged_attention
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 from baton.text.sentence_files import is_encoder, labels_of
@@ -43,10 +43,10 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
     if is_encoder(plain):
         return _encoder_shape(plain)
     with named_refusals(config):
-        _, known = causal_class(plain)
+        family, known = causal_class(plain)
         with torch.device("meta"):
             # batched_mm: the only implementation of experts that does not read numbers of tensors.
-            causal: Any = AutoModelForCausalLM.from_config(
+            causal: Any = family._from_config(
                 known, attn_implementation="eager", experts_implementation="batched_mm"
             )
     text = known.get_text_config().to_dict()
@@ -114,7 +114,7 @@ def _layers(
     route refuses the model, None if it does not."""
     refused = None
     try:
-        causal.eval().set_attn_implementation(IMPLEMENTATION)
+        use_paged_attention(causal.eval())
         with named_refusals(config):
             return UniversalModel(causal).layers, "", None
     except ModelRefused as reason:

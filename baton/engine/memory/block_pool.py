@@ -70,6 +70,10 @@ class BlockPool:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def first_seen(self, window: int, position: int) -> int:
+        """Return the first block that a token at `position` sees; `window` 0 = all tokens."""
+        return max(0, position - window + 1) // self.block_size if window else 0
+
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 

@@ -17,13 +17,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Final
 
+from baton.engine.memory.block_memory import BlockMemory
 from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.prefix_lookup import PrefixLookup, key_of
+from baton.engine.memory.state_checkpoints import StateCheckpoints
 from baton.engine.memory.state_slots import StateSlots
 from baton.engine.state import sequence as sequences
 from baton.engine.state.adoption import Adoption
-from baton.engine.state.interface import Reservation
+from baton.engine.state.interface import Reservation, SequenceChunk
 from baton.engine.state.sequence import RequestGroup, SequenceState, Table, shared_tokens
 from baton.engine.state.stats import EngineStats
 from baton.protocol.errors import InternalError
@@ -32,35 +35,18 @@ from baton.protocol.kv_spec import BlockLists, first_visible
 NEVER: Final = 1 << 62  # Table.first_whole of a table that may not offer blocks to others
 
 
-class BlockMemory(Protocol):
-    """The bytes behind the blocks, as in KVArena. Host copies are opaque to their holders."""
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy a block. `source` may be an adopted one."""
-        ...
-
-    def clear_block(self, block: int) -> None:
-        """Zero a block that will be written only in part."""
-        ...
-
-    def read_blocks(self, blocks: Sequence[int]) -> Any:
-        """Return copies of `blocks` in host memory; row i is blocks[i]."""
-        ...
-
-    def write_blocks(self, host: Any, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy these rows of `host` into `blocks`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Tables with a reference to each of their blocks. The KV of the first `num_hits` blocks is
     there (if windowed: of those still seen). `num_found`: blocks from the prefix map, in all
-    groups."""
+    groups. `num_known`: leading blocks that are known, also where no state behind them is. `slots`:
+    reserved for the states of the request's sequences."""
 
     tables: list[Table]
     num_hits: int
     num_found: int
+    num_known: int = 0
+    slots: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> BlockLists:
@@ -70,7 +56,7 @@ class Taken:
 
 class BlockTables:
     """Block tables of sequences over `pool`. `windows`: per layer group, the most tokens that its
-    layers see (0 = all). `states`: the slots of a model that keeps recurrent state."""
+    layers see (0 = all). `states`, `checkpoints`: of a model that keeps recurrent state."""
 
     def __init__(
         self,
@@ -79,11 +65,14 @@ class BlockTables:
         stats: EngineStats,
         windows: Sequence[int] = (0,),
         states: StateSlots | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
         self.pool = pool
         self.memory = memory
         self.windows = tuple(windows)
         self.states = states or StateSlots()
+        self.checkpoints = checkpoints or StateCheckpoints(pool, stats)
+        self._lookup = PrefixLookup(pool, self.windows, self.checkpoints)
         self.adoptions: set[Adoption] = set()  # those whose pages a table names
         self._stats = stats
         self._windowed = any(self.windows)
@@ -100,14 +89,43 @@ class BlockTables:
 
     def take(self, hashes: Sequence[bytes], num_tokens: int, headroom: int) -> Taken | None:
         """Take blocks for `num_tokens` tokens, hits first, for a sequence that computes on behind
-        the hits. None (and nothing changed) unless `headroom` blocks stay free."""
+        the hits: see begin(). None (and nothing changed) unless `headroom` blocks stay free."""
         size = self.pool.block_size
-        return self._take(hashes, num_tokens, headroom, lambda num_hits: num_hits * size)
+
+        def start_of(num_hits: int) -> int:
+            return num_hits * size
+
+        find = self._lookup.num_hits
+        num_known = num_hits = self.pool.num_cached and find(hashes, start_of, resumes=False)
+        if num_known and self.states.num_slots:
+            num_hits = find(hashes, start_of, resumes=True)
+        taken = self._take(hashes[:num_hits], num_tokens, headroom, start_of)
+        return None if taken is None else replace(taken, num_known=num_known)
+
+    def begin(self, sequence: SequenceState, taken: Taken) -> None:
+        """Give blocks, and a slot with the state behind the hits, to a sequence that computes on
+        there."""
+        sequence.tables = taken.tables
+        sequence.num_computed = taken.num_hits * self.pool.block_size
+        if self.states.num_slots:
+            self.states.take(sequence)
+            self.checkpoints.begin(sequence, taken.num_hits, taken.num_known)
+
+    def next_stop(self, group: RequestGroup, sequence: SequenceState, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens `sequence` computes next, so that its state can
+        be copied where a follower forks and where a checkpoint is."""
+        if self.states.num_slots:
+            num_tokens = self.states.stop_for_forks(group, sequence, num_tokens)
+            num_tokens = self.checkpoints.stop(sequence, num_tokens)
+        return num_tokens
 
     def take_for_arrival(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
         """Take blocks for `num_tokens` tokens, of which at most the last is computed here. Blocks
         that arrive only in part are zeroed, and will not be offered to others."""
-        taken = self._take(hashes, num_tokens, 0, lambda _: self._last_start(num_tokens))
+        start = self._last_start(num_tokens)
+        find = self._lookup.num_hits
+        num_hits = self.pool.num_cached and find(hashes, lambda _: start, resumes=False)
+        taken = self._take(hashes[:num_hits], num_tokens, 0, lambda _: start)
         if taken is None:
             return None
         if not taken.num_found:  # all groups are windowed, and look at none of the first blocks
@@ -124,9 +142,8 @@ class BlockTables:
 
     @property
     def may_adopt(self) -> bool:
-        """Whether tables can name other pools' pages: if there is one group that sees all tokens,
-        and no state beside it."""
-        return self.windows == (0,) and not self.states.num_slots
+        """Whether tables can name other pools' pages: if one group sees all tokens."""
+        return self.windows == (0,)
 
     def take_to_adopt(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
         """Take hits, and one block for what follows all full blocks of `num_tokens` tokens, which
@@ -143,7 +160,7 @@ class BlockTables:
     def blocks_for_arrival(self, num_tokens: int) -> int:
         """Return how many blocks of all groups take_for_arrival() takes, hits included."""
         start, count = self._last_start(num_tokens), self.pool.blocks_for(num_tokens)
-        return sum(count - self._first_seen(window, start) for window in self.windows)
+        return sum(count - self.pool.first_seen(window, start) for window in self.windows)
 
     def _last_start(self, num_tokens: int) -> int:
         """Return the first token of the last block: computing may begin there if all are hits."""
@@ -156,13 +173,14 @@ class BlockTables:
         headroom: int,
         start_of: Callable[[int], int],
     ) -> Taken | None:
-        """Take blocks, hits first. `start_of(num_hits)`: the first token to compute here."""
-        num_hits = self._num_hits(hashes, start_of)
+        """Take blocks, those of `hashes` first, which are all hits. `start_of(num_hits)`: the first
+        token to compute here."""
+        num_hits = len(hashes)
         start, count = start_of(num_hits), self.pool.blocks_for(num_tokens)
         tables: list[Table] = []
         for group, window in enumerate(self.windows):
-            first = self._first_seen(window, start)
-            found = [self.pool.find(_key(each, group)) for each in hashes[first:num_hits]]
+            first = self.pool.first_seen(window, start)
+            found = [self.pool.find(key_of(each, group)) for each in hashes[first:num_hits]]
             blocks = [block for block in found if block is not None]
             tables.append(Table(blocks, first, num_registered=max(first, num_hits)))
         hits = [block for table in tables for block in table.blocks]
@@ -180,36 +198,6 @@ class BlockTables:
             table.blocks += fresh[at : at + more]
             at += more
         return Taken(tables, num_hits, len(hits))
-
-    def _num_hits(self, hashes: Sequence[bytes], start_of: Callable[[int], int]) -> int:
-        """Return how many leading blocks of `hashes` every group has, where it looks at them."""
-        count = len(hashes) if self.pool.num_cached else 0
-        for group, window in enumerate(self.windows):
-            if not window:
-                keys = (_key(each, group) for each in hashes[:count])
-                count = len(self.pool.lookup(keys))
-        before = -1
-        while count != before:
-            before = count
-            for group, window in enumerate(self.windows):
-                if window:
-                    count = self._windowed_hits(group, hashes, count, start_of)
-        return count
-
-    def _windowed_hits(
-        self, group: int, hashes: Sequence[bytes], count: int, start_of: Callable[[int], int]
-    ) -> int:
-        """Do as _num_hits for one group and at most `count` blocks, from the end backwards."""
-        window, index = self.windows[group], count - 1
-        while index >= self._first_seen(window, start_of(count)):
-            if self.pool.find(_key(hashes[index], group)) is None:
-                count = index
-            index -= 1
-        return count
-
-    def _first_seen(self, window: int, position: int) -> int:
-        """Return the first block that a token at `position` can see."""
-        return max(0, position - window + 1) // self.pool.block_size if window else 0
 
     def missing(self, sequence: SequenceState, num_tokens: int) -> int:
         """Return how many blocks `grow` would take."""
@@ -272,9 +260,9 @@ class BlockTables:
     def most_hits(self, group: RequestGroup) -> int:
         """Return how many blocks of its leader may be prefix hits. One token at least must be
         computed, for its hidden state; and no follower may need blocks that are missing before the
-        hits."""
+        hits, or a state from before them."""
         count = len(group.leader.tokens) - 1
-        if self._windowed:
+        if self._windowed or self.states.num_slots:
             for sequence in group.sequences[1:]:
                 count = min(count, shared_tokens(group.leader, sequence))
         return count // self.pool.block_size
@@ -309,14 +297,14 @@ class BlockTables:
         taken: Taken,
         adoption: Adoption | None = None,
     ) -> None:
-        """Give a reservation's blocks to the sequence, and those of `adoption` where it has none.
-        Its tokens count as computed."""
+        """Give a reservation's blocks and slot to the sequence, and the blocks of `adoption` where
+        it has none. Its tokens count as computed."""
         sequence.tables = taken.tables
+        self.states.seat(sequence, taken.slots)
         if adoption is not None:
             whole = reservation.num_tokens // self.pool.block_size
             self._insert(taken.tables[0], adoption, range(taken.num_hits, whole))
-        # One token must be left to compute: the next one is sampled from its hidden state. Only a
-        # search whose candidates are known needs none.
+        # The last token is computed for what follows it, unless candidates are known already.
         left = 1 if sequence.candidates is None else 0
         sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - left)
         if sequence.num_computed < reservation.start_token:
@@ -371,7 +359,8 @@ class BlockTables:
     # ---- offering and giving back ----
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
-        """Enter the computed full blocks that are not yet in the prefix map."""
+        """Enter the computed full blocks that are not yet in the prefix map, and the state behind
+        them where a checkpoint is to be."""
         full = sequence.num_computed // self.pool.block_size
         for group, table in enumerate(sequence.tables):
             if full <= max(table.num_registered, table.first_whole):
@@ -381,8 +370,10 @@ class BlockTables:
             for index in range(first, full):
                 block = table.blocks[index - table.num_freed]
                 parent = hashes[index - 1] if index else b""
-                self.pool.register(block, _key(hashes[index], group), None if group else parent)
+                self.pool.register(block, key_of(hashes[index], group), None if group else parent)
             table.num_registered = full
+        if sequence.num_computed in sequence.checkpoint_at:
+            self.checkpoints.note(sequence)
 
     def free_invisible(self, sequence: SequenceState) -> None:
         """Free leading blocks that no token from the last computed one on sees. That token counts,
@@ -392,7 +383,7 @@ class BlockTables:
         for window, table in zip(self.windows, sequence.tables, strict=True):
             if not window:
                 continue
-            count = self._first_seen(window, sequence.num_computed - 1) - table.num_freed
+            count = self.pool.first_seen(window, sequence.num_computed - 1) - table.num_freed
             # One block stays: it pads the table behind the last block.
             count = min(count, len(table.blocks) - 1)
             if count > 0:
@@ -401,8 +392,14 @@ class BlockTables:
                 table.num_freed += count
                 self._stats.num_window_freed_blocks += count
 
-    def trim(self, sequence: SequenceState) -> None:
-        """Free blocks beyond the known tokens, which rejected drafts have left."""
+    def settle_drafts(
+        self, sequence: SequenceState, chunk: SequenceChunk, num_accepted: int
+    ) -> None:
+        """Free blocks beyond the known tokens, which rejected drafts have left. A state that has
+        seen such drafts goes back to before `chunk`: the accepted tokens are computed again."""
+        if self.states.settle(sequence, refused=num_accepted < chunk.num_drafts):
+            sequence.num_computed = chunk.start
+            self._stats.num_rollbacks += 1
         count = self.pool.blocks_for(len(sequence.tokens))
         for table in sequence.tables:
             self._cut(table, count)
@@ -490,8 +487,3 @@ class BlockTables:
                     raise InternalError(
                         f"{sequence.request.id} would write into shared block {block}"
                     )
-
-
-def _key(block_hash: bytes, group: int) -> bytes:
-    """Return the prefix map's key of a block: in group 0 its hash, which routers know as well."""
-    return block_hash if group == 0 else block_hash + bytes((group,))

@@ -103,10 +103,12 @@ class KVArena:
         """The layer group of each layer: which of a sequence's block lists the layer reads."""
         return self.groups.group_of
 
-    def keep_states(self, num_slots: int) -> None:
-        """Make `num_slots` slots for the recurrent states of the layers; 0 = none are kept."""
+    def keep_states(self, num_slots: int, num_checkpoints: int = 0) -> None:
+        """Make `num_slots` slots for the recurrent states of the layers, and `num_checkpoints` rows
+        for copies of them; 0 slots = none are kept.
+        """
         if num_slots:
-            self.states = StateArena(self.layers, num_slots, self.device)
+            self.states = StateArena(self.layers, num_slots, self.device, num_checkpoints)
 
     def block_bytes(self, layer: int) -> int:
         """Return the bytes of one block of one layer, K and V."""

@@ -1,4 +1,5 @@
-"""StateArena: the recurrent states of all running sequences, a slot for each sequence.
+"""StateArena: the recurrent states of all running sequences, a slot for each sequence; behind
+the slots, rows of the same kind for checkpoints (state_checkpoints.py).
 
 A slot is a row of bytes: per layer the inputs of its convolution, then its matrices, each on a
 64-byte boundary. So a copy of a slot is one copy, whatever the layers. A slot is not cleared: a
@@ -18,24 +19,43 @@ from baton.protocol.kv_spec import LayerSpec, StateSpec
 
 
 class StateArena:
-    """`num_slots` slots for the states of `layers`, on one device."""
+    """`num_slots` slots for the states of `layers`, then `num_checkpoints` rows more, on one
+    device.
+    """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], num_slots: int, device: str | torch.device = "cpu"
+        self,
+        layers: Sequence[LayerSpec],
+        num_slots: int,
+        device: str | torch.device = "cpu",
+        num_checkpoints: int = 0,
     ) -> None:
         self.num_slots = num_slots
+        self.num_checkpoints = num_checkpoints
         self.slot_bytes = slot_bytes(layers)
-        self._rows = torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8, device=device)
+        count = num_slots + num_checkpoints
+        self._rows = torch.zeros(count, self.slot_bytes, dtype=torch.uint8, device=device)
         self._views: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        self._places: dict[int, tuple[slice, slice]] = {}  # in a row, without padding
         at = 0
         for layer, spec in enumerate(layers):
             if spec.state is not None:
+                behind = at + aligned(spec.state.conv_bytes)
+                self._places[layer] = (
+                    slice(at, at + spec.state.conv_bytes),
+                    slice(behind, behind + spec.state.recurrent_bytes),
+                )
                 self._views[layer] = self._layer(spec.state, at)
-                at += aligned(spec.state.conv_bytes) + aligned(spec.state.recurrent_bytes)
+                at = behind + aligned(spec.state.recurrent_bytes)
 
     @property
     def num_bytes(self) -> int:
         return self._rows.nbytes
+
+    def views(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return a layer's convolution inputs and matrices of all slots, [num_slots, ...], without
+        a copy; None for what the layer does not keep. Numbers of a slot lie side by side."""
+        return self._views[layer]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return copies [N, ...] of a layer's convolution inputs and matrices in `slots` [N]."""
@@ -65,6 +85,13 @@ class StateArena:
         """Copy rows, uint8 [len(slots), slot_bytes], into slots."""
         index = torch.tensor(slots, device=self._rows.device)
         self._rows.index_copy_(0, index, rows.to(self._rows.device))
+
+    def layer_bytes(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Return views of a layer's convolution inputs and matrices in one slot, uint8 [bytes]; the
+        views of a part that the layer lacks are empty.
+        """
+        conv, recurrent = self._places[layer]
+        return self._rows[slot, conv], self._rows[slot, recurrent]
 
     def _layer(self, spec: StateSpec, at: int) -> tuple[Tensor | None, Tensor | None]:
         behind = at + aligned(spec.conv_bytes)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 from transformers.pytorch_utils import Conv1D
@@ -26,13 +27,18 @@ from transformers.utils import logging as transformers_logging
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.quantized_checkpoint import module_names, widened
+from baton.engine.checkpoint.seeing import FAMILIES, family_of
 from baton.engine.checkpoint.tensors import LazyTensor
 from baton.engine.checkpoint.widening import integer_layout, open_tensors
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
 
-_SERVED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "attention"}
+_SERVED_LAYER_TYPES: Final = {
+    "attention", "chunked_attention", "full_attention", "sliding_attention",
+}  # fmt: skip
+# Models whose layers choose the keys that they attend to, with index keys of their own.
+_INDEXED: Final = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
 # Models with recurrent state, proven token for token against transformers' generate, in chunks and
 # in batches. Other models that keep state are refused.
 SERVED_STATES: Final = {
@@ -61,9 +67,9 @@ def named_refusals(values: dict[str, Any]) -> Iterator[None]:
 
 
 def causal_class(values: dict[str, Any]) -> tuple[Any, Any]:
-    """Return transformers' class and config for a config.json. For a multimodal model they are
-    those of its language model, if transformers generates text with that class. Raises ModelRefused
-    if transformers has no such class."""
+    """Return transformers' class and config for a config.json. For a multimodal model whose images
+    are not read they are those of its language model, if transformers has a class of that. Raises
+    ModelRefused if transformers has no class that generates text."""
     kind: str = values.get("model_type") or "unknown"
     if kind not in CONFIG_MAPPING:
         raise ModelRefused(
@@ -73,7 +79,10 @@ def causal_class(values: dict[str, Any]) -> tuple[Any, Any]:
         kind = "ministral"  # as AutoConfig reads it
     own = json.loads(json.dumps(values), object_hook=_special_float)
     config: Any = CONFIG_MAPPING[kind].from_dict(own)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if family_of(values) is not None or (kind in FAMILIES and not alone):
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], config
+    if not alone:
         raise ModelRefused(_why_no_class(config))
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if family.config_class is config.sub_configs.get("text_config"):
@@ -114,12 +123,29 @@ def refuse_layers(family: Any, config: Any) -> None:
             "transformers computes its recurrent state wrongly when a prompt comes in chunks"
         )
     kinds = set(getattr(text, "layer_types", None) or ())
-    unserved = kinds - _SERVED_LAYER_TYPES
+    served = _SERVED_LAYER_TYPES
+    if text.model_type in _INDEXED:
+        served = served | {"indexed_attention"}
+    unserved = kinds - served
     if unserved:
         raise ModelRefused(f"layers of type {', '.join(sorted(unserved))}")
     # A class may keep recurrent state in some checkpoints and in others none.
     if family._is_stateful and not kinds:
         raise ModelRefused("it keeps recurrent state")
+
+
+def decoder_name(causal: Any) -> str:
+    """Return the name of the part of `causal` that makes hidden states; the rest is its head.
+    Raises ModelRefused if it has none."""
+    prefix: str = causal.base_model_prefix
+    if prefix in causal._modules:
+        return prefix
+    # Llama 4's class names the prefix of the model with images. Its parts are a decoder and a head.
+    head = causal.get_output_embeddings()
+    others = [name for name, part in causal.named_children() if part is not head]
+    if len(others) != 1 or head is None:
+        raise ModelRefused("its decoder cannot be told from its head")
+    return others[0]
 
 
 def _unquantized(values: dict[str, Any]) -> dict[str, Any]:

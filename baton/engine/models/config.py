@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from baton.engine.checkpoint.stacked_experts import Stacking
+from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, RopeRule, softmax_factor
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.work import ParameterCounts
-from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec, StateSpec
 
 Activation = Literal["silu", "gelu_tanh"]  # the function that an MLP applies to its gate
+NO_ATTENTION: Final = AttentionLayer(query_heads=0, scale=1.0)  # of a layer without attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,9 @@ class ExpertsConfig:
     `prefix` and `parts` (gate, up, down) name the experts' tensors, `router` the router's.
     `normalized`: the chosen experts' weights sum to 1. `shared_size` > 0: one more expert, named
     `shared`, serves every token; with `shared_gated` it has a gate of its own. `biased`: the
-    experts' products have biases. `stacked`: one tensor stores all experts of a layer
-    (checkpoint/stacked_experts.py). `held`: the experts that this rank holds, None = all `count`.
+    experts' products have biases. `stacked`: how one tensor may store all experts of a layer
+    (checkpoint/stacked_experts.py), None = each expert has its own. `held`: the experts that this
+    rank holds, None = all `count`.
     """
 
     count: int
@@ -65,7 +69,7 @@ class ExpertsConfig:
     router: str = "gate"
     biased: bool = False
     clamped: ClampedGate | None = None
-    stacked: bool = False
+    stacked: Stacking | None = None
     held: range | None = None
 
     @property
@@ -103,6 +107,38 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Linear attention by the gated delta rule, in each layer of `layers`.
+
+    `by_head`: two tensors store the first product, with the numbers of each key head side by side
+    (Qwen3-Next); else four tensors do.
+    """
+
+    sizes: DeltaSizes
+    layers: frozenset[int]
+    by_head: bool
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """The projections of the first product, and how many outputs each has."""
+        sizes, heads = self.sizes, self.sizes.value_heads
+        if self.by_head:
+            return {"in_proj_qkvz": sizes.channels + sizes.values, "in_proj_ba": 2 * heads}
+        wide = {"in_proj_qkv": sizes.channels, "in_proj_z": sizes.values}
+        return wide | {"in_proj_b": heads, "in_proj_a": heads}
+
+    @property
+    def layer(self) -> LayerSpec:
+        """What such a layer stores: no KV, a state per sequence."""
+        sizes = self.sizes
+        state = StateSpec(
+            conv=(sizes.channels, sizes.taps),
+            recurrent=(sizes.value_heads, sizes.key_dim, sizes.value_dim),
+        )
+        return LayerSpec(0, 0, 0, kind="state", state=state)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerNames:
     """How the tensors of a layer differ from Llama's: the names of its norms, and which products
     are stored in one tensor.
@@ -130,7 +166,9 @@ class DecoderConfig:
     `rotated_dim`: how many dims of a head rotate, from the first on; 0 = all. `pairs`: see
     PairRotation. `local_rope`: the RoPE rule of layers with a window, None = `rope`. `prefix`:
     stands before tensor names in a checkpoint that holds more than a language model. `sinks`: each
-    layer has one logit per head that takes a share of the softmax but has no value.
+    layer has one logit per head that takes a share of the softmax but has no value. `delta`: the
+    layers without attention, None = all layers attend. `gated`: what a query head attended to is
+    multiplied by the sigmoid of a gate, which `q_proj` makes too, behind each query.
     """
 
     vocab_size: int
@@ -164,6 +202,8 @@ class DecoderConfig:
     local_rope: RopeRule | None = None
     prefix: str = ""
     sinks: bool = False
+    delta: DeltaConfig | None = None
+    gated: bool = False
 
     @property
     def turned(self) -> int:
@@ -181,12 +221,16 @@ class DecoderConfig:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer stores per token."""
+        """What each layer stores per token; of states, as a float32 model keeps them."""
         if self.latent is not None:
             return (latent_spec(self.latent.rank + self.latent.rope_dim, 0),) * self.num_layers
-        return tuple(
+        specs = [
             layer_spec(self.num_kv_heads, self.head_dim, self.head_dim, w) for w in self.windows
-        )
+        ]
+        if self.delta is not None:
+            for layer in self.delta.layers:
+                specs[layer] = self.delta.layer
+        return tuple(specs)
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -196,8 +240,12 @@ class DecoderConfig:
             layer = AttentionLayer(self.num_heads, scale, latent=self.latent.rank)
             return (layer,) * self.num_layers
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        without = frozenset[int]() if self.delta is None else self.delta.layers
         return tuple(
-            AttentionLayer(self.num_heads, scale, window, self.softcap) for window in self.windows
+            NO_ATTENTION
+            if layer in without
+            else AttentionLayer(self.num_heads, scale, window, self.softcap)
+            for layer, window in enumerate(self.windows)
         )
 
     @property
@@ -206,8 +254,15 @@ class DecoderConfig:
         hidden, experts = self.hidden_size, self.experts
         num_sparse = len(experts.layers) if experts else 0
         if self.latent is None:
-            heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-            dense = self.num_layers * hidden * heads
+            heads = (
+                (3 if self.gated else 2) * self.num_heads + 2 * self.num_kv_heads
+            ) * self.head_dim
+            num_delta = 0 if self.delta is None else len(self.delta.layers)
+            dense = (self.num_layers - num_delta) * hidden * heads
+            if self.delta is not None:
+                sizes = self.delta.sizes
+                dense += num_delta * hidden * (sizes.inputs + sizes.values)
+                dense += num_delta * sizes.channels * sizes.taps
         else:
             dense = self.num_layers * self.latent.num_parameters(hidden, self.num_heads)
         dense += (self.num_layers - num_sparse) * 3 * hidden * self.intermediate_size

@@ -1,7 +1,8 @@
 """The lean decoder: one class for all families of the lean route; the config says how they differ.
 
 The families: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts, mixtures with
-latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2), GPT-OSS (sinks), Gemma, Phi-3 and GLM-4.
+latent attention (DeepSeek, GLM-4 MoE Lite, Kimi K2), GPT-OSS (sinks), Gemma, Phi-3, GLM-4, and
+Qwen3-Next and Qwen3.5 (linear attention with recurrent state).
 
 It differs from transformers' modelling code in this: one product makes Q, K and V, one makes gate
 and up, query and key heads rotate at once, rows are grouped by expert, and there are no cache
@@ -137,8 +138,14 @@ class Decoder:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer stores per token."""
-        return self._config.layers
+        """What each layer stores per token. Inputs of convolutions have the model's dtype."""
+        dtype = str(self._embedding.dtype).removeprefix("torch.")
+        return tuple(
+            spec
+            if spec.state is None
+            else replace(spec, state=replace(spec.state, conv_dtype=dtype))
+            for spec in self._config.layers
+        )
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

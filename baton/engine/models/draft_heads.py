@@ -31,10 +31,8 @@ from baton.engine.models.elementwise import Elementwise, choose_elementwise
 from baton.engine.models.layers.layer import DecoderLayer, LayerBuilder
 from baton.engine.models.tensor_names import tensor_names
 from baton.engine.quantization.linear import Linear, in_float32
-from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.protocol.errors import ModelRefused
-from baton.protocol.kv_spec import LayerSpec
 
 # The logit of a token that the head does not know: finite, because a row of a request that allows
 # no other token must have numbers.
@@ -45,13 +43,8 @@ class DraftHead(Protocol):
     """What the runner asks of a draft head. T = rows, N = sampled rows, H = hidden size."""
 
     @property
-    def layer(self) -> LayerSpec:
-        """What its layer stores per token."""
-        ...
-
-    @property
-    def attention_layer(self) -> AttentionLayer:
-        """How its layer attends."""
+    def config(self) -> DecoderConfig:
+        """The sizes of its layer alone: what it stores per token, and how it attends."""
         ...
 
     @property
@@ -115,16 +108,6 @@ class MtpHead:
     final_norm: Tensor  # [H]
 
     @property
-    def layer(self) -> LayerSpec:
-        """See DraftHead."""
-        return self.config.layers[0]
-
-    @property
-    def attention_layer(self) -> AttentionLayer:
-        """See DraftHead."""
-        return self.config.attention_layers[0]
-
-    @property
     def taps(self) -> tuple[int, ...]:
         """See DraftHead."""
         return ()
@@ -164,16 +147,6 @@ class Eagle3Head:
     final_norm: Tensor  # [H]
     head: Linear  # [H] -> [draft vocab]
     targets: Tensor | None
-
-    @property
-    def layer(self) -> LayerSpec:
-        """See DraftHead."""
-        return self.config.layers[0]
-
-    @property
-    def attention_layer(self) -> AttentionLayer:
-        """See DraftHead."""
-        return self.config.attention_layers[0]
 
     def states(self, hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
         """See DraftHead."""

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from baton.engine.models.causal import decoder_name
 from baton.engine.models.lora import Adapter, AdapterRows, LowRank, apply_deltas
 from baton.protocol.errors import ModelRefused
 
@@ -52,7 +53,7 @@ class HookedAdapters:
         """`untouchable`: modules that use the weights of their `kv_b_proj` without calling it, so
         that a hook on it would never run."""
         self._modules: dict[str, nn.Module] = dict(causal.named_modules())
-        self._decoder = causal.base_model_prefix + "."
+        self._decoder = decoder_name(causal) + "."
         self._untouchable = untouchable
         self._active = _ActiveRows()
         self._adapted: dict[str, _AdaptedModule] = {}
@@ -98,6 +99,8 @@ class HookedAdapters:
         if not path.startswith(self._decoder):
             raise _refused(name, f"{path} is outside the decoder")
         parent, _, child = path.rpartition(".")
+        if parent.endswith(".indexer"):
+            raise _refused(name, f"{path} belongs to an indexer, which runs sequence by sequence")
         if child == "kv_b_proj" and self._modules[parent] in self._untouchable:
             raise _refused(name, f"{path} is absorbed into attention")
         return layer

@@ -13,6 +13,7 @@ The step's states lie in a StateArena, in the slots that the spans name. A span 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -115,6 +116,7 @@ class ProbeCache(_LayerStates):
         self.stored: int | None = None
         self.specs: dict[int, StateSpec] = {}
         self.mixers: dict[int, nn.Module] = {}
+        self.after_attention: set[int] = set()  # layers whose mixer runs after their attention
         self._running: list[nn.Module] = []
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -158,6 +160,8 @@ class ProbeCache(_LayerStates):
         mixer = self._running[-1]
         if state_idx or self.mixers.setdefault(layer, mixer) is not mixer:
             raise ModelRefused(f"layer {layer} keeps more than one state")
+        if self.stored == layer:
+            self.after_attention.add(layer)
         self.specs[layer] = replace(self.specs.get(layer, StateSpec()), **found)
 
 
@@ -206,8 +210,9 @@ class _SplitMixer:
 
 
 def split_mixers(probe: ProbeCache, attending: Sequence[int]) -> None:
-    """Let each mixer that `probe` found run over the rows of steps. `attending`: the layers that
-    have attention as well. Raises ModelRefused for a mixer that takes no cache."""
+    """Let each mixer that `probe` found run over the rows of steps. `attending`: the layers whose
+    attention runs after their mixer, if they have one, and announces the layer. Raises ModelRefused
+    for a mixer that takes no cache."""
     for layer, mixer in probe.mixers.items():
         own = mixer.forward
         names = [name for name in inspect.signature(own).parameters if name in _CACHE_NAMES]
@@ -215,6 +220,13 @@ def split_mixers(probe: ProbeCache, attending: Sequence[int]) -> None:
             raise ModelRefused(f"{type(mixer).__name__} takes no cache")
         split = _SplitMixer(own, layer, names[0], layer not in attending)
         mixer.forward = split  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def steps_differ(probe: ProbeCache) -> bool:
+    """Whether some mixer that `probe` found computes a step of one token otherwise than a chunk:
+    transformers bounds Mamba's time step (`time_step_limit`) in chunks alone."""
+    limits = (getattr(mixer, "time_step_limit", None) for mixer in probe.mixers.values())
+    return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
 
 
 def keeps_state(causal: Any) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from baton.engine.models.config import DecoderConfig, ExpertsConfig, LayerNames
+from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig, LayerNames
+
+_DELTA_TENSORS: Final = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+_MTP: Final = "mtp."  # of the layers that draft tokens in Qwen3-Next and Qwen3.5
 
 
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
@@ -14,17 +18,20 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
     yield "model.norm.weight"
     if not config.tied_embeddings:
         yield "lm_head.weight"
-    norms = [*_layer_norms(config.names), *_attention_norms(config)]
-    attention = _attention_products(config)
     fused = config.names.fused_gate_up
     inner = ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj")
     dense = dict.fromkeys((*inner, "mlp.down_proj"), config.mlp_bias)
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
+        mixes = config.delta if config.delta and index in config.delta.layers else None
+        norms = _layer_norms(config.names) + ([] if mixes else _attention_norms(config))
+        attention = _attention_products(config) if mixes is None else _delta_products(mixes)
         sparse = config.experts is not None and index in config.experts.layers
         biased = attention if sparse else attention | dense
         yield from (f"{prefix}{name}.weight" for name in (*norms, *biased))
         yield from (f"{prefix}{name}.bias" for name, has_bias in biased.items() if has_bias)
+        if mixes is not None:
+            yield from (f"{prefix}linear_attn.{name}" for name in _DELTA_TENSORS)
         if config.sinks:
             yield prefix + "self_attn.sinks"
         if config.experts is not None and sparse:
@@ -34,7 +41,9 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
 def is_extra_layer(config: DecoderConfig, name: str) -> bool:
     """Whether a tensor belongs to a layer behind the model's last one, which drafts tokens."""
     first = config.num_layers
-    prefixes = (f"model.layers.{first + index}." for index in range(config.extra_layers))
+    prefixes = [f"model.layers.{first + index}." for index in range(config.extra_layers)]
+    if config.delta is not None:
+        prefixes.append(_MTP)
     return name.startswith(tuple(prefixes))
 
 
@@ -63,6 +72,11 @@ def _attention_products(config: DecoderConfig) -> dict[str, bool]:
         return inputs | output | {"self_attn.q_proj": False}
     low_rank = {"self_attn.q_a_proj": config.qkv_bias, "self_attn.q_b_proj": False}
     return inputs | output | low_rank
+
+
+def _delta_products(config: DeltaConfig) -> dict[str, bool]:
+    """As _attention_products, for a layer with linear attention."""
+    return {f"linear_attn.{name}": False for name in (*config.inputs, "out_proj")}
 
 
 def _expert_names(config: ExpertsConfig) -> Iterator[str]:

@@ -1,17 +1,19 @@
 """The universal route: transformers' own modelling code over our paged attention.
 
 Baton's attention function is registered in transformers' AttentionInterface under its own name. It
-gets the step's batch as a keyword of the forward call, so there is no global. At load:
+gets the step's batch as a keyword of the forward call (or of its module, where a family drops
+keywords), so there is no global. At load:
 
     causal_once (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
     -> the same tokens through the paged path, in chunks -> the model is refused unless these
     logits equal the native ones
 
-Layers that keep a recurrent state beside KV, or instead of it: recurrent.py.
+Layers that keep a recurrent state beside KV, or instead of it: recurrent.py. Layers that choose the
+keys that they attend to, or count positions from a cache: step_past.py.
 
-A model that cannot be served this way (cross attention, own masks, chunked attention, ...) is
-refused with the reason: no model is ever served approximately.
+A model that cannot be served this way (cross attention, own masks, ...) is refused with the reason:
+no model is ever served approximately.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
+from baton.engine.attention.indexed import Chosen, index_of, with_index
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.shared_weights import WeightsKey, shared_file
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.causal import named_refusals
+from baton.engine.models.causal import decoder_name, named_refusals
 from baton.engine.models.causal_once import causal_once
-from baton.engine.models.config import latent_spec, layer_spec
+from baton.engine.models.config import NO_ATTENTION, latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.models.mla import Absorbed, absorb_latents
@@ -42,9 +45,13 @@ from baton.engine.models.recurrent import (
     cache_name,
     keeps_state,
     split_mixers,
+    steps_differ,
 )
+from baton.engine.models.step_past import StepPast, counts_positions, split_indexers, told
+from baton.engine.models.tower import VisionTower
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch, flatten
+from baton.engine.state.images import StepImages
 from baton.engine.state.interface import SequenceChunk
 from baton.engine.state.work import ParameterCounts
 from baton.protocol.errors import InternalError, ModelRefused
@@ -59,7 +66,6 @@ _HARMLESS: Final = {
 }  # fmt: skip
 # A layer without attention.
 NO_KV: Final = LayerSpec(0, 0, 0, kind="state")
-NO_ATTENTION: Final = AttentionLayer(query_heads=0, scale=1.0)
 _CHECK_TOKENS: Final = 12  # tokens of the self-check at load
 # Its chunks (from, to), and how many tokens of another sequence lie in front of each.
 _CHECK_CHUNKS: Final = ((0, 7, 3), (7, 11, 3), (11, 12, 1))
@@ -99,13 +105,15 @@ class _Probe:
         unknown = sorted(given - known)
         if unknown:
             raise ModelRefused(f"{name} passes {', '.join(unknown)} to attention")
-        window = options.get("sliding_window") or 0
+        chunk = _chunk(module, layer)
+        window = options.get("sliding_window") or chunk
         scale = options.get("scaling")
         _, kv_heads, _, k_dim = call.key.shape
         if absorbed is None:
             self.specs[layer] = layer_spec(kv_heads, k_dim, call.value.shape[3], window)
         else:
-            self.specs[layer] = latent_spec(k_dim, window)
+            index_dim = context.past.index_dims.get(layer, 0) if context.past else 0
+            self.specs[layer] = dataclasses.replace(latent_spec(k_dim, window), v_dim=index_dim)
         self.attention[layer] = AttentionLayer(
             query_heads=call.query.shape[1],
             scale=float(call.query.shape[3] ** -0.5 if scale is None else scale),
@@ -113,7 +121,16 @@ class _Probe:
             softcap=options.get("softcap") or None,
             sinks=options.get("s_aux"),
             latent=0 if absorbed is None else absorbed.rank,
+            chunked=chunk > 0,
         )
+
+
+def _chunk(module: Any, layer: int) -> int:
+    """Return the size of the chunks within which `module` attends; 0 = it does not."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    chunked = kinds is not None and kinds[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", 0) if chunked else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +146,13 @@ class _AttentionCall:
 @dataclass(frozen=True, slots=True)
 class _Context:
     """What a forward call passes to each attention module: the step's batch (or a probe), the
-    absorbed weights of modules with latent attention, and the cache of a model with recurrent
-    state."""
+    absorbed weights of modules with latent attention, the cache of a model with recurrent state,
+    and the past of a model that asks for it."""
 
     step: Batch | _Probe
     absorbed: dict[nn.Module, Absorbed]
     cache: StepCache | ProbeCache | None = None
+    past: StepPast | None = None
 
     def layer(self, module: nn.Module) -> int | None:
         """Return the layer for which `module` attends; None if it does not say. A module that
@@ -154,11 +172,14 @@ def _paged_attention(
     """Attend, as transformers calls it: query [1, query_heads, T, k_dim] -> [1, T, query_heads,
     v_dim]. Raises ModelRefused for a module that Baton's attention cannot serve."""
     name = type(module).__name__
-    if attention_mask is not None:
-        raise ModelRefused(f"{name} builds its own attention mask")
-    baton_context: _Context | None = options.pop("baton_context", None)
+    given: _Context | None = options.pop("baton_context", None)
+    baton_context = given or vars(module).get("baton_context")
     if baton_context is None:
         raise ModelRefused(f"{name} does not receive the keywords of the forward call")
+    past = baton_context.past
+    if attention_mask is not None and (past is None or attention_mask is not past.mask):
+        raise ModelRefused(f"{name} builds its own attention mask")
+    chosen: Chosen | None = options.pop("indices", None)
     absorbed, step = baton_context.absorbed.get(module), baton_context.step
     if isinstance(step, _Probe):
         step.record(module, _AttentionCall(query, key, value), baton_context, options)
@@ -170,7 +191,11 @@ def _paged_attention(
         q = torch.cat((absorbed.queries(q[..., :nope]), q[..., nope:]), dim=-1)
     layer = baton_context.layer(module)
     assert layer is not None, "checked by the probe"
-    attended = step.attend(layer, q, k, v)
+    if chosen is None:
+        attended = step.attend(layer, q, k, v)
+    else:
+        step.store(layer, k, v)
+        attended = index_of(step).attend_chosen(layer, q, chosen, step)
     return (attended if absorbed is None else absorbed.values(attended))[None], None
 
 
@@ -214,7 +239,10 @@ class UniversalModel:
         self._fixed_shapes = fixed_shapes
         self._absorbed = absorb_latents(causal)
         self._adapters = HookedAdapters(causal, self._absorbed)
-        self._decoder = causal.base_model
+        self.tower = VisionTower.of(causal)
+        self._embed = causal.get_input_embeddings()
+        decoder = decoder_name(causal)
+        whole = self._decoder = getattr(causal, decoder)
         self._device: torch.device = causal.device
         config = causal.config.get_text_config()
         self.vocab_size: int = config.vocab_size
@@ -222,7 +250,10 @@ class UniversalModel:
         self.has_experts = _names_experts(causal.config.to_dict())
         self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
         self.parameter_counts = _parameter_counts(causal, config)
+        self._attending = [module for module in causal.modules() if hasattr(module, "layer_idx")]
         self._cache_name = cache_name(self._decoder) if keeps_state(causal) else None
+        self.has_index: bool = split_indexers(causal)
+        self._asks_past = self.has_index or counts_positions(causal)
         probe, states = _Probe(), ProbeCache()
         ids = torch.zeros(2, dtype=torch.int64, device=causal.device)
         with states.watch(self._decoder):
@@ -239,24 +270,38 @@ class UniversalModel:
             for i in range(expected)
         )
         self.attention_layers = tuple(probe.attention.get(i, NO_ATTENTION) for i in range(expected))
-        split_mixers(states, tuple(probe.specs))
+        self._late_mixers = frozenset(states.after_attention)
+        split_mixers(states, tuple(probe.specs.keys() - self._late_mixers))
+        self.steps_differ = steps_differ(states)
+        if self.tower is not None:
+            self._decoder = whole.language_model  # takes the rows of images as embeddings
         # Runs what the model's own forward does after its decoder: head, logit scaling, softcap.
         self._head = copy.copy(causal)
         modules = dict(causal._modules)
-        if causal.base_model_prefix not in modules:
-            raise ModelRefused("its decoder cannot be told from its head")
-        modules[causal.base_model_prefix] = _GivenHidden(example, self._decoder)
+        modules[decoder] = _GivenHidden(example, whole)
         self._head.__dict__["_modules"] = modules
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Run token_ids [T], positions [T] int64 -> hidden [T, H]; write the batch's KV."""
         with self._adapters.rows(rows_by_adapter(batch, self._fixed_shapes)):
             cache = None if self._cache_name is None else StepCache(batch)
+            if self._late_mixers:
+                batch = self._without_late(batch)
             return self._run(token_ids, positions, batch, cache).last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+    def _without_late(self, batch: Batch) -> Batch:
+        """Return the batch for attention, which does not announce layers whose mixer is still to
+        run: the mixer has the whole batch, and announces them."""
+        announce, late = batch.on_layer, self._late_mixers
+        if announce is None:
+            return batch
+        return dataclasses.replace(
+            batch, on_layer=lambda layer: None if layer in late else announce(layer)
+        )
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
@@ -285,14 +330,34 @@ class UniversalModel:
         step: Batch | _Probe,
         cache: StepCache | ProbeCache | None = None,
     ) -> Any:
-        given: dict[str, Any] = {} if self._cache_name is None else {self._cache_name: cache}
-        return self._decoder(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            baton_context=_Context(step, self._absorbed, cache),
-            **given,
-        )
+        given = self._inputs(token_ids, positions, step.images if isinstance(step, Batch) else None)
+        if self._cache_name is not None:
+            given[self._cache_name] = cache
+        past: StepPast | None = None
+        if self._asks_past:
+            past = StepPast(None if isinstance(step, _Probe) else step, positions)
+            given["past_key_values"] = past
+        if past is not None and self.has_index:
+            given["attention_mask"] = {"indexed_attention": past.mask}
+        context = _Context(step, self._absorbed, cache, past)
+        with told(self._attending, context):
+            return self._decoder(use_cache=False, baton_context=context, **given)
+
+    def _inputs(
+        self, token_ids: Tensor, positions: Tensor, images: StepImages | None
+    ) -> dict[str, Any]:
+        """Return the inputs of the decoder: token ids, or embeddings with the rows of images."""
+        if images is None:
+            return {"input_ids": token_ids[None], "position_ids": positions[None]}
+        rows, given = self._embed(token_ids), dict[str, Any]()
+        if images.embeds is not None:
+            rows = rows.index_copy(0, images.rows, images.embeds.to(rows.dtype))
+        if images.deep is not None and len(images.deep):
+            mask = torch.zeros_like(token_ids, dtype=torch.bool)
+            mask[images.rows] = True
+            given = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": list(images.deep)}
+        placed = positions[None] if images.positions is None else images.positions[:, None]
+        return {"inputs_embeds": rows[None], "position_ids": placed, **given}
 
 
 @torch.inference_mode()
@@ -321,11 +386,19 @@ def _checked(
     text_config = causal.config.get_text_config()
     ids = (torch.arange(_CHECK_TOKENS, device=device) * 37 + 5) % text_config.vocab_size
     native = causal(input_ids=ids[None], use_cache=False).logits[0].float()
-    causal.set_attn_implementation(IMPLEMENTATION)
+    use_paged_attention(causal)
     model = UniversalModel(causal, fixed_shapes)
     _check_windows(model, text_config)
     _self_check(model, ids, native, dtype)
     return model
+
+
+def use_paged_attention(causal: Any) -> None:
+    """Let the language model of `causal` attend by Baton; its vision tower, if any, goes on."""
+    if VisionTower.of(causal) is None:
+        causal.set_attn_implementation(IMPLEMENTATION)
+    else:
+        causal.set_attn_implementation({"text_config": IMPLEMENTATION})
 
 
 def _names_experts(config: dict[str, Any]) -> bool:
@@ -376,7 +449,8 @@ def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch
     """Run `ids` in chunks through the paged path, each beside another sequence. Raises
     ModelRefused if the logits differ from the `native` ones."""
     pool = _ScratchPool(model.layers, dtype, ids.device)
-    attention = TorchAttention(pool, model.attention_layers)
+    layers = model.attention_layers
+    attention = with_index(pool, layers, TorchAttention(pool, layers))
     states = StateArena(model.layers, 2, ids.device)
     tokens, rows, seen = ids.tolist(), list[Tensor](), 0
     for start, stop, mates in _CHECK_CHUNKS:

@@ -98,8 +98,10 @@ def refuse(config: EngineConfig, lean: DecoderConfig | None, classifier: bool) -
     for field, (asked, name) in without.items():
         if asked:
             raise ConfigError(f"{name} does not go with {FIELD} above 1 yet", field=field)
-    if lean is None or classifier:
+    if lean is None or classifier or lean.delta is not None:
         what = "classifiers" if classifier else "models of the universal route"
+        if lean is not None and lean.delta is not None:
+            what = "models with recurrent state"
         raise ModelRefused(f"{what} do not go with {FIELD} above 1", field=FIELD)
     if lean.experts is None:
         raise ModelRefused(

@@ -54,6 +54,8 @@ def rank_config(
 
     Raises ModelRefused for a model that cannot be split over so many ranks.
     """
+    if config.delta is not None:
+        raise ModelRefused("recurrent state is not split over ranks yet", field=FIELD)
     heads, kv_heads, experts, size = (
         config.num_heads, config.num_kv_heads, config.experts, place.size
     )  # fmt: skip

@@ -35,7 +35,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
 _ASKED: Final = (  # options that EngineConfig has under the same name
     "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
     "data_parallel_size", "enable_expert_parallel", "block_size", "gpu_memory_utilization",
-    "max_num_batched_tokens", "max_num_seqs",
+    "max_num_batched_tokens", "max_num_seqs", "num_state_checkpoints",
 )  # fmt: skip
 
 
@@ -162,7 +162,9 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
     ]
     if r.state_bytes:
-        slots = "" if r.state_slots is None else f", {r.state_slots:,} slots in the KV memory"
+        slots = ""
+        if r.state_slots is not None:
+            slots = f", {r.state_slots:,} slots and {r.state_checkpoints:,} checkpoints in it"
         lines.append((f"state per request{device}", f"{_size(r.state_bytes)}{slots}"))
     if r.draft_weight_bytes:
         draft = f"{_size(r.draft_weight_bytes)} of weights, {_size(r.draft_kv_bytes_per_token)}"

@@ -12,7 +12,6 @@ ideal numbers. Not here: the command and its table (estimate.py).
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +19,16 @@ from typing import Any, Final
 from baton.engine.config import head_quantization, parse_bytes
 from baton.engine.loading.model_shape import ModelShape, StoredWeights
 from baton.engine.memory.layer_groups import MIN_BLOCKS, LayerGroups, group_layers
-from baton.engine.memory.state_sizes import ALIGNMENT, slot_bytes, slots_within
+from baton.engine.memory.state_sizes import (
+    ALIGNMENT,
+    checkpoints_within,
+    sequences_within,
+    slot_bytes,
+    slots_per_sequence,
+    slots_within,
+)
 from baton.engine.performance.device_share import DeviceShare
+from baton.engine.performance.units import parse_rate, parse_seconds
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
 from baton.runtime.config import option
@@ -35,7 +42,6 @@ QUANTIZED: Final = {
 }
 DEFAULT_CONTEXT: Final = 4096
 DEFAULT_PROMPT: Final = 1024
-_PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class EstimateOptions:
     block_size: int = option(16, "tokens per KV block")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
     max_num_seqs: int = option(64, "most requests that run at once")
+    num_state_checkpoints: int | None = option(None, "recurrent states kept for prefixes")
     context: int | None = option(None, "tokens of a request in decode (default: 4096)")
     prompt: int | None = option(None, "tokens of a prompt in prefill (default: 1024)")
     batch: int = option(1, "requests in one decode step")
@@ -87,6 +94,11 @@ class EstimateOptions:
                 "gpu_memory_utilization must be above 0 and at most 1",
                 field="gpu_memory_utilization",
             )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a draft model, or a draft head, is asked for."""
+        return self.speculative_model is not None or self.speculative_method == "mtp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,7 @@ class Estimate:
     draft_kv_bytes_per_token: int = 0
     state_bytes: int = 0  # recurrent state of one sequence
     state_slots: int | None = None  # for which memory leaves room
+    state_checkpoints: int | None = None  # the same, for the states of prefixes
     refused: str | None = None  # why Baton would refuse to serve it; None = it would serve it
 
 
@@ -234,7 +247,7 @@ def estimate(
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
         # Each token of the model's KV has a token of the draft's KV.
         both = block_bytes + drafts.token * options.block_size // groups.num_groups
-        pool = _pool(groups, options, kv_bytes, both, context)
+        pool = _pool(groups, options, kv_bytes, both, context, precision.kv_dtype)
     result = Estimate(
         model_type=shape.model_type,
         note=_note(shape, precision),
@@ -263,19 +276,32 @@ def estimate(
 
 
 def _pool(
-    groups: LayerGroups, options: EstimateOptions, kv_bytes: int, block_bytes: int, context: int
+    groups: LayerGroups,
+    options: EstimateOptions,
+    kv_bytes: int,
+    block_bytes: int,
+    context: int,
+    kv_dtype: str,
 ) -> dict[str, Any]:
     """Return the fields of an Estimate that say what `kv_bytes` of memory hold."""
-    state_slots = slots_within(kv_bytes, groups.layers, options.max_num_seqs)
-    left = kv_bytes - state_slots * slot_bytes(groups.layers)
+    speculates = options.speculates
+    wanted = options.max_num_seqs * slots_per_sequence(speculates=speculates)
+    slots = slots_within(kv_bytes, groups.layers, wanted)
+    checkpoints = options.num_state_checkpoints
+    if checkpoints is None or not slots:
+        checkpoints = checkpoints_within(kv_bytes, groups.layers, kv_dtype)
+    left = kv_bytes - (slots + checkpoints) * slot_bytes(groups.layers)
     num_blocks = _num_blocks(left, block_bytes, MIN_BLOCKS * groups.num_groups)
     concurrency = num_blocks // groups.blocks_held(context, options.block_size)
+    if slots:
+        concurrency = min(concurrency, sequences_within(slots, speculates=speculates))
     return {
         "kv_bytes": kv_bytes,
         "num_blocks": num_blocks,
         "kv_tokens": num_blocks // groups.num_groups * options.block_size,
-        "concurrency": min(concurrency, state_slots or concurrency),
-        "state_slots": state_slots,
+        "concurrency": concurrency,
+        "state_slots": slots,
+        "state_checkpoints": checkpoints,
     }
 
 
@@ -460,33 +486,3 @@ def _gb(num_bytes: int) -> str:
 
 def _cut(length: int, longest: int | None) -> int:
     return length if longest is None else min(length, longest)
-
-
-def parse_rate(text: str, field: str) -> float:
-    """Return the rate per second of "3.3TB/s", "900 GB/s", "990T", "1.98PFLOPS". Raises
-    ConfigError.
-    """
-    match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?)\s*([KMGTPE]?)(i?)\s*(?:(?:B|FLOPS?|FLOP)?(?:/s)?)\s*",
-        text,
-        re.IGNORECASE,
-    )
-    if match is None:
-        example = "3.3TB/s" if field == "bandwidth" else "990T"
-        raise ConfigError(f"{field}: {text!r} is not a rate such as {example}", field=field)
-    number, prefix, binary = match.group(1), match.group(2).upper(), bool(match.group(3))
-    power = _PREFIXES[prefix]
-    if binary:
-        power = 1024.0 ** list(_PREFIXES).index(prefix)
-    rate = float(number) * power
-    if rate <= 0:
-        raise ConfigError(f"{field} must be above 0", field=field)
-    return rate
-
-
-def parse_seconds(text: str, field: str) -> float:
-    """Return the seconds of "12ms", "0.5 s", "800us". Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
-    if match is None or float(match.group(1)) <= 0:
-        raise ConfigError(f"{field}: {text!r} is not a time such as 12ms", field=field)
-    return float(match.group(1)) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match.group(2)]

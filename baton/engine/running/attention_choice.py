@@ -6,6 +6,7 @@ import logging
 
 from baton.engine.attention.compiled import CompiledAttention, CompiledInt8Attention
 from baton.engine.attention.fixed_order import FixedOrderAttention
+from baton.engine.attention.indexed import with_index
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.kernels.cpu.int8_kv import int8_kv_kernels_for
 from baton.engine.kernels.cpu.library import kernels_for
@@ -17,7 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def choose_attention(loaded: LoadedModel, pool: KVViews) -> Attention:
-    """Return the backend for `loaded` over `pool`.
+    """Return the backend for `loaded` over `pool`, for index keys as well if the model has them."""
+    layers = loaded.attention_layers
+    return with_index(pool, layers, _choose(loaded, pool))
+
+
+def _choose(loaded: LoadedModel, pool: KVViews) -> Attention:
+    """Return the backend for all but index keys.
 
     A deterministic model gets the one of fixed order, a GPU Triton's; a CPU the compiled kernels if
     they know dtype and pool, else torch.

@@ -87,9 +87,14 @@ class ModelRunner:
         """See interface.Runner.run."""
         if not chunks:
             return []
+        images = self._loaded.images
+        if images is not None:
+            images.make_rows(chunks)
         step = flatten(
             chunks, self._attention, self._block_size, self._loaded.device, on_layer, self._states
         )
+        if images is not None:
+            images.release(chunks)
         if self._taps:
             step = replace(step, batch=replace(step.batch, taps=self._taps))
         hidden = self._forward(step)

@@ -32,9 +32,14 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.available_memory import CGROUP, PROC, available_memory, kilobytes
 from baton.engine.memory.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers, one_group
-from baton.engine.memory.state_sizes import slot_bytes, slots_within
+from baton.engine.memory.state_sizes import (
+    checkpoints_within,
+    slot_bytes,
+    slots_per_sequence,
+    slots_within,
+)
 from baton.engine.running.head_drafts import make_runner
-from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.interface import ModelInfo, SequenceChunk
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import HeldBlocks
 from baton.protocol.sampling import SamplingParams
@@ -137,10 +142,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """KV blocks, and slots of recurrent state (0 = the model keeps none)."""
+    """KV blocks, slots of recurrent state (0 = the model keeps none), and checkpoints of it."""
 
     num_blocks: int
     num_slots: int
+    num_checkpoints: int = 0
 
 
 def size_pool(
@@ -151,7 +157,7 @@ def size_pool(
     draft: LoadedModel | None = None,
 ) -> PoolSize:
     """Return how many blocks `model` gets, and `draft` too; the weights of both are in memory by
-    now. A model with recurrent state gets slots for it first.
+    now. A model with recurrent state gets slots and checkpoints for it first.
 
     The number of blocks is as configured (num_kv_blocks, kv_cache_memory). Otherwise it is what the
     device has left, but at most what max_num_seqs requests of max_model_len tokens can use. Raises
@@ -170,30 +176,52 @@ def size_pool(
         drafts = -(-whole // groups.num_groups)
         block_bytes += drafts
         block += f"; {drafts:,} bytes are for the draft model {draft.info.name}"
-    slot = slot_bytes(info.layers)
-    if config.num_kv_blocks is not None:
-        asked = config.num_kv_blocks * block_bytes + slot * config.max_num_seqs
-        budget = Budget(asked, f"num_kv_blocks {config.num_kv_blocks}", "num_kv_blocks", True)
-    elif config.kv_cache_memory is not None:
-        asked = parse_bytes(config.kv_cache_memory, field="kv_cache_memory")
-        origin = f"kv_cache_memory of {config.kv_cache_memory}"
-        budget = Budget(asked, origin, "kv_cache_memory", True)
-    elif model.device.type == "cuda":
-        budget = device_budget(config, CudaMemory(model.device), model, block_size, draft)
-    else:
-        # Ranks of a data-parallel group, on one host, take their pools at about the same time.
-        budget = host_budget(HostMemory().available() // config.data_parallel_size)
-    if budget.explicit and model.device.type == "cpu":
-        refuse_beyond(budget, HostMemory())
     # For each group, because a prompt takes blocks for its whole length, whatever a window frees
     # later.
-    num_slots = config.max_num_seqs if slot else 0
-    if config.num_kv_blocks is None:
-        num_slots = slots_within(budget.num_bytes, info.layers, config.max_num_seqs)
-    budget = replace(budget, num_bytes=budget.num_bytes - num_slots * slot)
     useful = config.max_num_seqs * -(-max_model_len // block_size) * groups.num_groups
-    least = MIN_BLOCKS * groups.num_groups
-    return PoolSize(num_blocks(budget, block_bytes, useful, block + ")", least), num_slots)
+    slot, fixed = slot_bytes(info.layers), config.num_kv_blocks
+    num_slots = config.max_num_seqs * slots_per_sequence(speculates=config.speculates)
+    if fixed is not None:
+        num_slots = num_slots if slot else 0
+        asked, tokens = fixed * block_bytes + num_slots * slot, fixed * block_size
+        num_checkpoints = _num_checkpoints(config, info, asked, tokens // groups.num_groups)
+        asked += num_checkpoints * slot
+        budget = Budget(asked, f"num_kv_blocks {fixed}", "num_kv_blocks", True)
+    else:
+        budget = _budget(config, model, block_size, draft)
+        num_slots = slots_within(budget.num_bytes, info.layers, num_slots)
+        tokens = None if budget.explicit else useful // groups.num_groups * block_size
+        num_checkpoints = _num_checkpoints(config, info, budget.num_bytes, tokens)
+    if budget.explicit and model.device.type == "cpu":
+        refuse_beyond(budget, HostMemory())
+    for_blocks = replace(budget, num_bytes=budget.num_bytes - (num_slots + num_checkpoints) * slot)
+    count = num_blocks(for_blocks, block_bytes, useful, block + ")", MIN_BLOCKS * groups.num_groups)
+    return PoolSize(count, num_slots, num_checkpoints)
+
+
+def _budget(
+    config: EngineConfig, model: LoadedModel, block_size: int, draft: LoadedModel | None
+) -> Budget:
+    """Return the configured memory for KV and states, else what the device has left."""
+    if config.kv_cache_memory is not None:
+        asked = parse_bytes(config.kv_cache_memory, field="kv_cache_memory")
+        origin = f"kv_cache_memory of {config.kv_cache_memory}"
+        return Budget(asked, origin, "kv_cache_memory", True)
+    if model.device.type == "cuda":
+        return device_budget(config, CudaMemory(model.device), model, block_size, draft)
+    # Ranks of a data-parallel group, on one host, take their pools at about the same time.
+    return host_budget(HostMemory().available() // config.data_parallel_size)
+
+
+def _num_checkpoints(
+    config: EngineConfig, info: ModelInfo, num_bytes: int, num_tokens: int | None
+) -> int:
+    """Return how many state checkpoints are configured, else what checkpoints_within() says."""
+    if not config.enable_prefix_caching or not slot_bytes(info.layers):
+        return 0
+    if config.num_state_checkpoints is not None:
+        return config.num_state_checkpoints
+    return checkpoints_within(num_bytes, info.layers, info.kv_dtype, num_tokens)
 
 
 def num_blocks(
@@ -288,15 +316,16 @@ def make_pool(
     else:
         placed = memory if model.device.type == "cpu" else None
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed)
-        arena.keep_states(size.num_slots)
+        arena.keep_states(size.num_slots, size.num_checkpoints)
     log.info(
         "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
         num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
     )  # fmt: skip
     if arena.states is not None:
         log.info(
-            "recurrent states: %d slots of %d bytes, %.1f MB; no prefix is reused",
-            size.num_slots, arena.states.slot_bytes, arena.states.num_bytes / 1e6,
+            "recurrent states: %d slots of %d bytes and %d checkpoints of prefixes, %.1f MB",
+            size.num_slots, arena.states.slot_bytes, size.num_checkpoints,
+            arena.states.num_bytes / 1e6,
         )  # fmt: skip
     return arena
 

@@ -71,13 +71,21 @@ class Drafter:
     def propose_within(
         self, sequences: Sequence[SequenceState], budget: int, tables: BlockTables
     ) -> dict[SequenceState, list[int]]:
-        """Return what propose() does, cut to what `tables` have room for, which takes blocks."""
+        """Return what propose() does, cut to what `tables` have room for, which takes blocks.
+
+        A recurrent state before the drafts is kept; a sequence without a slot for it has none.
+        """
         kept: dict[SequenceState, list[int]] = {}
         for sequence, drafts in self.propose(sequences, budget):
+            if not tables.states.keep(sequence):
+                continue
             known = len(sequence.tokens)
             if not tables.grow(sequence, known + len(drafts)):
                 del drafts[tables.room(sequence) - known :]
-            kept[sequence] = drafts
+            if drafts:
+                kept[sequence] = drafts
+            else:
+                tables.states.settle(sequence, refused=False)
         return kept
 
     def forget(self, request_id: str) -> None:
@@ -121,11 +129,11 @@ def load_proposer(
     """
     if config.speculative_method == "none":
         return None
-    if slot_bytes(target.layers) or (draft is not None and slot_bytes(draft.info.layers)):
+    if draft is not None and slot_bytes(draft.info.layers):
         raise ConfigError(
-            "a model with recurrent state cannot go back behind rejected drafts yet: serve it "
-            "without speculation, and do not draft with it",
-            field="speculative_method",
+            f"the draft model {draft.info.name} keeps recurrent state, and cannot go back behind "
+            "its rejected guesses: draft with a model that keeps KV alone, or with n-grams",
+            field="speculative_model",
         )
     if config.speculative_method == "ngram":
         return NgramProposer()

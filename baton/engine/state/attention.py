@@ -17,10 +17,33 @@ if TYPE_CHECKING:  # Batch carries an Attention: the two types name each other
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a query sees. `window` and `chunked`: see AttentionLayer."""
+
+    window: int = 0
+    chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """Return the first key that a query at `position` sees."""
+        if self.chunked:
+            return position // self.window * self.window
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def hidden(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Return where queries may not see keys; both are positions whose shapes broadcast."""
+        future = keys > queries
+        if self.chunked:
+            return future | (keys < queries // self.window * self.window)
+        return future | (keys <= queries - self.window) if self.window else future
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """How one layer attends, besides what it stores.
 
     `window`: a query at position p sees keys in (p - window, p]; 0 means all keys up to p.
+    `chunked`: positions form chunks of `window` tokens, and a query sees the keys of its own chunk
+    up to p.
     `softcap`: scores become softcap * tanh(scores / softcap).
     `sinks` [query_heads]: one extra logit per head, which takes probability and adds no value.
     `latent` > 0 (MLA): the pool has no V. One latent per token serves as key and value: the value
@@ -33,6 +56,12 @@ class AttentionLayer:
     softcap: float | None = None
     sinks: Tensor | None = None
     latent: int = 0
+    chunked: bool = False
+
+    @property
+    def reach(self) -> Reach:
+        """How far back its queries see."""
+        return Reach(self.window, self.chunked)
 
 
 class KVViews(Protocol):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.state.attention import Attention
+from baton.engine.state.images import StepImages, step_images
 from baton.engine.state.interface import NO_SLOT, SequenceChunk
 
 
@@ -26,7 +27,8 @@ class Span:
     """Rows [first_row, first_row + num_rows) hold tokens [start, start + num_rows) of a sequence.
 
     `adapter` names the LoRA adapter of the request; "" means none. `state_slot` is the slot of its
-    recurrent state.
+    recurrent state. `mutual`: ranges (from, to) of tokens, some of them in the span, that see each
+    other, also later ones; the span does not end inside one.
     """
 
     first_row: int
@@ -34,6 +36,7 @@ class Span:
     start: int
     adapter: str = ""
     state_slot: int = NO_SLOT
+    mutual: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +61,10 @@ class GroupTables:
 class States(Protocol):
     """What a model needs of the recurrent states, as in StateArena."""
 
+    def views(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return a layer's convolution inputs and matrices of all slots, without a copy."""
+        ...
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return copies [N, ...] of a layer's convolution inputs and matrices in `slots` [N]."""
         ...
@@ -76,7 +83,7 @@ class Batch:
     `on_layer(layer)` is called after the KV of each layer is written. `plans` is scratch space of
     the attention backend: index tensors that it computes at the first layer of a step. `states`:
     None for a model without recurrent state. `tapped` gets what goes into the layers `taps`,
-    [T, H] each, for a draft head.
+    [T, H] each, for a draft head. `images`: None if no sequence of the step has images.
     """
 
     spans: tuple[Span, ...]
@@ -87,16 +94,24 @@ class Batch:
     states: States | None = None
     taps: tuple[int, ...] = ()
     tapped: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    images: StepImages | None = None
+
+    @property
+    def mutual(self) -> bool:
+        """Whether some tokens of the step see later ones, which kernels do not support."""
+        return any(span.mutual for span in self.spans)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [T, kv_heads, dim], call `on_layer`, then attend with q [T, query_heads,
-        dim].
-        """
+        """Store k, v [T, kv_heads, dim], then attend with q [T, query_heads, dim]."""
+        self.store(layer, k, v)
+        return self.attention.attend(layer, q, self)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k, v [T, kv_heads, dim], and call `on_layer`."""
         table = self.tables[self.attention.group_of[layer]]
         self.attention.write(layer, k, v, table.slots)
         if self.on_layer is not None:
             self.on_layer(layer)
-        return self.attention.attend(layer, q, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +138,11 @@ def flatten(
     counts: list[int] = []
     for chunk in chunks:
         count = len(chunk.token_ids)
-        spans.append(Span(len(token_ids), count, chunk.start, chunk.adapter, chunk.state_slot))
+        images = chunk.images
+        mutual = () if images is None else images.mutual_ranges(chunk.start, count)
+        spans.append(
+            Span(len(token_ids), count, chunk.start, chunk.adapter, chunk.state_slot, mutual)
+        )
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
         counts.append(count)
@@ -144,7 +163,11 @@ def flatten(
         here = column - _int64(first)[owner] if any(first) else column
         slots = blocks[owner, here] * block_size + offset
         tables.append(GroupTables(slots.to(device), blocks.to(device), first))
-    batch = Batch(tuple(spans), tuple(tables), attention, on_layer, states=states)
+    seen = step_images(
+        [(chunk.images, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True)],
+        device,
+    )
+    batch = Batch(tuple(spans), tuple(tables), attention, on_layer, states=states, images=seen)
     return Step(_int64(token_ids).to(device), position.to(device), batch)
 
 

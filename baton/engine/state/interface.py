@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from baton.engine.state.images import PromptImages
 from baton.engine.state.occurrences import Occurrences
 from baton.guided.guide import Guide
 from baton.protocol.events import TokenLogprob
@@ -53,7 +54,7 @@ class SequenceChunk:
     follows the output through params.guided; None means no grammar. `prompt_logprobs` is
     params.prompt_logprobs, set in every chunk of a prompt (`sample` in the last chunk only): the
     number of alternatives for each prompt token that the chunk predicts. `state_slot` has the
-    recurrent state behind `start`, in a model that keeps one.
+    recurrent state behind `start`, in a model that keeps one. `images` are those of the prompt.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class SequenceChunk:
     state_slot: int = NO_SLOT
     occurrences: Occurrences | None = field(default=None, compare=False, repr=False)
     guide: Guide | None = field(default=None, compare=False, repr=False)
+    images: PromptImages | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class ModelInfo:
     generates: bool = True  # False for a classifier and for an encoder
     encodes: bool = False  # an encoder: it keeps no KV
     dtype: str = ""  # the dtype in which it computes; "" = kv_dtype
+    sees: bool = False  # it reads images
 
     @property
     def kv_token_bytes(self) -> int:
@@ -148,8 +151,9 @@ class Runner(Protocol):
     ) -> list[ChunkResult]:
         """Run the model and return one result per chunk, in order.
 
-        Writes the chunks' KV into the arena. `on_layer(layer)` is called on this thread after the
-        KV of that layer has been written for all chunks (on a GPU: enqueued on the current stream).
+        Writes the chunks' KV and states into the arena. `on_layer(layer)` is called on this thread
+        after the KV and the states of that layer have been written for all chunks (on a GPU:
+        enqueued on the current stream).
         """
         ...
 
@@ -161,8 +165,10 @@ class Reservation:
     `blocks` has a list per layer group. The lists cover `num_tokens` tokens in order, except blocks
     that a windowed group will never see. Tokens [0, start_token) are already there (prefix hit), so
     only [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`; in
-    a windowed group only those from first_visible() on. `precision` says in which precision the KV
-    was made, None if in that of the pool. Its blocks are prefix hits only at that precision.
+    a windowed group only those from first_visible() on. In a model that keeps recurrent state, the
+    state behind `num_tokens` tokens must be written as well, into the slot that `blocks` name.
+    `precision` says in which precision the KV was made, None if in that of the pool. Its blocks are
+    prefix hits only at that precision.
 
     `adopting`: the full blocks stay in another node's pool, and `Engine.add` needs the ids of all
     blocks (adoption.py). Then only the block after the full ones is held here, and nothing must be
@@ -195,7 +201,8 @@ class EngineHooks(Protocol):
         """Take note that a PREFILL request got its blocks, except prefix hits that no layer will
         see.
 
-        The engine has pinned the blocks once for the export; `Engine.unpin` releases them.
+        The engine has pinned the blocks, and the slot of the recurrent state if there is one, once
+        for the export; `Engine.unpin` releases them.
         """
         ...
 

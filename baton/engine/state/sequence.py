@@ -22,15 +22,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.beam import BeamSearch
+from baton.engine.state.images import PromptImages
 from baton.engine.state.interface import NO_SLOT, SequenceChunk, Task
 from baton.engine.state.occurrences import Occurrences
 from baton.guided.guide import Guide
 from baton.protocol import block_hashes
 from baton.protocol.events import TokenLogprob
+from baton.protocol.images import salt
 from baton.protocol.kv_spec import BlockLists, HeldBlocks
 from baton.protocol.request import FinishReason, Request
 
@@ -73,7 +75,10 @@ class SequenceState:
     guide: Guide | None = None  # position in params.guided; recomputed from the output, if lost
     drafts: tuple[int, ...] = ()  # what the model's draft head guesses behind the last token
     state_slot: int = NO_SLOT  # of its recurrent state, in a model that keeps one
+    kept_slot: int = NO_SLOT  # of its state before the drafts of the step under way
+    checkpoint_at: tuple[int, ...] = ()  # tokens: where its chunks stop for state checkpoints
     exact_chunk: int | None = None  # tokens per chunk; None: any number, as is cheapest
+    images: PromptImages | None = None  # of the prompt
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)
 
@@ -120,7 +125,8 @@ class SequenceState:
         step, nor on whether it is computed again.
         """
         if self.exact_chunk is None:
-            return max(0, min(self.num_uncomputed, room))
+            count = max(0, min(self.num_uncomputed, room))
+            return count if self.images is None else self.images.uncut(self.num_computed, count)
         prompt_left = self.num_prompt - self.num_computed
         whole = self.exact_chunk - self.num_computed % self.exact_chunk
         wanted = min(prompt_left, whole) if prompt_left > 0 else min(self.num_uncomputed, 1)
@@ -132,9 +138,10 @@ class SequenceState:
         """
         while len(self._hashes) < count:
             index = len(self._hashes)
-            tokens = self.tokens[index * block_size : (index + 1) * block_size]
+            start, end = index * block_size, (index + 1) * block_size
             parent = self._hashes[-1] if self._hashes else self.root
-            self._hashes.append(block_hashes.chain(parent, tokens))
+            images = salt(self.request.images, start, end)
+            self._hashes.append(block_hashes.chain(parent, self.tokens[start:end], images))
         return self._hashes[:count]
 
     def know_hashes(self, other: SequenceState, num_blocks: int) -> None:
@@ -173,6 +180,7 @@ class SequenceState:
             occurrences=self._occurrences,
             guide=self.guide if last else None,
             state_slot=self.state_slot,
+            images=self.images,
         )
 
     def possible(self, drafts: list[int]) -> list[int]:
@@ -280,6 +288,15 @@ class RequestGroup:
         return any(sequence.prefilling for sequence in self.sequences)
 
     @property
+    def may_draft(self) -> bool:
+        """Whether its sequences may compute drafts. A leader may not while others wait to fork from
+        it: drafts could carry its state past the tokens that they share.
+        """
+        if self.beams is not None or self.task is not Task.LOCAL:
+            return False
+        return not any(sequence.following for sequence in self.sequences)
+
+    @property
     def stopped(self) -> list[SequenceState]:
         """Return the samples that can end now because nobody wants them.
 
@@ -324,6 +341,18 @@ def shared_tokens(leader: SequenceState, follower: SequenceState) -> int:
 def as_lists(tables: Sequence[Table]) -> BlockLists:
     """Return the tables' present blocks as lists."""
     return tuple(HeldBlocks(tuple(table.blocks), table.num_freed) for table in tables)
+
+
+def exported_blocks(sequence: SequenceState) -> BlockLists:
+    """Return the present blocks of a sequence and its state slot, as an export names them."""
+    return with_state(as_lists(sequence.tables), sequence.state_slot)
+
+
+def with_state(blocks: BlockLists, slot: int) -> BlockLists:
+    """Return `blocks` with the slot of the recurrent state, unless it is NO_SLOT."""
+    if slot == NO_SLOT:
+        return blocks
+    return (replace(blocks[0], state_slot=slot), *blocks[1:])
 
 
 def count_blocks(sequences: Iterable[SequenceState]) -> Counter[int]:

@@ -60,6 +60,8 @@ class EngineStats:
     num_prefix_hit_tokens: int = 0  # looked-up tokens that were found
     num_prompt_tokens: int = 0  # computed in prefill chunks, recomputed ones included, hits not
     num_generated_tokens: int = 0  # sampled
+    num_encoded_images: int = 0  # that the vision tower ran over
+    num_reused_images: int = 0  # whose rows another request's had made
     num_replayed_tokens: int = 0  # known output tokens computed again one by one (exact resumes)
     num_prefill_chunks: int = 0  # rows that computed part of a prompt
     num_chunked_prompts: int = 0  # prompts that took more than one chunk
@@ -68,6 +70,10 @@ class EngineStats:
     copy_bytes_per_s: float = 0.0  # moving mean over copies to and from host memory
     recent_prefill_tokens: float = 0.0  # fading sums, whose ratio is prefill_tokens_per_s
     recent_prefill_seconds: float = 0.0
+    num_checkpoint_hits: int = 0  # prefix hits that began with a copied recurrent state
+    num_checkpoints_stored: int = 0  # copies of recurrent state that were made for later prompts
+    num_checkpoints_replaced: int = 0  # of these: dropped, because another one needed the room
+    num_rollbacks: int = 0  # recurrent states that went back behind refused drafts
     utilization: Utilization = field(default_factory=Utilization)
 
     @property
@@ -139,6 +145,9 @@ class KVUsage:
     used_slots: int = 0  # slots that hold a computed token
     state_slots: int = 0  # of recurrent state; 0 = the model keeps none
     used_state_slots: int = 0
+    exported_state_slots: int = 0  # of those used: pinned for exports
+    checkpoint_slots: int = 0  # rows for copies of state at the ends of prefixes
+    used_checkpoint_slots: int = 0
 
     @classmethod
     def of(cls, sequences: Iterable[SequenceState], size: int) -> KVUsage:

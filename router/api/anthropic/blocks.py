@@ -2,8 +2,8 @@
 
 A user message may hold results of tools: each result becomes a message of role `tool`, and the text
 around them becomes user messages, in the same order. An assistant message, with its text, reasoning
-and tool calls, becomes one message. Images, documents and the blocks of Anthropic's own tools are
-refused, naming the block.
+and tool calls, becomes one message. Images stand where their client put them, also in results of
+tools. Documents and the blocks of Anthropic's own tools are refused, naming the block.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.api.openai.chat import MAX_MESSAGES
+from router.images.parts import ImagePart, of_block
 
 _ROLES: Final = ("user", "assistant", "system")
 Block = dict[str, Any]
@@ -54,24 +55,41 @@ def _users(content: object, field: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[str | ImagePart] = []
 
     def say() -> None:
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
+        if parts:
+            messages.append({"role": "user", "content": _said(parts)})
+            parts.clear()
 
     for block, where in _blocks(content, field):
         if block.get("type") == "tool_result":
             say()
             result = block.get("content")
-            text = "" if result is None else _plain(result, f"{where}.content")
+            told = "" if result is None else _content(result, f"{where}.content")
             call_id = _string(block, "tool_use_id", where)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
         else:
-            texts.append(_text(block, where))
+            parts.append(_part(block, where))
     say()
     return messages
+
+
+def _content(content: object, field: str) -> str | list[str | ImagePart]:
+    """Return a string, or a list of blocks of text and images, for a chat."""
+    if isinstance(content, str):
+        return content
+    return _said([_part(block, where) for block, where in _blocks(content, field)])
+
+
+def _said(parts: list[str | ImagePart]) -> str | list[str | ImagePart]:
+    """Return a chat's content: texts joined, unless images stand between them."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
+
+
+def _part(block: Block, where: str) -> str | ImagePart:
+    return of_block(block, where) if block.get("type") == "image" else _text(block, where)
 
 
 def _assistants(content: object, field: str) -> dict[str, Any]:

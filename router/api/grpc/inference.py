@@ -43,11 +43,14 @@ from router.api.openai.prompt_options import logprobs_within
 from router.api.receipt import HEADER, header_of, receipt_of
 from router.api.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
 from router.api.served import adapter_named, model_names, refuse_encoder, unknown
-from router.config import RouterConfig
+from router.images import limits
+from router.images.parts import ImagePart
 from router.nodes.registry import ServedModel
+from router.prompts.images import ImageReader
 from router.prompts.reader import (
     DEFAULT_MAX_TOKENS,
     Length,
+    Prompt,
     PromptReader,
     TextInputs,
     beyond_room,
@@ -206,7 +209,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             or message.skip_special_tokens,
         )
         grant = self._grant(context)
-        ids, field = await self._prompt_ids(message, model, grant)
+        prompt, field = await self._prompt(message, model, grant)
+        ids = prompt.ids
         room = room_for_output(len(ids), model.max_model_len, field)
         defaults = {
             "max_tokens": min(DEFAULT_MAX_TOKENS, room),
@@ -235,6 +239,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             resume=self._services.config.resume,
             traceparent=_metadata(metadata, "traceparent"),
             arrival=now,
+            images=prompt.images,
         )
         # proto3 does not tell a priority of 0 from no priority: the metadata's is used then.
         receipt = terms.receipt and self._services.config.receipts
@@ -244,20 +249,29 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         request = terms.applied(request)
         return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 
-    async def _prompt_ids(
+    async def _prompt(
         self, message: serve_pb2.GenerateRequest, model: ServedModel, grant: Grant
-    ) -> tuple[tuple[int, ...], str]:
-        """Return the prompt's token ids and the name of the field that held the prompt."""
+    ) -> tuple[Prompt, str]:
+        """Return the prompt with its images, and the name of the field that held the prompt."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
-                asked = TextInputs([message.text], "text", Length(model.max_model_len), grant)
-                [ids] = await self._prompts.read(asked)
-                return ids, "text"
+                item, field = message.text, "text"
             case "token_ids" if message.token_ids.ids:
-                ids = tuple(message.token_ids.ids)
-                return token_ids_below(ids, model.vocab_size, "token_ids"), "token_ids"
+                ids, field = tuple(message.token_ids.ids), "token_ids"
+                item = token_ids_below(ids, model.vocab_size, field)
             case _:
                 raise InvalidRequest("the prompt is empty", field="prompt")
+        asked = TextInputs([item], field, Length(model.max_model_len), grant)
+        if message.images:
+            if not all(message.images):
+                raise InvalidRequest("images: a file is empty", field="images")
+            parts = [
+                ImagePart(f"images[{number}]", data=data)
+                for number, data in enumerate(message.images)
+            ]
+            return await self._prompts.illustrated(asked, parts), field
+        [ids] = await self._prompts.read(asked)
+        return Prompt(ids), field
 
     def _model(self, asked: str) -> ServedModel:
         model = self._services.registry.model()
@@ -314,11 +328,12 @@ class GrpcServer:
 
     def __init__(self, services: RouterServices) -> None:
         self._services = services
-        self._prompts = PromptReader(services.tokenizer, services.chat_template)
+        images = ImageReader(services.images, services.config.image_limits())
+        self._prompts = PromptReader(services.tokenizer, services.chat_template, images=images)
         keys, admin_keys = services.config.key_ring(), services.config.admin_ring()
         guarded = len(keys) or len(admin_keys)
         self._server = grpc.aio.server(
-            options=_server_options(services.config),
+            options=_server_options(services),
             interceptors=[ApiKeyInterceptor(keys, admin_keys)] if guarded else [],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -379,11 +394,13 @@ class GrpcServer:
         self._prompts.close()
 
 
-def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
+def _server_options(services: RouterServices) -> list[tuple[str, int]]:
+    config = services.config
     # Keepalive: the server pings clients as Baton's clients ping servers, and accepts their pings.
     own = dict(server_options(config.timing)) | dict(channel_options(CLIENT_TIMING))
     own["grpc.so_reuseport"] = int(config.reuse_port)
-    own["grpc.max_receive_message_length"] = MAX_BODY_BYTES  # as HTTP's
+    most = MAX_BODY_BYTES if services.images is None else limits.MAX_BODY_BYTES
+    own["grpc.max_receive_message_length"] = most  # as HTTP's
     # An old connection is closed when its calls have ended, so none stays open for ever.
     own["grpc.max_connection_age_ms"] = int(CONNECTION_AGE_S * 1000)
     own["grpc.max_connection_age_grace_ms"] = int((config.request_timeout_s + STOP_MARGIN_S) * 1000)
@@ -417,6 +434,7 @@ def _event(
         event.usage.prompt_tokens = completion.prompt_tokens
         event.usage.completion_tokens = completion.completion_tokens
         event.usage.cached_tokens = completion.cached_tokens
+        event.usage.image_tokens = completion.image_tokens
     return event
 
 

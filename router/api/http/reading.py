@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from email.message import Message
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
+from starlette.types import Scope
 
 from baton.protocol.errors import Cancelled
 from router.api.http.preparing import wait_to_read
@@ -16,6 +19,7 @@ from router.api.http.preparing import wait_to_read
 MAX_BODY_BYTES: Final = 8 << 20
 MAX_OBJECTS: Final = 1 << 16  # objects and lists of a body; parsing so many takes some 50 ms
 MAX_VALUES: Final = 1 << 20
+_LIMIT: Final = "baton.most_body_bytes"
 _TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
@@ -36,6 +40,25 @@ def _fault_of(content_type: str, content_encoding: str) -> HTTPException | None:
     return None
 
 
+def with_body_limit(route: Route, most_bytes: int) -> Route:
+    """Return a POST route whose bodies may have so many bytes, instead of MAX_BODY_BYTES."""
+    endpoint = cast("Callable[[HttpRequest], Awaitable[Any]]", route.endpoint)
+    if route.methods != {"POST"}:
+        return route
+
+    def limited(request: HttpRequest) -> Awaitable[Any]:
+        request.scope[_LIMIT] = most_bytes
+        return endpoint(request)
+
+    return Route(route.path, limited, methods=["POST"])
+
+
+def most_body_bytes(scope: Scope) -> int:
+    """Return how many bytes a request's body may have."""
+    found: int = scope.get(_LIMIT, MAX_BODY_BYTES)
+    return found
+
+
 async def read_body(request: HttpRequest) -> bytes:
     """Return the complete body of a request, unparsed.
 
@@ -54,7 +77,7 @@ async def read_body(request: HttpRequest) -> bytes:
     if length.isdigit():
         await wait_to_read(request.scope, int(length))
     parts: list[bytes] = []
-    num_bytes, more = 0, True
+    num_bytes, more, most_bytes = 0, True, most_body_bytes(request.scope)
     while more:  # not request.stream(): its asynchronous generator would cost more than this loop
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -62,9 +85,9 @@ async def read_body(request: HttpRequest) -> bytes:
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
         more = message.get("more_body", False)
-        if num_bytes > MAX_BODY_BYTES:
+        if num_bytes > most_bytes:
             raise HTTPException(
-                413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
+                413, f"the body exceeds {most_bytes} bytes", {"connection": "close"}
             )
     raw = parts[0] if len(parts) == 1 else b"".join(parts)
     if num_bytes > MAX_OBJECTS:

@@ -1,8 +1,9 @@
 """Messages and tools of a chat: checks what clients send, and makes what chat templates get.
 
-A message keeps its fields, with three changes: its text parts are joined to one string; the
-arguments of its calls, which clients send as JSON text, become objects, as templates expect; its
-reasoning stands under both names, `reasoning` and `reasoning_content`.
+A message keeps its fields, with three changes: its text parts are joined to one string, unless
+images stand between them; the arguments of its calls, which clients send as JSON text, become
+objects, as templates expect; its reasoning stands under both names, `reasoning` and
+`reasoning_content`.
 Bodies are in router/api/openai/bodies.py.
 """
 
@@ -19,6 +20,7 @@ from msgspec import Meta
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.text.chat_template import RESERVED_NAMES
 from router.api.openai.fields import MAX_NAME_CHARS, Name
+from router.images.parts import ImagePart, of_chat
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 512
@@ -30,6 +32,7 @@ TEXT_PARTS: Final = {
     "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
     "thinking": "thinking",
 }  # fmt: skip
+IMAGE_PARTS: Final = ("image_url", "input_image")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -49,7 +52,8 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message. `content` is text, or a list of text parts."""
+    """One message. `content` is text, or a list of parts: of text or images, as clients write them,
+    or ImageParts, if another dialect has read them."""
 
     role: Name  # any: the chat template decides which roles it knows
     content: Any = None
@@ -77,16 +81,21 @@ class ChatTool(msgspec.Struct, kw_only=True):
     function: ToolFunction
 
 
-def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages for the template: plain dicts, with text parts joined into one string.
+def messages_of(
+    messages: list[ChatMessage],
+) -> tuple[list[dict[str, Any]], tuple[ImagePart, ...]]:
+    """Return the messages for the template, as plain dicts, and their images in order.
 
-    Raises InvalidRequest, naming the field, for a message without content, for parts that are not
-    text and for arguments that are not a JSON object.
+    Raises InvalidRequest, naming the field, for a message without content, for parts that are no
+    text and no image, and for arguments that are not a JSON object.
     """
+    images: list[ImagePart] = []
     plain = cast("list[dict[str, Any]]", msgspec.to_builtins(messages))
     for index, (message, item) in enumerate(zip(messages, plain, strict=True)):
         if type(message.content) is not str:
-            item["content"] = text_of(message, f"messages[{index}].content")
+            content, found = _content_of(message, f"messages[{index}].content")
+            item["content"] = content
+            images += found
         for number, call in enumerate(message.tool_calls or ()):
             field = f"messages[{index}].tool_calls[{number}].function.arguments"
             function = item["tool_calls"][number]["function"]
@@ -94,7 +103,7 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         thought = message.reasoning or message.reasoning_content
         if thought:
             item["reasoning"] = item["reasoning_content"] = thought
-    return plain
+    return plain, tuple(images)
 
 
 def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
@@ -175,20 +184,46 @@ def text_of(message: ChatMessage, field: str) -> str:
         return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{field} must be a string or a list of parts", field=field)
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[object]", content)):
+    parts = enumerate(cast("list[object]", content))
+    return "\n".join(_text_part(part, f"{field}[{index}]") for index, part in parts)
+
+
+def _content_of(
+    message: ChatMessage, field: str
+) -> tuple[str | list[dict[str, str]], list[ImagePart]]:
+    """Return a message's content for the template, and its images. Without images the content is
+    text; with them, the parts as templates expect them. Raises InvalidRequest."""
+    content = message.content
+    images: list[ImagePart] = []
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(
+        cast("list[object]", content) if isinstance(content, list) else ()
+    ):
         where = f"{field}[{index}]"
-        if isinstance(part, str):
-            texts.append(part)
+        item = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        if isinstance(part, ImagePart):
+            images.append(part)
+        elif item.get("type") in IMAGE_PARTS:
+            images.append(of_chat(item, where))
+        else:
+            parts.append({"type": "text", "text": _text_part(part, where)})
             continue
-        item = cast("dict[str, object]", part) if isinstance(part, dict) else {}
-        kind = item.get("type")
-        holder = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if holder is None:
-            told = f", not {kind[:MAX_NAME_CHARS]}" if isinstance(kind, str) else ""
-            raise UnsupportedFeature(f"{where}: only text parts are supported{told}", field=where)
-        text = item.get(holder)
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{where}.{holder} must be a string", field=f"{where}.{holder}")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "image"})
+    return (parts if images else text_of(message, field)), images
+
+
+def _text_part(part: object, where: str) -> str:
+    """Return the text of a part. Raises InvalidRequest, UnsupportedFeature."""
+    if isinstance(part, str):
+        return part
+    item = cast("dict[str, object]", part) if isinstance(part, dict) else {}
+    kind = item.get("type")
+    holder = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if holder is None:
+        told = f", not {kind[:MAX_NAME_CHARS]}" if isinstance(kind, str) else ""
+        message = f"{where}: only parts of text and images are supported{told}"
+        raise UnsupportedFeature(message, field=where)
+    text = item.get(holder)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.{holder} must be a string", field=f"{where}.{holder}")
+    return text

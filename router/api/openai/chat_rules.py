@@ -14,6 +14,7 @@ from baton.text.chat_template import Chat
 from router.api.openai.bodies import ChatBody, TokenizeBody
 from router.api.openai.chat import messages_of, schemas_of, template_kwargs, text_of, tools_of
 from router.api.openai.guided_fields import check_forced, forces_calls, room_for_content
+from router.images.parts import ImagePart
 from router.prompts.grammar_checks import Constraint
 
 ALLOWED: Final = "allowed_tools"  # OpenAI's tool_choice that offers only some of the tools
@@ -25,20 +26,24 @@ _AUTO_IS_OFF: Final = (
 )
 
 
-def conversation_of(body: ChatBody | TokenizeBody) -> Chat:
-    """Return the input of the chat template. Raises InvalidRequest, naming the field."""
+def conversation_of(body: ChatBody | TokenizeBody) -> tuple[Chat, tuple[ImagePart, ...]]:
+    """Return the input of the chat template, and the images of its messages. Raises InvalidRequest,
+    naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise InvalidRequest(message, field="continue_final_message")
     kwargs, effort = body.chat_template_kwargs or {}, None
-    messages = messages_of(body.messages or [])
+    messages, images = messages_of(body.messages or [])
+    if continues and isinstance(messages[-1]["content"], list):
+        message = "continue_final_message: the last message holds an image"
+        raise InvalidRequest(message, field="continue_final_message")
     tools = tools_of(body.tools) if body.tools else ()
     if isinstance(body, ChatBody):
         effort = body.reasoning_effort
     if kwargs or effort is not None:
         kwargs = template_kwargs(kwargs, effort)
-    return Chat(
+    chat = Chat(
         messages=messages,
         tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
@@ -46,6 +51,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Chat:
         kwargs=kwargs,
         documents=body.documents or (),
     )
+    return chat, images
 
 
 def said_first(body: ChatBody, answers: str) -> tuple[str, str]:

@@ -173,17 +173,18 @@ class OpenAIExchange:
 
     def _usage(self) -> Usage:
         """Return the usage of all completions together; final when they have ended."""
-        prompt = completion = cached = reasoning = 0
+        prompt = completion = cached = reasoning = images = 0
         for each in self.completions:
             prompt += each.prompt_tokens
             completion += each.completion_tokens
             cached += each.cached_tokens
             reasoning += each.reasoning_tokens
+            images += each.image_tokens
         return Usage(
             prompt,
             completion,
             prompt + completion,
-            PromptTokensDetails(cached),
+            PromptTokensDetails(cached, images or msgspec.UNSET),
             CompletionTokensDetails(reasoning),
         )
 

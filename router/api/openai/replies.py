@@ -21,6 +21,7 @@ FINGERPRINT: Final = f"baton-{__version__}"
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
+    image_tokens: int | msgspec.UnsetType = msgspec.UNSET  # told of prompts with images
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -59,6 +59,20 @@ def nullable(schema: Schema) -> Schema:
 
 
 _MAYBE: Final[Schema] = nullable(_SCHEMA)
+_URL: Final[Schema] = {
+    "type": "string",
+    "description": "data:image/png;base64,... (PNG, JPEG, WebP, GIF), or a URL of an allowed host",
+}
+_DETAIL: Final = nullable({"enum": ["auto", "low", "high", "original"]})
+_IMAGE_URL: Final[Schema] = {"anyOf": [
+    _URL, {"type": "object", "required": ["url"], "properties": {"url": _URL, "detail": _DETAIL}},
+]}  # fmt: skip
+_INPUT_IMAGE: Final = _tagged("input_image", "image_url", image_url=_IMAGE_URL, detail=_DETAIL)
+_IMAGE_BLOCK: Final = _tagged("image", "source", source={"anyOf": [
+    _tagged("base64", "media_type", "data", media_type={"type": "string", "pattern": "^image/"},
+            data=_STRING),
+    _tagged("url", "url", url=_URL),
+]})  # fmt: skip
 TOOLS: Final[Schema] = {
     "type": "array", "items": _tagged("function", "function", function=_function())
 }  # fmt: skip
@@ -121,7 +135,8 @@ _PART: Final[Schema] = {"anyOf": [
                                       "reasoning_text"]}, "text": _STRING}},
     _tagged("refusal", "refusal", refusal=_STRING),
 ]}  # fmt: skip
-_PARTS: Final[Schema] = {"anyOf": [_STRING, {"type": "array", "items": _PART}]}
+_PARTS: Final[Schema] = {"anyOf": [_STRING, {"type": "array", "items": {
+    "anyOf": [*_PART["anyOf"], _INPUT_IMAGE]}}]}  # fmt: skip
 _ITEM: Final[Schema] = {"anyOf": [
     {"type": "object", "required": ["role", "content"],
      "properties": {"type": {"enum": ["message", None]}, "role": _ROLE, "content": _PARTS}},
@@ -147,9 +162,10 @@ _OPENAIS: Final[Schema] = {"type": "object", "required": ["type"], "properties":
 }}  # fmt: skip
 _BLOCK: Final = _tagged("text", "text", text=_STRING)
 _BLOCKS: Final[Schema] = _texts("text")
-_RESULT: Final = _tagged(
-    "tool_result", "tool_use_id", tool_use_id=_STRING, content=nullable(_BLOCKS)
-)
+_SEEN: Final[Schema] = {
+    "anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_BLOCK, _IMAGE_BLOCK]}}]
+}
+_RESULT: Final = _tagged("tool_result", "tool_use_id", tool_use_id=_STRING, content=nullable(_SEEN))
 _SAID: Final = (
     _BLOCK,
     _tagged("thinking", "thinking", thinking=_STRING),
@@ -171,7 +187,7 @@ def _any_of(*blocks: Schema) -> Schema:
 
 _MESSAGES: Final[dict[str, Schema]] = {
     "messages": {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"anyOf": [
-        _message("user", _any_of(_BLOCK, _RESULT)),
+        _message("user", _any_of(_BLOCK, _IMAGE_BLOCK, _RESULT)),
         _message("assistant", _any_of(*_SAID)),
         _message("system", _BLOCKS),
     ]}},
@@ -207,7 +223,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "ChatMessage": {
         "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_STRING, *(
             _tagged(kind, holder, **{holder: _STRING}) for kind, holder in TEXT_PARTS.items()
-        )]}}]},
+        ), _tagged("image_url", "image_url", image_url=_IMAGE_URL), _INPUT_IMAGE]}}]},
     },
     "ResponsesBody": {
         "input": {"anyOf": [_STRING, {"type": "array", "items": _ITEM, "minItems": 1,

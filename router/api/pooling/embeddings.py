@@ -133,7 +133,7 @@ class PoolingParts:
             outcome, tokens = as_baton_error(error).code, 0
             raise
         finally:
-            self.services.metrics.pooled(model, tokens, outcome)
+            self.services.metrics.pooled(model, tokens, outcome, trace.retries)
 
     async def _vectors(self, ask: PoolAsk, trace: RequestTrace) -> list[bytes]:
         terms, arrival = trace.terms, trace.terms.arrival

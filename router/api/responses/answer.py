@@ -93,11 +93,13 @@ def error_of(error: BatonError) -> dict[str, str]:
 def response_usage(completion: Completion) -> dict[str, Any]:
     """Return the `usage` so far; it is final when the completion has ended."""
     prompt, output = completion.prompt_tokens, completion.completion_tokens
+    images = {"image_tokens": completion.image_tokens} if completion.request.images else {}
     return {
         "input_tokens": prompt,
         "input_tokens_details": {
             "cached_tokens": completion.cached_tokens,
             "cache_write_tokens": 0,
+            **images,
         },
         "output_tokens": output,
         "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens},

@@ -17,7 +17,7 @@ import orjson
 from starlette.types import Scope
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
-from router.api.http.reading import MAX_BODY_BYTES
+from router.api.http.reading import most_body_bytes
 from router.api.responses.body import ResponsesBody
 from router.api.responses.items import Item, items_of
 from router.api.responses.keeper import Keeper, Stored
@@ -27,7 +27,6 @@ from router.request.terms import grant_of
 
 _PREVIOUS: Final = "previous_response_id"
 _REFERENCE: Final = "item_reference"
-MAX_BYTES: Final = MAX_BODY_BYTES
 _NOTHING_KEPT: Final = "nothing is stored here, send the whole conversation as input"
 Load = Callable[[str], Awaitable[Stored | None]]
 
@@ -54,7 +53,7 @@ async def conversation_of(
     load = partial(keeper.load, owner, grant=grant_of(scope))
     earlier = [] if asked is None else await _earlier_items(asked, load)
     own = await _own_items(given, load)
-    _check_size([*earlier, *own])
+    _check_size([*earlier, *own], most_body_bytes(scope))
     return earlier, own
 
 
@@ -62,12 +61,12 @@ def _is_own(item: Item) -> bool:
     return item.get("type") != _REFERENCE
 
 
-def _check_size(items: Sequence[Item]) -> None:
-    room = MAX_BYTES
+def _check_size(items: Sequence[Item], most_bytes: int) -> None:
+    room = most_bytes
     for item in items:
         room -= len(orjson.dumps(item))
         if room < 0:
-            message = f"input: more than {MAX_BYTES} bytes, with what it goes on from"
+            message = f"input: more than {most_bytes} bytes, with what it goes on from"
             raise InvalidRequest(message, field="input")
 
 

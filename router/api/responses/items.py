@@ -17,8 +17,10 @@ from router.api.openai.chat import MAX_MESSAGES
 from router.api.responses.custom_input import FIELD
 from router.api.responses.output import item_id
 from router.api.responses.tools import flat_name
+from router.images.parts import ImagePart, of_chat
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
+_IMAGE: Final = "input_image"
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _PREFIXES: Final = {
     "message": "msg_",
@@ -109,7 +111,7 @@ class _Conversation:
             case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
                 call_id = _string(item, "call_id", where)
-                output = _text(item.get("output"), f"{where}.output")
+                output = _content(item.get("output"), f"{where}.output")
                 self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case _:
                 shown = str(kind)[:64]
@@ -121,15 +123,15 @@ class _Conversation:
         if role not in _ROLES:
             message = f"{where}.role must be one of {', '.join(_ROLES)}"
             raise InvalidRequest(message, field=f"{where}.role")
-        content = _text(item.get("content"), f"{where}.content")
+        given, field = item.get("content"), f"{where}.content"
         if role != "assistant":
             self._turn = None
             # Chat templates have no role `developer`; in OpenAI's API it means `system`.
             said = "system" if role == "developer" else role
-            self.messages.append({"role": said, "content": content})
-        elif (
-            self._turn is not None and not self._turn["content"] and "tool_calls" not in self._turn
-        ):
+            self.messages.append({"role": said, "content": _content(given, field)})
+            return
+        content = _text(given, field)
+        if self._turn is not None and not self._turn["content"] and "tool_calls" not in self._turn:
             self._turn["content"] = content
         else:
             self._begin(content)
@@ -167,24 +169,43 @@ def _string(item: Item, name: str, where: str) -> str:
     return found
 
 
+def _content(content: object, field: str) -> str | list[Item | ImagePart]:
+    """Return the content of a message that may hold images: text, or parts if it holds some."""
+    if not isinstance(content, list) or not any(map(_is_image, cast("list[object]", content))):
+        return _text(content, field)
+    parts: list[Item | ImagePart] = []
+    for index, part in enumerate(cast("list[object]", content)):
+        where = f"{field}[{index}]"
+        if _is_image(part):
+            parts.append(of_chat(cast("Item", part), where))
+        else:
+            parts.append({"type": "text", "text": _part(part, where)})
+    return parts
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and cast("Item", part).get("type") == _IMAGE
+
+
 def _text(content: object, field: str) -> str:
     """Return the text of `content`: a string, or a list of text parts, which are joined."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{field} must be a string or a list of parts", field=field)
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[object]", content)):
-        where = f"{field}[{index}]"
-        if not isinstance(part, dict):
-            raise InvalidRequest(f"{where} must be an object", field=where)
-        item = cast("Item", part)
-        kind = item.get("type")
-        if kind == "refusal":
-            texts.append(_string(item, "refusal", where))
-        elif kind in _TEXTS:
-            texts.append(_string(item, "text", where))
-        else:
-            message = f"{where}: only text parts are supported, not {str(kind)[:64]!r}"
-            raise UnsupportedFeature(message, field=where)
-    return "\n".join(texts)
+    parts = enumerate(cast("list[object]", content))
+    return "\n".join(_part(part, f"{field}[{index}]") for index, part in parts)
+
+
+def _part(part: object, where: str) -> str:
+    """Return the text of a part. Raises InvalidRequest, UnsupportedFeature."""
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where} must be an object", field=where)
+    item = cast("Item", part)
+    kind = item.get("type")
+    if kind == "refusal":
+        return _string(item, "refusal", where)
+    if kind in _TEXTS:
+        return _string(item, "text", where)
+    message = f"{where}: only text parts are supported, not {str(kind)[:64]!r}"
+    raise UnsupportedFeature(message, field=where)

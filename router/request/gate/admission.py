@@ -55,6 +55,7 @@ class Reason(enum.StrEnum):
     TOKEN_RATE = "token_rate"  # its key has used its tokens per minute
     DEADLINE = "deadline"
     SLO = "slo"
+    IMAGE_BYTES = "image_bytes"  # the images of requests under way are too large already
     STOPPING = "stopping"
     PAUSED = "paused"  # by an operator; used by gate.py alone
 
@@ -84,6 +85,7 @@ class Ticket:
     room_tokens: int = field(init=False)  # prompt tokens for which nodes must have room at first
     max_tokens: int = field(init=False)  # most output tokens of each sample
     samples: int = field(init=False)
+    image_bytes: int = field(init=False)
     latest_start: float | None = field(init=False)
     by_slo: bool = False
     expected_s: float = 0.0
@@ -101,6 +103,7 @@ class Ticket:
         self.room_tokens = min(POOLED_TOKENS, self.prompt_tokens) if pooled else self.prompt_tokens
         self.max_tokens = 0 if pooled else params.max_tokens
         self.samples = max(params.n, params.best_of or 1, params.beam_width)
+        self.image_bytes = sum([len(image.data) for image in request.images])
         self.latest_start = request.deadline
 
     @property
@@ -122,19 +125,22 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """At most `max_live` requests are under way, and at most `max_queued` wait."""
+    """At most `max_live` requests are under way, and at most `max_queued` wait. Their images have
+    at most `max_image_bytes`, those of one key at most half of that."""
 
     max_live: int = 1024
     max_queued: int = 0
+    max_image_bytes: int = 1 << 30
 
 
 @dataclass(slots=True)
 class _KeyUse:
     """What one key uses now. `preparing`: requests that are being read. `live`: requests that wait
-    or run. `bucket`: its tokens per minute; None: they are not limited."""
+    or run; `image_bytes`: of their images. `bucket`: its tokens per minute; None: no limit."""
 
     preparing: int = 0
     live: int = 0
+    image_bytes: int = 0
     bucket: TokenBucket | None = None
 
 
@@ -161,6 +167,7 @@ class AdmissionQueue:
     def __init__(self, bounds: Bounds) -> None:
         self.num_live = 0
         self.num_queued = 0
+        self.image_bytes = 0  # of all tickets that wait or are ADMITTED
         self._bounds = bounds
         self._levels: dict[int, FairQueue[Ticket]] = {}
         self._keys: dict[str, _KeyUse] = {}
@@ -238,12 +245,16 @@ class AdmissionQueue:
         use, limit = self._use(ticket.grant, now), ticket.grant.max_concurrency
         if limit is not None and use.live >= limit:
             return self._refuse(ticket, Reason.CONCURRENCY, self._slot_wait(ticket.cost))
+        if not self._has_room_for_images(use, ticket):
+            return self._refuse(ticket, Reason.IMAGE_BYTES, self._slot_wait(ticket.cost))
         late_s = self._lateness(ticket, ahead, now)
         if late_s > 0:
             return self._refuse(ticket, _too_late(ticket), late_s)
         if use.bucket is not None and (wait_s := use.bucket.take(ticket.cost, now)) > 0:
             return self._refuse(ticket, Reason.TOKEN_RATE, wait_s)
         use.live += 1
+        use.image_bytes += ticket.image_bytes
+        self.image_bytes += ticket.image_bytes
         if not self.num_queued and self.num_live < self._bounds.max_live and take_room(ticket):
             return self._admit(ticket, now)
         if self._may_queue(ticket):
@@ -326,8 +337,18 @@ class AdmissionQueue:
         """Stop counting the ticket for its key, and correct the tokens that the key was charged."""
         use = self._keys[ticket.grant.name]
         use.live -= 1
+        use.image_bytes -= ticket.image_bytes
+        self.image_bytes -= ticket.image_bytes
         if use.bucket is not None:
             use.bucket.give_back(ticket.cost - used_tokens, now)
+
+    def _has_room_for_images(self, use: _KeyUse, ticket: Ticket) -> bool:
+        """Whether the images of a ticket fit beside those that are here. A key never takes the
+        other half, so its images keep nobody else's out."""
+        num_bytes, most = ticket.image_bytes, self._bounds.max_image_bytes
+        return not num_bytes or (
+            self.image_bytes + num_bytes <= most and use.image_bytes + num_bytes <= most // 2
+        )
 
     def _admit(self, ticket: Ticket, now: float) -> Ticket:
         ticket.state = TicketState.ADMITTED

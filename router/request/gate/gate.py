@@ -52,6 +52,7 @@ _WORDS: Final[dict[Reason, str]] = {
     Reason.QUEUE_FULL: "the server is at its limit and its queue is full",
     Reason.CONCURRENCY: "as many requests of this key are under way as it may have at once",
     Reason.TOKEN_RATE: "this key has used its tokens per minute",
+    Reason.IMAGE_BYTES: "the images of requests under way take all the memory that they may have",
     Reason.DEADLINE: "the request could not begin before its deadline",
     Reason.SLO: "the service level that the request asks for cannot be kept now",
     Reason.STOPPING: "the server is stopping",

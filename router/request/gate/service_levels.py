@@ -153,7 +153,12 @@ def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float)
     best = _best_ttft(request, computing, {})
     if best is None or best <= limit_s:
         return best
-    ask = Ask(request.known_ids, tenant_salt=request.tenant_salt, adapter=request.adapter)
+    ask = Ask(
+        request.known_ids,
+        tenant_salt=request.tenant_salt,
+        adapter=request.adapter,
+        images=request.images,
+    )
     return _best_ttft(request, computing, prefix_lengths(ask, computing))
 
 

@@ -7,6 +7,7 @@
 
 #include "attention_int8.h"
 #include "attention_tasks.h"
+#include "delta_rule.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
@@ -21,7 +22,7 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 9; }
+int baton_kernels_version() { return 10; }
 
 // Asks the kernel for what this process may only use once it has: AMX's tiles, for all its threads. 0,
 // or an errno.
@@ -93,6 +94,8 @@ void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*arg
 void baton_prefill_attention(const baton::PrefillArgs* args) { baton::prefill_attention(*args); }
 
 void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }
+
+void baton_delta_rule(const baton::DeltaArgs* args) { baton::delta_rule(*args); }
 
 void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
 }

@@ -42,6 +42,8 @@ constexpr int kAskingPasses = 256;    // so many over a panel ask for the next o
 // attention.h
 constexpr int kKeysAtOnce = 2;  // by two query heads: 8 registers accumulate
 constexpr int kValueParts = 1;  // of 32 numbers at once, by two query heads: as many do
+// delta_rule.h
+constexpr int kStateVectors = 2;  // columns of a matrix at once: 8 registers accumulate
 // prefill.h
 constexpr int kQueries = 4;  // at once by kQueryVectors: 8 registers accumulate
 constexpr int kQueryVectors = 1;

@@ -14,6 +14,8 @@ constexpr int kPanelVectors = 4;  // of a panel
 // attention.h
 constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
 constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
+// delta_rule.h
+constexpr int kStateVectors = 8;  // columns of a matrix at once: 16 registers accumulate
 
 inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }

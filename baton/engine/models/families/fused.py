@@ -4,12 +4,14 @@ head.
     phi3 (Phi-3, Phi-4)  q, k and v in one tensor, gate and up in one; longrope
     glm, glm4            gate and up in one; neighbouring dims rotate together; glm4 also has norms
                          behind attention and MLP
+    glm4_moe             no fused tensors, and dims rotate as Llama's; queries and keys may be
+                         normalized
 
 longrope has two sets of frequencies. transformers uses the long set for all rows of a call as soon
 as the longest sequence passes `original_max_position_embeddings`. In Baton no sequence passes it,
 because `position_limit` (kernels/rope.py) ends the longest context there. So the short set is
 exact.
-Source: transformers' Phi3Model, GlmModel, Glm4Model, modeling_rope_utils.
+Source: transformers' Phi3Model, GlmModel, Glm4Model, Glm4MoeModel, modeling_rope_utils.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def phi_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
             raise NotLean(f"{key} {config[key]!r} in phi3")
     if config.get("rope_scaling") and config.get("rope_parameters"):
         raise NotLean("rope_scaling and rope_parameters")
-    rule, rotated = _partly(config, base, 1.0)
+    rule, rotated = partly_rotated(config, base, 1.0)
     if rule.kind == "longrope":
         rule = _long(rule, config, rotated)
     else:
@@ -91,7 +93,8 @@ def glm_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
     """Return the config of a GLM. `base`: what is read alike for all families. Raises NotLean."""
     if config.get("hidden_act", "silu") != "silu":
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
-    rule, rotated = _partly(config, base, _GLM_ROTATED)
+    family = config["model_type"]
+    rule, rotated = partly_rotated(config, base, _GLM_ROTATED)
     check_rope(rule)
     return replace(
         base,
@@ -99,12 +102,15 @@ def glm_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
         output_bias=False,
         rope=rule,
         rotated_dim=rotated,
-        pairs=PairRotation.NEIGHBOURS,
-        names=_GLM_NAMES[config["model_type"]],
+        qk_norm=bool(config.get("use_qk_norm", False)),
+        pairs=PairRotation.HALVES if family == "glm4_moe" else PairRotation.NEIGHBOURS,
+        names=_GLM_NAMES.get(family, LayerNames()),
     )
 
 
-def _partly(config: dict[str, Any], base: DecoderConfig, default: float) -> tuple[RopeRule, int]:
+def partly_rotated(
+    config: dict[str, Any], base: DecoderConfig, default: float
+) -> tuple[RopeRule, int]:
     """Return the RoPE rule, and how many dims of a head it rotates. `default`: the share of the
     dims that rotate, if the config states none.
 

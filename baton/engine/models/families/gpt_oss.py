@@ -48,5 +48,5 @@ def gpt_oss_experts(config: dict[str, Any], count: int, num_layers: int) -> Expe
         router="router",
         biased=True,
         clamped=ClampedGate(float(limit), float(alpha)),
-        stacked=True,
+        stacked="inputs first",
     )

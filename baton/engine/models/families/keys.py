@@ -28,9 +28,14 @@ ARCHITECTURES: Final = {
     "phi3": "Phi3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")  # families with MLA
+SIGMOID_MOE: Final = (*LATENT, "glm4_moe")  # families with DeepSeek's mixtures of experts
 # Families in which attention_bias says whether there are biases; others must not set it.
 _BIASED: Final = ("llama", "qwen3", "qwen3_moe", "gpt_oss", *LATENT)
 _QWEN_MOE: Final = {
@@ -55,9 +60,22 @@ _GEMMA: Final = _ROPE | {
     "use_bidirectional_attention", "cache_implementation",
 }  # fmt: skip
 _GEMMA2: Final = _GEMMA | {"layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
+_GLM_MOE: Final = {
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "first_k_dense_replace",
+    "use_qk_norm",
+}  # fmt: skip
+_HYBRID: Final = _ROPE | {
+    "hidden_act", "partial_rotary_factor", "tie_word_embeddings", "layer_types",
+    "full_attention_interval", "attn_output_gate", "output_gate_type", "mamba_ssm_dtype",
+    "attention_bias", "use_sliding_window", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+}  # fmt: skip
+_HYBRID_MOE: Final = _HYBRID | {
+    "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
+}  # fmt: skip
 _GLM: Final = _ROPE | {"hidden_act", "partial_rotary_factor", "tie_word_embeddings"}
-# Families that have a file of their own (gemma.py, fused.py): the keys that are understood in
-# addition to the required ones. The family's file checks their values.
+# Families that have a file of their own (gemma.py, fused.py, hybrid.py): the keys that are
+# understood in addition to the required ones. The family's file checks their values.
 OWN: Final = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
@@ -71,12 +89,23 @@ OWN: Final = {
     },
     "glm": _GLM,
     "glm4": _GLM,
+    "glm4_moe": _GLM | {*COUNTS, "head_dim", "num_nextn_predict_layers", "num_mtp_layers"},
+    "qwen3_next": _HYBRID_MOE,
+    "qwen3_5_text": _HYBRID | {"mlp_only_layers"},
+    "qwen3_5_moe_text": _HYBRID_MOE,
 }  # fmt: skip
 # Keys for which transformers has a default that depends on the family. If one is absent, the
 # universal route serves the checkpoint.
 _REQUIRED: Final = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
+}  # fmt: skip
+_DELTA: Final = _HEADS | {
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim",
+}  # fmt: skip
+_DELTA_MOE: Final = _DELTA | {
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
 }  # fmt: skip
 REQUIRED_BY_FAMILY: Final = {
     "llama": set[str](),
@@ -99,10 +128,14 @@ REQUIRED_BY_FAMILY: Final = {
     "phi3": {"num_key_value_heads", "rms_norm_eps"},
     "glm": _HEADS | {"attention_bias"},
     "glm4": _HEADS | {"attention_bias"},
+    "glm4_moe": _GLM_MOE | {"num_key_value_heads", "rms_norm_eps", "attention_bias"},
     "gpt_oss": {
         "num_key_value_heads", "head_dim", "num_experts_per_tok", "sliding_window", "swiglu_limit",
         "rms_norm_eps", "attention_bias",
     },
+    "qwen3_next": _DELTA_MOE,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA_MOE,
 }  # fmt: skip
 _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",

@@ -1,4 +1,5 @@
-"""Reads the configs of families with latent attention (MLA), and of their mixtures of experts."""
+"""Reads the configs of families with latent attention (MLA), and of mixtures of experts like
+DeepSeek's."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def latent_config(family: str, config: dict[str, Any]) -> LatentConfig | None:
 
 
 def latent_experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsConfig:
-    """Return the mixture of experts of a family with latent attention. Raises NotLean."""
+    """Return the mixture of experts of one of the families SIGMOID_MOE. Raises NotLean."""
     count, shared = config["n_routed_experts"], config["n_shared_experts"]
     if any(config.get(key, count) != count for key in COUNTS):
         raise NotLean(f"n_routed_experts and {' or '.join(COUNTS)} differ")

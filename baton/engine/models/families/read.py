@@ -12,13 +12,14 @@ from typing import Any, Final
 
 from baton.engine.kernels.rope import RopeRule, rope_rule
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.families import gemma, hybrid
 from baton.engine.models.families.fused import glm_config, phi_config
-from baton.engine.models.families.gemma import PREFIX, gemma_config, text_of_images
 from baton.engine.models.families.gpt_oss import gpt_oss_experts, gpt_oss_windows
 from baton.engine.models.families.keys import (
     COUNTS,
     LATENT,
     OWN,
+    SIGMOID_MOE,
     UNDERSTOOD_BY_FAMILY,
     NotLean,
     check_understood,
@@ -26,17 +27,30 @@ from baton.engine.models.families.keys import (
 from baton.engine.models.families.latent import latent_config, latent_experts
 
 _READERS: Final[dict[str, Callable[[dict[str, Any], DecoderConfig], DecoderConfig]]] = {
-    "gemma": gemma_config, "gemma2": gemma_config, "gemma3_text": gemma_config,
+    "gemma": gemma.gemma_config, "gemma2": gemma.gemma_config,
+    "gemma3_text": gemma.gemma_config,
     "phi3": phi_config, "glm": glm_config, "glm4": glm_config,
+    "glm4_moe": glm_config,
+    "qwen3_next": hybrid.hybrid_config, "qwen3_5_text": hybrid.hybrid_config,
+    "qwen3_5_moe_text": hybrid.hybrid_config,
 }  # fmt: skip
+# How the config of the language model is found in that of a model with images, and what stands
+# before the names of its tensors.
+_WITH_IMAGES: Final = (
+    (gemma.text_of_images, gemma.PREFIX),
+    (hybrid.language_model, hybrid.PREFIX),
+)
 
 
 def decoder_config(config: dict[str, Any]) -> DecoderConfig:
     """Read a config.json of one of the ARCHITECTURES. Raises NotLean with the reason."""
-    text = text_of_images(config)
-    if text is not config:
-        return replace(decoder_config(text), prefix=PREFIX)
+    for language_model, prefix in _WITH_IMAGES:
+        text = language_model(config)
+        if text is not config:
+            return replace(decoder_config(text), prefix=prefix)
     family = config.get("model_type", "")
+    if family == hybrid.NO_DENSE:
+        config = {"intermediate_size": 0, **config}
     check_understood(family, config)
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
     rope = rope_rule(config) or RopeRule("default", 10000.0)
@@ -107,10 +121,10 @@ def _qkv_bias(family: str, config: dict[str, Any]) -> bool:
 
 def _experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
     """Return the mixture of experts; None for a dense family. Raises NotLean."""
+    if family in SIGMOID_MOE:
+        return latent_experts(family, config, num_layers)
     if family not in UNDERSTOOD_BY_FAMILY:
         return None
-    if family in LATENT:
-        return latent_experts(family, config, num_layers)
     counts = {config[key] for key in COUNTS if key in config}
     if len(counts) != 1:
         raise NotLean(f"{' and '.join(COUNTS)} are absent or differ")

@@ -34,15 +34,19 @@ EPSILON: Final = 1e-6  # of the norms of latents and of queries; the config's is
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Attention over keys and values of heads (MHA, GQA, MQA). H = hidden, D = head_dim."""
+    """Attention over keys and values of heads (MHA, GQA, MQA). H = hidden, D = head_dim.
+
+    `gated`: `qkv` makes a gate of D numbers behind each query; see DecoderConfig.
+    """
 
     layer: int
     num_heads: int
     head_dim: int
-    qkv: Projection  # [H] -> [(heads + 2 * kv_heads) * D]
+    qkv: Projection  # [H] -> [(heads + 2 * kv_heads) * D], `gated` [(2 * heads + ...) * D]
     head_norms: HeadNorms | None
     output: Projection  # [heads * D] -> [H]
     between: Elementwise
+    gated: bool = False
 
     @property
     def projections(self) -> list[Projection]:
@@ -60,8 +64,15 @@ class HeadAttention:
         """Attend: hidden [T, H] -> [T, H], which `reduce` sums over the ranks. Writes the rows'
         keys and values."""
         qkv = self.qkv(hidden, groups).unflatten(1, (-1, self.head_dim))
+        gates: Tensor | None = None
+        if self.gated:
+            count = 2 * self.num_heads
+            gates = qkv[:, 1:count:2].sigmoid()
+            qkv = torch.cat((qkv[:, :count:2], qkv[:, count:]), dim=1)
         queries, keys, values = self.between.rotate(qkv, rotation, self.num_heads, self.head_norms)
         attended = batch.attend(self.layer, queries, keys, values)
+        if gates is not None:
+            attended = attended * gates
         return self.output.summed(attended.flatten(1), groups, reduce)
 
 

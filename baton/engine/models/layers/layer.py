@@ -9,9 +9,10 @@ from torch import Tensor
 
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
+from baton.engine.kernels.delta_rule import DeltaWeights
 from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.models.compiled_step import step_linears
-from baton.engine.models.config import DecoderConfig, ExpertsConfig, LatentConfig
+from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.experts import (
     Expert,
@@ -21,6 +22,7 @@ from baton.engine.models.experts import (
     compiled_experts,
 )
 from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
+from baton.engine.models.layers.delta import DeltaAttention, choose_rule
 from baton.engine.models.layers.gates import (
     ChosenGate,
     ExpertGate,
@@ -42,7 +44,7 @@ class DecoderLayer:
     """Weights of one layer. H = hidden."""
 
     input_norm: Tensor  # [H]
-    attention: HeadAttention | LatentAttention
+    attention: HeadAttention | LatentAttention | DeltaAttention
     mlp_norm: Tensor  # [H]
     mlp: Mlp | Experts
     # [H]: norms of the outputs of attention and MLP, before the residual is added; None = no norm.
@@ -57,10 +59,10 @@ class DecoderLayer:
         return [*self.attention.projections, *self.mlp.projections]
 
     def step_layer(self) -> StepLayer | None:
-        """Return the layer in the form of the compiled step. None if the layer has latent attention
-        or experts, or if the step does not support the format of a weight."""
+        """Return the layer in the form of the compiled step. None if the layer has latent, linear
+        or gated attention, or experts, or if the step does not support the format of a weight."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(mlp, Mlp) or not isinstance(attention, HeadAttention):
+        if not isinstance(mlp, Mlp) or not isinstance(attention, HeadAttention) or attention.gated:
             return None
         linears = step_linears([projection.linear for projection in self.projections])
         if linears is None:
@@ -87,14 +89,12 @@ class LayerBuilder:
         """Read all weights of layer `index`. `prefix`: stands before their names; "" = the
         model's own."""
         config, prefix = self.config, prefix or f"model.layers.{index}."
-        experts, latent, attention = config.experts, config.latent, prefix + "self_attn."
+        experts, attention = config.experts, prefix + "self_attn."
         sparse = experts is not None and index in experts.layers
         names = config.names
         return DecoderLayer(
             input_norm=self._norm(prefix + "input_layernorm"),
-            attention=self._heads(index, attention)
-            if latent is None
-            else self._latent(index, latent, attention),
+            attention=self._attention(index, prefix),
             mlp_norm=self._norm(prefix + names.mlp_norm),
             mlp=self._experts(experts, prefix + experts.prefix)
             if experts is not None and sparse
@@ -104,6 +104,16 @@ class LayerBuilder:
             rotation=config.rope_of(index),
             sinks=self.read(attention + "sinks") if config.sinks else None,
         )
+
+    def _attention(
+        self, index: int, prefix: str
+    ) -> HeadAttention | LatentAttention | DeltaAttention:
+        config = self.config
+        if config.delta is not None and index in config.delta.layers:
+            return self._delta(index, config.delta, prefix + "linear_attn.")
+        if config.latent is not None:
+            return self._latent(index, config.latent, prefix + "self_attn.")
+        return self._heads(index, prefix + "self_attn.")
 
     def _norm(self, name: str) -> Tensor:
         """Read the weight of the norm `name`, as `between` takes it."""
@@ -115,7 +125,7 @@ class LayerBuilder:
     def _heads(self, index: int, prefix: str) -> HeadAttention:
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        stacked = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        stacked = {"q_proj": queries * (2 if config.gated else 1), "k_proj": keys, "v_proj": keys}
         if config.names.fused_qkv:
             stacked = {"qkv_proj": queries + 2 * keys}
         return HeadAttention(
@@ -126,6 +136,26 @@ class LayerBuilder:
             head_norms=self._head_norms(prefix) if config.qk_norm else None,
             output=self._output(prefix, queries),
             between=self.between,
+            gated=config.gated,
+        )
+
+    def _delta(self, index: int, delta: DeltaConfig, prefix: str) -> DeltaAttention:
+        config, sizes = self.config, delta.sizes
+        weights = DeltaWeights(
+            conv=self.read(prefix + "conv1d.weight").squeeze(1),
+            decay=-self.read(prefix + "A_log").float().exp(),
+            step_bias=self.read(prefix + "dt_bias").float(),
+            norm=self.read(prefix + "norm.weight"),
+            epsilon=config.rms_norm_eps,
+        )
+        outputs = {"out_proj": config.hidden_size}
+        return DeltaAttention(
+            layer=index,
+            sizes=sizes,
+            inputs=self._projection(prefix, delta.inputs, config.hidden_size, False),
+            rule=choose_rule(sizes, weights, self.between),
+            output=self._projection(prefix, outputs, sizes.values, False),
+            by_head=delta.by_head,
         )
 
     def _head_norms(self, prefix: str) -> HeadNorms:

@@ -51,8 +51,9 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
         return config
     own, architecture = _WITH_IMAGES[family]
     text: dict[str, Any] = config.get("text_config") or {}
-    if config.get("architectures") != [architecture]:
-        raise NotLean(f"architectures {config.get('architectures')} of {family}")
+    named = config.get("architectures", [architecture])  # absent: served for text (seeing.py)
+    if named != [architecture]:
+        raise NotLean(f"architectures {named} of {family}")
     unknown = sorted(set(config) - _IMAGES)
     if unknown or text.get("model_type") != own:
         raise NotLean(f"config keys {unknown} are not understood")

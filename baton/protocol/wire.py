@@ -146,7 +146,7 @@ def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
         resume=cast("Resume", one_of(message.resume, RESUME, "resume")),
         arrival=clock.monotonic(),
         ended=tuple(message.ended),
-        images=_images_from_wire(message),
+        images=_images_from_wire(message) if message.images else (),
     )
 
 

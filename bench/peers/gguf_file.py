@@ -45,7 +45,9 @@ def write_gguf(model: Path, path: Path) -> None:
         numbers = _interleaved(name, tensor, config) if kind == "llama" else tensor
         told = names.get_name(name, try_suffixes=(".weight",))
         # llama.cpp multiplies norms in float32, and its converter leaves gates in it.
-        if numbers.ndim == 1 or name.endswith("mlp.gate.weight"):
+        if numbers.dtype == np.float32:
+            writer.add_tensor(told, numbers)
+        elif numbers.ndim == 1 or name.endswith("mlp.gate.weight"):
             writer.add_tensor(told, (numbers.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(numbers).view(np.uint8)
@@ -122,15 +124,16 @@ def add_tokenizer(writer: Any, model: Path, end: int) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the bfloat16 numbers of each tensor, as a uint16 array over the file."""
+    """Yield the name and the numbers of each tensor, as an array over the file: of float32 (DeepSeek's
+    routers), or uint16 for bfloat16."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        flat = np.memmap(path, np.uint16, "r", 8 + size + begin, ((end - begin) // 2,))
-        yield name, flat.reshape(entry["shape"])
+        begin, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
+        kind = np.float32 if entry["dtype"] == "F32" else np.uint16
+        yield name, np.memmap(path, kind, "r", begin, shape)
 
 
 def _stacked(

@@ -181,7 +181,9 @@ class PromptReader:
         if asked.images and asked.length.side is not None:
             field = "truncate_prompt_tokens"
             raise UnsupportedFeature(f"{field}: a prompt with images is not cut", field=field)
-        files = await self._images.read(asked.images, grant, self._off_loop)
+        files: Sequence[ImageFile] = ()
+        if asked.images:
+            files = await self._images.read(asked.images, grant, self._off_loop)
         text = self._rendered_at_once(chat) if asked.template is None else None
         short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
         if text is None and asked.template is not None:
@@ -198,6 +200,8 @@ class PromptReader:
         ids = tuple(encode() if short else await self._encoded(grant, len(text), encode))
         if not ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
+        if self._images.model is None:
+            return Prompt(ids, text)
         return self._placed(ids, text, files, asked.length, "messages")
 
     async def illustrated(self, asked: TextInputs, images: Sequence[ImagePart]) -> Prompt:

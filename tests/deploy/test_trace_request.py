@@ -24,11 +24,11 @@ TRACE_S = 240.0
 FILES = {
     "router_before": 48,  # 46
     "router": 50,  # 48 -> 30 (docs/adr/0009)
-    "whole": 143,  # 142 -> 90
+    "whole": 147,  # 146: 4 for images, checkpoints and reservations -> 90
 }
 FUNCTIONS = {
-    "router": 250,  # 248, 5 for what nodes tell of their times -> 250
-    "whole": 890,  # 886: 19 for the times of nodes, 8 for state slots and draft heads
+    "router": 252,  # 251: 5 for what nodes tell of their times, 1 for images -> 250
+    "whole": 905,  # 903: 19 for the times of nodes, 25 for recurrent states and draft heads
 }
 CALLS = {
     "router": 534,  # 531: 17 for the times of nodes, 8 for the first and the last byte
@@ -36,12 +36,12 @@ CALLS = {
 # Of all stages together: carriers and side-cars are what stands for the request, rows are what each
 # step and each frame makes of it (tools/trace_types.py). -> 12 without the rows (docs/adr/0009)
 TYPES = {
-    "carrier": 31,  # 31 with the times of nodes
+    "carrier": 33,  # 33 with the times of nodes, and prompts that may hold images
     "row": 14,  # 13
     "side-car": 16,  # 15
 }
 ROUTER_TYPES = {
-    "carrier": 12,  # 12 with the entry of its timeline
+    "carrier": 13,  # 13 with the entry of its timeline, and the prompt with its images
     "row": 2,  # 2
     "side-car": 6,  # 5
 }

@@ -155,7 +155,8 @@ class Engine:
         a request that can never fit the model or, with a LOCAL task's output, the pool.
         """
         self._check(request, task)
-        images_of(request, self.model, self.config)
+        if request.images:
+            images_of(request, self.model, self.config)
 
     def _check(self, request: Request, task: Task) -> None:
         validate(request, task, self.bounds)
@@ -181,7 +182,7 @@ class Engine:
         to the caller.
         """
         self._check(request, task)
-        images = images_of(request, self.model, self.config)
+        images = images_of(request, self.model, self.config) if request.images else None
         if request.id in self.requests:
             raise InvalidRequest(f"request {request.id} already runs here", field="id")
         if reservation is not None and task is not Task.LOCAL:

@@ -21,13 +21,11 @@ async def read_ahead(model: LoadedModel | None, request: Request) -> None:
 def images_of(
     request: Request, model: LoadedModel | None, config: EngineConfig
 ) -> PromptImages | None:
-    """Read the images of a request; None if it has none.
+    """Read the images of a request that has some.
 
     Raises InvalidRequest for images that the model cannot take or a step cannot compute,
     UnsupportedFeature for what does not go with them, Unavailable while the engine sleeps.
     """
-    if not request.images:
-        return None
     if model is None or model.images is None:
         raise Unavailable("the engine sleeps")
     if request.resume == "exact" and model.images.mutual:

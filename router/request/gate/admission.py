@@ -245,7 +245,7 @@ class AdmissionQueue:
         use, limit = self._use(ticket.grant, now), ticket.grant.max_concurrency
         if limit is not None and use.live >= limit:
             return self._refuse(ticket, Reason.CONCURRENCY, self._slot_wait(ticket.cost))
-        if not self._has_room_for_images(use, ticket):
+        if ticket.image_bytes and not self._has_room_for_images(use, ticket):
             return self._refuse(ticket, Reason.IMAGE_BYTES, self._slot_wait(ticket.cost))
         late_s = self._lateness(ticket, ahead, now)
         if late_s > 0:
@@ -346,9 +346,8 @@ class AdmissionQueue:
         """Whether the images of a ticket fit beside those that are here. A key never takes the
         other half, so its images keep nobody else's out."""
         num_bytes, most = ticket.image_bytes, self._bounds.max_image_bytes
-        return not num_bytes or (
-            self.image_bytes + num_bytes <= most and use.image_bytes + num_bytes <= most // 2
-        )
+        whole, own = self.image_bytes + num_bytes, use.image_bytes + num_bytes
+        return whole <= most and own <= most // 2
 
     def _admit(self, ticket: Ticket, now: float) -> Ticket:
         ticket.state = TicketState.ADMITTED

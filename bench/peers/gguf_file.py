@@ -124,8 +124,8 @@ def add_tokenizer(writer: Any, model: Path, end: int) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the numbers of each tensor, as an array over the file: of float32 (DeepSeek's
-    routers), or uint16 for bfloat16."""
+    """Yield the name and the numbers of each tensor, as an array over the file: of float32
+    (DeepSeek's routers), or uint16 for bfloat16."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

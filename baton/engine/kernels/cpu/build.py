@@ -20,6 +20,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -72,7 +73,9 @@ INSTRUCTION_SETS: Final = (  # the best first
         "avx2", "AVX2 with FMA", ("avx2", "fma", "f16c"), (), ("-mavx2", "-mfma", "-mf16c")
     ),
 )  # fmt: skip
-_FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
+_FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno")
+# Compiled at the same time, then linked: on two cores that takes about 0.6 of the time.
+UNITS: Final = ("products.cpp", "rows.cpp")
 
 
 class CannotBuild(Exception):
@@ -175,13 +178,22 @@ def _compile(command: list[str], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            done = subprocess.run(
-                [*command, str(SOURCES / "kernels.cpp"), "-o", str(made)],
-                capture_output=True, text=True, timeout=COMPILE_S, check=False,
-            )  # fmt: skip
-            if done.returncode != 0:
-                raise CompilerFailed(f"{command[0]} failed: {done.stderr.strip()[:300]}")
+            objects = [str(Path(folder) / f"{unit}.o") for unit in UNITS]
+            units = [
+                [*command, "-c", str(SOURCES / unit), "-o", made_of_it]
+                for unit, made_of_it in zip(UNITS, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(len(UNITS)) as pool:
+                list(pool.map(_run, units))
+            _run([*command, "-shared", *objects, "-o", str(made)])
             made.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerFailed(f"{command[0]} failed: {error}") from error
     logger.info("compiled the CPU kernels: %s", path)
+
+
+def _run(command: list[str]) -> None:
+    """Run a compiler. Raises CompilerFailed with the beginning of what it says."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    if done.returncode != 0:
+        raise CompilerFailed(f"{command[0]} failed: {done.stderr.strip()[:300]}")

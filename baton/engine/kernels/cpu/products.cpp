@@ -1,19 +1,14 @@
 // The kernels' C interface, one function each, called through ctypes by library.py: pointers and
-// sizes as the structs of the headers say, nothing checked here, no exception leaves.
+// sizes as the structs of the headers say, nothing checked here, no exception leaves. Here: what
+// multiplies by weights, and whole steps; rows.cpp has the rest. build.py compiles both at once.
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 
-#include "attention_int8.h"
-#include "attention_tasks.h"
-#include "delta_rule.h"
-#include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
-#include "prefill.h"
 #include "quantized.h"
-#include "sampling.h"
 #include "step.h"
 #include "w8a8.h"
 
@@ -43,29 +38,6 @@ void baton_pack(const bf16* weight, bf16* panels, int64_t outputs, int64_t input
 
 void baton_linear(const baton::LinearArgs* args) { baton::linear(*args); }
 
-void baton_decode_attention(const baton::DecodeArgs* args) {
-  baton::decode_attention(baton::PlainPool{*args});
-}
-
-void baton_add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
-                    int64_t size, float epsilon, float offset) {
-  baton::add_norm(residual, delta, weight, y, rows, size, {epsilon, offset});
-}
-
-void baton_rotate(const baton::RotateArgs* args) { baton::rotate(*args); }
-
-void baton_gated(const bf16* gate_up, bf16* y, int64_t rows, int64_t size, int64_t gelu) {
-  (gelu ? baton::gated<true> : baton::gated<false>)(gate_up, y, rows, size);
-}
-
-void baton_highest(const baton::HighestArgs* args) { baton::highest(*args); }
-
-void baton_top(const baton::TopArgs* args) { baton::top(*args); }
-
-void baton_race(const baton::RaceArgs* args) { baton::race(*args); }
-
-void baton_store_rows(const baton::StoreArgs* args) { baton::store_rows(*args); }
-
 void baton_pack_integers(const baton::IntegerPack* args) { baton::pack_integers(*args); }
 
 // Whether integers of 6 bits can be packed.
@@ -76,6 +48,7 @@ int32_t baton_packs_sixes() {
   return 0;
 #endif
 }
+
 void baton_integer_linear(const baton::IntegerArgs* args) { baton::integer_linear(*args); }
 
 void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64_t outputs,
@@ -85,17 +58,7 @@ void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64
 
 void baton_w8a8_linear(const baton::W8A8Args* args) { baton::w8a8_linear(*args); }
 
-void baton_decode_attention_int8(const baton::Int8DecodeArgs* args) {
-  baton::decode_attention(baton::Int8Pool{*args, args->base});
-}
-
-void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*args); }
-
-void baton_prefill_attention(const baton::PrefillArgs* args) { baton::prefill_attention(*args); }
-
 void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }
-
-void baton_delta_rule(const baton::DeltaArgs* args) { baton::delta_rule(*args); }
 
 void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
 }

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.redis_connections import connect
+from baton.runtime.redis_urls import check_redis_url
 from deploy.redis_server import find_redis_binary
 
 SHM: Final = Path("/dev/shm")
@@ -117,7 +117,7 @@ async def redis_state(url: str) -> str:
         binary = find_redis_binary()
         return "no --redis-url; a server can be started" if binary else "none (in-memory store)"
     check_redis_url(url)
-    client = Redis.from_url(url, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
+    client = connect(url, REDIS_S)
     try:
         began = time.perf_counter()
         async with asyncio.timeout(2 * REDIS_S):

@@ -7,6 +7,7 @@ server writes an AOF `everysec`, as documented for production, and does not list
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import shutil
@@ -16,11 +17,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
-from redis import Redis
 from redis.exceptions import RedisError
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_keys import without_password
+from baton.runtime.redis_connections import connect
+from baton.runtime.redis_urls import without_password
 from baton.runtime.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
@@ -61,11 +62,16 @@ def socket_url(socket: Path) -> str:
 
 def require_answer(url: str) -> None:
     """Raise ConfigError, naming the URL, unless the server there answers a PING."""
+
+    async def ping() -> None:
+        client = connect(url, PING_TIMEOUT_S, retries=0)
+        try:
+            await client.execute_command("PING")
+        finally:
+            await client.aclose()
+
     try:
-        with Redis.from_url(
-            url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S, retry=None
-        ) as client:
-            client.ping()
+        asyncio.run(ping())
     except (RedisError, OSError, ValueError, TypeError) as error:  # TypeError: unknown URL options
         text = f"--redis-url {without_password(url)} does not answer ({error})"
         raise ConfigError(text, field="redis_url") from error

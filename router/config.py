@@ -12,7 +12,7 @@ from baton.protocol.request import Resume
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.log import FORMATS, LEVELS
-from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.redis_urls import RedisKind, check_redis_url, parse_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
@@ -150,7 +150,9 @@ class RouterConfig:
     )
     reuse_port: bool = option(False, "share the ports with other router processes (Linux)")
     redis_url: str | None = option(
-        None, "redis://..., rediss://... or unix://...; none = in memory"
+        None,
+        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// (docs/redis.md);"
+        " none = in memory",
     )
     prefill_node: tuple[str, ...] = option((), "HOST:PORT of a prefill node (repeatable)")
     decode_node: tuple[str, ...] = option((), "HOST:PORT of a decode node (repeatable)")
@@ -231,6 +233,11 @@ class RouterConfig:
         "wait for Redis before a plain request goes on, seconds; longer while its answers take"
         " longer, up to half a lease (2.5 s)",
     )
+    store_replicas: int | None = option(
+        None,
+        "replicas of Redis that must have the tokens of a resumable request before they are shown,"
+        " as far as there are any (default: 1 with Sentinels or a Cluster, else 0)",
+    )
     stall_s: float = option(
         60.0, "a node silent for so long with requests of this router hangs: they move, seconds"
     )
@@ -279,7 +286,7 @@ class RouterConfig:
             ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
             ("batch_concurrency", 1), ("stored_responses_mb", 0), ("node_wait_s", 0),
             ("slow_request_s", 0), ("timeline_requests", 0), ("max_image_mb", 1),
-            ("max_image_megapixels", 1), ("max_live_image_mb", 1),
+            ("max_image_megapixels", 1), ("max_live_image_mb", 1), ("store_replicas", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -313,6 +320,13 @@ class RouterConfig:
         self._check_encrypted(self.host)
         if self.admin_port is not None:
             self._check_encrypted(self.admin_host)
+
+    @property
+    def replicas_wanted(self) -> int:
+        """How many replicas must have a resumable request's tokens before they are shown."""
+        if self.store_replicas is not None or self.redis_url is None:
+            return self.store_replicas or 0
+        return int(parse_redis_url(self.redis_url).kind is not RedisKind.SINGLE)
 
     def _check_place(self) -> None:
         if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):

@@ -36,7 +36,7 @@ from baton.runtime import log as logs
 from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
-from baton.runtime.redis_connections import ROUTER_CALL, check_redis
+from baton.runtime.redis_connections import check_router_redis, connect
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate
@@ -76,7 +76,8 @@ from router.services import RouterServices
 from router.store.base import RequestStore
 from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.store.redis_store import RedisStore, connect, longest_s
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore, longest_s
 from router.workers import Supervisor
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Router:
         patience_s = longest_s(config.timing, config.store_timeout_s)
         if config.redis_url is not None:
             self._redis = connect(config.redis_url, patience_s)
-        self.guard = StoreGuard(_store(config, router_id, self._redis), config.timing, events)
+        self.guard = StoreGuard(_store(config, router_id, patience_s), config.timing, events)
         self.registry = NodeRegistry(
             RegistryParts(
                 router_id=router_id,
@@ -208,6 +209,8 @@ class Router:
         await self.services.dispatcher.stop()
         await self.registry.stop()
         await self.guard.stop()
+        if self._redis is not None:
+            await self._redis.aclose()
         if (tracing := self.services.dispatcher.tracing) is not None:
             await asyncio.to_thread(tracing.close)
 
@@ -237,7 +240,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stages.on_signal, number)
     if config.redis_url is not None:
-        await check_redis(config.redis_url, config.store_timeout_s, ROUTER_CALL)
+        await check_router_redis(config.redis_url, config.store_timeout_s)
     router = Router(config)
     listener = listen(config)
     own = None if config.own_port is None else bind(config, config.own_port)
@@ -469,11 +472,12 @@ def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
     return sampling_defaults(config.model) if config.generation_config == "auto" else {}
 
 
-def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> RequestStore:
-    if redis is None:
+def _store(config: RouterConfig, router_id: str, patience_s: float) -> RequestStore:
+    if config.redis_url is None:
         log.warning("no --redis-url: requests and logs live in this process only")
         return MemoryStore(router_id, config.timing, SystemClock())
-    return RedisStore(redis, router_id, config.timing, SystemClock(), config.store_timeout_s)
+    servers = RedisServers.of(config.redis_url, patience_s, config.replicas_wanted)
+    return RedisStore(servers, router_id, config.timing, SystemClock(), config.store_timeout_s)
 
 
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:

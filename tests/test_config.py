@@ -13,7 +13,7 @@ import pytest
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import add_config, add_options, load, option, parse, spelled
 from baton.runtime.config import given as given_options
-from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.redis_urls import check_redis_url
 
 Level = Literal["info", "debug"]
 
@@ -228,7 +228,7 @@ def test_redis_urls(url: str) -> None:
     "url", ["foo://:pw@x", "localhost:6379", "redis://:pw@h:x", "", "redis://[pw"]
 )
 def test_what_is_no_redis_url_is_not_shown(url: str) -> None:
-    with pytest.raises(ConfigError, match="redis_url") as caught:
+    with pytest.raises(ConfigError, match="--redis-url") as caught:
         check_redis_url(url)
     assert "pw" not in caught.value.message
     assert caught.value.field == "redis_url"

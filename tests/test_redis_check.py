@@ -13,13 +13,15 @@ import pytest
 
 from baton.node.main import main as node_main
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
-from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.redis_connections import NODE_CALL, check_redis, router_call
+from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis_urls import check_redis_url
 from decode_node.__main__ import PROGRAM
 from router.main import main as router_main
 from tests.transfer.certificates import make_files
 
 PATIENCE_S = 10.0
+ROUTER_CALL = router_call(ONLY)
 PERMANENT = [
     b"-WRONGPASS invalid username-password pair or user is disabled.",
     b"-NOAUTH Authentication required.",
@@ -152,5 +154,5 @@ def test_the_process_ends_with_its_reason(
     said = capsys.readouterr()
     assert said.out == "", "it is not ready"
     (line,) = [each for each in said.err.splitlines() if each.startswith("python -m")]
-    assert "redis_url" in line
+    assert "--redis-url" in line
     assert "DB index is out of range" in line

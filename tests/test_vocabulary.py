@@ -319,13 +319,13 @@ def test_counters_are_no_part_of_a_nodes_state() -> None:
 
 def test_all_keys_share_one_cluster_slot_and_never_meet() -> None:
     keys = [
-        redis_keys.LEASES,
-        redis_keys.EVENTS,
-        redis_keys.STATES,
-        redis_keys.request_key("x"),
+        redis_keys.ONLY.leases,
+        redis_keys.ONLY.events,
+        redis_keys.ONLY.states,
+        redis_keys.ONLY.request_key("x"),
         redis_keys.node_key("x"),
-        redis_keys.log_key("x"),
-        redis_keys.router_key("x"),
+        redis_keys.ONLY.log_key("x"),
+        redis_keys.ONLY.router_key("x"),
     ]
     assert len(set(keys)) == len(keys)
     assert all(key.startswith(redis_keys.TAG) for key in keys)

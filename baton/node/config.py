@@ -14,7 +14,7 @@ from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.cores import parse_cores
 from baton.runtime.log import FORMATS, LEVELS
-from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.redis_urls import check_redis_url
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 
@@ -74,7 +74,9 @@ class NodeConfig:
     advertise_host: str | None = option(None, "host that others reach this node by (default: host)")
     node_id: str | None = option(None, "name of this node; default: role and a part of the boot id")
     redis_url: str | None = option(
-        None, "redis://..., rediss://... or unix://...; none = no registry"
+        None,
+        "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// (docs/redis.md);"
+        " none = no registry",
     )
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1" or "4-7"')
     insecure: bool = option(False, "allow a non-loopback bind without TLS")

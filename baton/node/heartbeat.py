@@ -12,14 +12,13 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
 from baton.protocol import wire
 from baton.protocol.errors import ConfigError, InvalidRequest
 from baton.protocol.handles import NodeRecord
 from baton.runtime import redis_keys
-from baton.runtime.redis_connections import heed_cancellation
+from baton.runtime.redis_connections import connect
 from baton.runtime.timing import Timing
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,7 @@ class RedisRegistry:
         self._timing = timing
         self._away = False
         self._displaced = False
-        client = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=timing.heartbeat_s,
-            socket_connect_timeout=timing.heartbeat_s,
-        )
-        self._redis = heed_cancellation(client)
+        self._redis = connect(url, timing.heartbeat_s)
 
     async def claim(self, record: NodeRecord) -> None:
         """See Registry. Waits until the record of a node that has just died expires.

@@ -1,4 +1,9 @@
-"""Connections of redis-py for routers and nodes.
+"""Connections of redis-py for routers and nodes, to every kind of Redis that a URL may name.
+
+`connect` is the only place that makes clients. With Sentinels and in a Cluster, a connection asks
+for the primary each time it is made (redis_primaries.py). A server that turns out to be no primary
+any more (MOVED, READONLY) loses the connection, so that the next try finds the new one.
+redis-py's own RedisCluster is not used: docs/adr/0012-key-groups.md says why.
 
 Before a process starts, `check_redis` finds the errors that waiting does not mend (a wrong
 password, database, shard, permission or CA). Otherwise they would look like an endless outage.
@@ -14,10 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio import (
+    Connection,
+    ConnectionPool,
+    Redis,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -26,46 +37,124 @@ from redis.exceptions import (
     InvalidResponse,
     MovedError,
     NoPermissionError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_keys import LEASES, node_key, without_password
+from baton.runtime.redis_keys import TAG, KeyGroup, key_groups, node_key, slot_of
+from baton.runtime.redis_primaries import (
+    ClusterMap,
+    Place,
+    Primary,
+    SentinelPrimary,
+    SlotPrimary,
+    WrongRedis,
+)
+from baton.runtime.redis_urls import (
+    FLAG,
+    RedisAddress,
+    RedisKind,
+    parse_redis_url,
+    without_password,
+)
 
 Packed = bytes | str | Iterable[bytes]
 Call = tuple[str | int, ...]
 
-# Calls that show whether each process may write, but have no effect: no such key, no such script.
+# Shows whether a node may write, but has no effect: there is no such key.
 NODE_CALL: Final[Call] = ("SET", node_key("?"), "", "XX")
-ROUTER_CALL: Final[Call] = ("EVALSHA", "0" * 40, 1, LEASES)
 _BROKEN_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
+def router_call(group: KeyGroup) -> Call:
+    """Return a call that shows whether a router may run scripts on the keys of `group`.
+
+    It has no effect: there is no such script.
+    """
+    return ("EVALSHA", "0" * 40, 1, group.leases)
+
+
+def connect(url: str, timeout_s: float, retries: int = 1) -> Redis:
+    """Return a client for the keys of nodes (TAG). `url` has passed `check_redis_url`.
+
+    Its calls fail after `timeout_s`. A call over a broken connection is repeated `retries` times
+    over a new one. A cancelled call ends at once.
+    """
+    return _clients(url, (TAG,), timeout_s, retries)[0]
+
+
+def connect_groups(url: str, timeout_s: float, retries: int = 1) -> Sequence[Redis]:
+    """Return one such client for each of the key groups of this kind of Redis, in their order."""
+    groups = key_groups(parse_redis_url(url).kind)
+    return _clients(url, [group.tag for group in groups], timeout_s, retries)
+
+
+def _clients(url: str, tags: Sequence[str], timeout_s: float, retries: int) -> list[Redis]:
+    """Return a client for the keys of each of the hash tags."""
+    address = parse_redis_url(url)
+    common: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), retries),
+    }
+    if address.kind is RedisKind.SINGLE:
+        return [heed_cancellation(Redis.from_url(url, **common)) for _ in tags]
+    kind = _FollowingTcp if address.tls is None else _FollowingTls
+    options = {**address.login, **(address.tls or {}), "db": address.database}
+    return [
+        Redis.from_pool(ConnectionPool(kind, primary=primary, **options, **common))
+        for primary in _primaries(address, tags, timeout_s)
+    ]
+
+
+def _primaries(address: RedisAddress, tags: Sequence[str], timeout_s: float) -> list[Primary]:
+    sentinel = address.kind is RedisKind.SENTINEL
+    login = address.sentinel_login if sentinel else address.login
+
+    def dial(place: Place) -> Redis:
+        limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        tls: dict[str, Any] = {} if address.tls is None else {"ssl": True, **address.tls}
+        once = Retry(NoBackoff(), 0)
+        client = Redis(host=place[0], port=place[1], retry=once, **limits, **login, **tls)
+        return heed_cancellation(client)
+
+    if sentinel:
+        return [SentinelPrimary(address.hosts, address.service, dial) for _ in tags]
+    cluster = ClusterMap(address.hosts, dial)
+    return [SlotPrimary(cluster, slot_of(tag)) for tag in tags]
+
+
 async def check_redis(url: str, timeout_s: float, call: Call) -> None:
-    """Make one call. Raise ConfigError for an error that waiting does not mend.
+    """Make one call for the keys of nodes. Raise ConfigError for an error that waiting does not
+    mend.
 
     The error's text is one line without the password. A server that is away, slow, full or busy
     raises nothing, because it may be back soon.
     """
+    await _check(url, timeout_s, TAG, call)
+
+
+async def check_router_redis(url: str, timeout_s: float) -> None:
+    """Do what `check_redis` does, by a script for the keys of requests."""
+    group = key_groups(parse_redis_url(url).kind)[0]
+    await _check(url, timeout_s, group.tag, router_call(group))
+
+
+async def _check(url: str, timeout_s: float, tag: str, call: Call) -> None:
     try:
-        client = heed_cancellation(
-            Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),
-            )
-        )
+        [client] = _clients(url, [tag], timeout_s, 0)
         try:
             async with asyncio.timeout(timeout_s):
                 await client.execute_command(*call)
         finally:
             await client.aclose()
     except (RedisError, OSError, TimeoutError, TypeError, ValueError) as error:
-        reason = _permanent(error, encrypted=url.startswith("rediss:"))
+        reason = _permanent(error, encrypted=url.startswith("rediss"))
         if reason is not None:
-            text = f"redis_url {without_password(url)}: {' '.join(reason.split())}"
+            text = f"{FLAG} {without_password(url)}: {' '.join(reason.split())}"
             raise ConfigError(text, field="redis_url") from error
 
 
@@ -74,11 +163,14 @@ def _permanent(error: BaseException, *, encrypted: bool) -> str | None:
     for cause in _causes(error):
         match cause:
             case MovedError():
-                return f"another shard of its cluster has Baton's keys: {cause.host}:{cause.port}"
-            case AuthenticationError() | NoPermissionError() | InvalidResponse():
+                place = f"{cause.host}:{cause.port}"
+                return f"it is a cluster, for redis+cluster://; {place} has Baton's keys"
+            case AuthenticationError() | NoPermissionError() | InvalidResponse() | WrongRedis():
                 return str(cause)
             case ResponseError() if "DB index" in str(cause) or "SELECT" in str(cause):
                 return str(cause)
+            case ResponseError() if "unknown command" in str(cause):  # a Sentinel's answer
+                return f"it is no Redis that keeps keys: {cause}"
             case ssl.SSLError() if not isinstance(cause, _BROKEN_OFF):
                 return f"TLS: {cause}"
             case FileNotFoundError() if encrypted:
@@ -121,6 +213,44 @@ class _Tls(SSLConnection):
 class _Unix(UnixDomainSocketConnection):
     async def send_packed_command(self, command: Packed, check_health: bool = True) -> None:
         await _heeding(self, super().send_packed_command(command, check_health))
+
+
+class Following:
+    """A connection that asks for the primary whenever it connects; combined with a kind of
+    redis-py's connections."""
+
+    host: str
+    port: int
+
+    def __init__(self, *, primary: Primary, **options: Any) -> None:
+        self.primary = primary
+        super().__init__(**options)
+
+    async def _connect(self) -> None:
+        self.host, self.port = await self.primary.place()
+        try:
+            await super()._connect()  # pyright: ignore  # of the connection that this is mixed into
+        except BaseException:
+            self.primary.doubt()
+            raise
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        connection: Any = super()
+        try:
+            return await connection.read_response(*args, **options)
+        except (MovedError, ReadOnlyError) as error:
+            self.primary.doubt()
+            closing: Any = self
+            await closing.disconnect(nowait=True)
+            raise RedisConnectionError(f"{self.host}:{self.port} answers: {error}") from error
+
+
+class _FollowingTcp(Following, _Tcp):
+    pass
+
+
+class _FollowingTls(Following, _Tls):
+    pass
 
 
 _HEEDING: Final[dict[type, type]] = {

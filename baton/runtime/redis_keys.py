@@ -1,59 +1,115 @@
-"""The names of all keys that Baton keeps in Redis, and the check of its URL.
+"""The names of all keys that Baton keeps in Redis, and which of them share a hash tag.
 
-router/store/redis_store.py says what the values mean. All keys share the hash tag `{pd}`, so that
-the scripts are legal on Redis Cluster.
+Keys with one hash tag are on one server of a Redis Cluster, so one script may use them together.
+The keys of nodes have the tag `{pd}`. Those of requests are in key groups, each with a tag of its
+own; a request's id decides its group. One server needs only one group, which has the tag `{pd}`,
+too; a Cluster spreads NUM_GROUPS of them over its servers (docs/adr/0012-key-groups.md).
+router/store/redis_store.py says what the values mean.
 """
 
 from __future__ import annotations
 
+import itertools
+from binascii import crc_hqx
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
+from zlib import crc32
 
-from baton.protocol.errors import ConfigError
+from baton.runtime.redis_urls import RedisKind
 
 TAG: Final = "{pd}"
-LEASES: Final = f"{TAG}:leases"  # zset: request key -> expiry in ms of Redis TIME
-EVENTS: Final = f"{TAG}:events"  # stream, MAXLEN ~: (request, state, epoch)
-STATES: Final = f"{TAG}:states"  # hash: state -> requests in it (terminal states: requests ever)
-REQUEST_PREFIX: Final = f"{TAG}:req:"
 NODE_PREFIX: Final = f"{TAG}:node:"
-LOG_PREFIX: Final = f"{TAG}:log:"
+NODE_PATTERN: Final = f"{NODE_PREFIX}*"
 ABORTS: Final = f"{TAG}:aborts"  # channel: requests that any router is to abort
 ABORTED_PREFIX: Final = f"{TAG}:aborted:"
-ROUTER_PREFIX: Final = f"{TAG}:router:"
-DOCUMENT_PREFIX: Final = f"{TAG}:document:"
-NODE_PATTERN: Final = "{pd}:node:*"
-URL_SCHEMES: Final = ("redis", "rediss", "unix")
+NUM_SLOTS: Final = 16384  # of any Redis Cluster
+NUM_GROUPS: Final = 16  # of a Cluster; its routers and tools must agree
 
 
-def check_redis_url(url: str) -> None:
-    """Raise ConfigError for a URL to which no client could connect.
+@dataclass(frozen=True, slots=True)
+class KeyGroup:
+    """The keys of some requests and owners of documents. `tag`: their hash tag, with its braces."""
 
-    The error never shows the URL, which may hold a password.
-    """
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # urllib parses it here: ValueError if it is no number or out of range
-    except ValueError:
-        raise ConfigError("redis_url: its host or port is malformed", field="redis_url") from None
-    if parts.scheme not in URL_SCHEMES:
-        text = "redis_url must begin with redis://, rediss:// or unix://"
-        raise ConfigError(text, field="redis_url")
-    database = parts.path.strip("/")
-    if parts.scheme != "unix" and database and not database.isdecimal():
-        text = "redis_url: the number of its database is malformed"  # redis-py would take 0
-        raise ConfigError(text, field="redis_url")
+    tag: str
+
+    @property
+    def leases(self) -> str:
+        """A zset: request key -> expiry in ms of Redis TIME."""
+        return f"{self.tag}:leases"
+
+    @property
+    def events(self) -> str:
+        """A stream, MAXLEN ~: (request, state, epoch)."""
+        return f"{self.tag}:events"
+
+    @property
+    def states(self) -> str:
+        """A hash: state -> requests in it (terminal states: requests ever)."""
+        return f"{self.tag}:states"
+
+    @property
+    def request_prefix(self) -> str:
+        return f"{self.tag}:req:"
+
+    def request_key(self, request_id: str) -> str:
+        """Return the key of one request's hash: state, epoch, owner, fields."""
+        return f"{self.tag}:req:{request_id}"
+
+    def log_key(self, request_id: str) -> str:
+        """Return the key of a stream: the tokens that clients of one request were shown.
+
+        SWEEP (router/store/redis_scripts.py) makes it of the request's key.
+        """
+        return f"{self.tag}:log:{request_id}"
+
+    def router_key(self, router_id: str) -> str:
+        """Return the key of a string with PX: it exists while this router is alive."""
+        return f"{self.tag}:router:{router_id}"
+
+    def document_key(self, owner: str, name: str) -> str:
+        """Return the key of a string with PX: a document of that owner
+        (router/store/documents.py)."""
+        return f"{self.tag}:document:{owner}:{name}"
+
+    def document_index_key(self, owner: str) -> str:
+        """Return the key of a zset: names of an owner's documents, by arrival in ms of Redis
+        TIME."""
+        return f"{self.tag}:documents:{owner}"
+
+    def document_sizes_key(self, owner: str) -> str:
+        """Return the key of a hash: document name -> bytes; "" -> bytes of all documents."""
+        return f"{self.tag}:document-sizes:{owner}"
 
 
-def without_password(url: str) -> str:
-    """Return a Redis URL without its password, fit to be shown."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+def slot_of(tag: str) -> int:
+    """Return the slot of a Redis Cluster that has the keys with this hash tag."""
+    return crc_hqx(tag.strip("{}").encode(), 0) % NUM_SLOTS
 
 
-def request_key(request_id: str) -> str:
-    """Return the key of one request's hash: state, epoch, owner, fields."""
-    return REQUEST_PREFIX + request_id
+def _spread(count: int) -> tuple[KeyGroup, ...]:
+    """Return `count` groups, one in each of `count` equal parts of the slots."""
+    groups: dict[int, KeyGroup] = {}
+    for number in itertools.count():
+        group = KeyGroup(f"{{pd.{number}}}")
+        groups.setdefault(slot_of(group.tag) * count // NUM_SLOTS, group)
+        if len(groups) == count:
+            return tuple(groups[part] for part in range(count))
+    raise AssertionError("the numbers never end")
+
+
+ONLY: Final = KeyGroup(TAG)
+SPREAD: Final = _spread(NUM_GROUPS)
+
+
+def key_groups(kind: RedisKind) -> Sequence[KeyGroup]:
+    """Return all key groups of such a Redis, in the order that `group_of` counts them."""
+    return SPREAD if kind is RedisKind.CLUSTER else (ONLY,)
+
+
+def group_of(name: str, count: int) -> int:
+    """Return the place of a request's or an owner's group among `count` groups."""
+    return crc32(name.encode()) % count if count > 1 else 0
 
 
 def node_key(node_id: str) -> str:
@@ -63,34 +119,9 @@ def node_key(node_id: str) -> str:
     return NODE_PREFIX + node_id
 
 
-def log_key(request_id: str) -> str:
-    """Return the key of a stream: the tokens that clients of one request were shown."""
-    return LOG_PREFIX + request_id
-
-
 def aborted_key(question_id: str) -> str:
     """Return the key of a list with PX: the requests that routers ended because of one question.
 
     See router/request/aborts.py.
     """
     return ABORTED_PREFIX + question_id
-
-
-def router_key(router_id: str) -> str:
-    """Return the key of a string with PX: it exists while this router is alive."""
-    return ROUTER_PREFIX + router_id
-
-
-def document_key(owner: str, name: str) -> str:
-    """Return the key of a string with PX: a document of that owner (router/store/documents.py)."""
-    return f"{DOCUMENT_PREFIX}{owner}:{name}"
-
-
-def document_index_key(owner: str) -> str:
-    """Return the key of a zset: names of an owner's documents, by arrival in ms of Redis TIME."""
-    return f"{TAG}:documents:{owner}"
-
-
-def document_sizes_key(owner: str) -> str:
-    """Return the key of a hash: document name -> bytes; "" -> bytes of all documents."""
-    return f"{TAG}:document-sizes:{owner}"

@@ -167,10 +167,11 @@ class RequestStore(Protocol):
         """
         ...
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
         """Append to the logs of several requests in one call; one status per entry, in order.
 
         Tokens that the log already has are skipped, so a repeated or overlapping entry is OK.
+        `safe`: answer when replicas of the server have them, too, as the store is configured.
         """
         ...
 

@@ -191,7 +191,7 @@ class CatchUp:
                 )
                 for run in runs
             ]  # fmt: skip
-            for status in await store.append(entries):
+            for status in await store.append(entries, safe=ledger.log is not None):
                 if status is not WriteStatus.OK:
                     ledger.took(status)
                     return False

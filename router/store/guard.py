@@ -217,8 +217,9 @@ class StoreGuard:
                 logged.append((ledger, event))
         if not entries:
             return
+        safe = any(ledger.log is not None for ledger, _ in logged)
         try:
-            statuses = await self.call(lambda store: store.append(entries))
+            statuses = await self.call(lambda store: store.append(entries, safe=safe))
         finally:
             for ledger, event in logged:
                 ledger.append_over(event)

@@ -176,7 +176,7 @@ class MemoryStore:
             self._tables.ended(move.request_id)
         return WriteStatus.OK
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
         return [self._append(entry) for entry in entries]
 
     def _append(self, entry: LogEntry) -> WriteStatus:

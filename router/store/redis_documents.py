@@ -6,14 +6,11 @@ sizes, with the sum of the sizes under the empty name. A change is one Lua call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-from redis.asyncio import Redis
-
-from baton.runtime.redis_keys import document_index_key, document_key, document_sizes_key
+from baton.runtime.redis_keys import KeyGroup
 from router.store.documents import Keeping
+from router.store.redis_links import Links
 
 _FORGET: Final = """
 local function forget(name)
@@ -63,34 +60,42 @@ return redis.call('DEL', KEYS[1])"""
 
 
 class RedisDocuments:
-    """Documents in Redis. `call`: a context that limits the time of a call and translates its
-    failures to StoreUnavailable (router/store/redis_store.py)."""
+    """Documents in Redis, those of one owner in one key group."""
 
-    def __init__(
-        self, client: Redis, call: Callable[[], AbstractAsyncContextManager[None]]
-    ) -> None:
-        self._redis = client
-        self._call = call
-        self._put = client.register_script(PUT)
-        self._drop = client.register_script(DROP)
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        register = links.all[0].client.register_script
+        self._put = register(PUT)
+        self._drop = register(DROP)
 
     async def put(
         self, owner: str, name: str, content: bytes, keeping: Keeping, replace: bool = False
     ) -> bool:
-        args = [name, content, int(keeping.ttl_s * 1000), keeping.max_bytes, int(replace)]
-        async with self._call():
-            kept = await self._put(keys=_keys(owner, name), args=[*args, document_key(owner, "")])
-        return bool(kept)
+        link = self._links.of(owner)
+        args: list[Any] = [
+            name,
+            content,
+            int(keeping.ttl_s * 1000),
+            keeping.max_bytes,
+            int(replace),
+        ]
+        args.append(link.keys.document_key(owner, ""))
+        keys = _keys(link.keys, owner, name)
+        return bool(await self._links.evaluate(link, self._put, keys, args))
 
     async def get(self, owner: str, name: str) -> bytes | None:
-        async with self._call():
-            reply: Any = self._redis.get(document_key(owner, name))
-            return await reply
+        link = self._links.of(owner)
+        key = link.keys.document_key(owner, name)
+        return await self._links.call(lambda: link.client.get(key))
 
     async def drop(self, owner: str, name: str) -> bool:
-        async with self._call():
-            return bool(await self._drop(keys=_keys(owner, name), args=[name]))
+        link = self._links.of(owner)
+        keys = _keys(link.keys, owner, name)
+        return bool(await self._links.evaluate(link, self._drop, keys, [name]))
 
 
-def _keys(owner: str, name: str) -> list[str]:
-    return [document_key(owner, name), document_index_key(owner), document_sizes_key(owner)]
+def _keys(keys: KeyGroup, owner: str, name: str) -> list[str]:
+    return [
+        keys.document_key(owner, name), keys.document_index_key(owner),
+        keys.document_sizes_key(owner),
+    ]  # fmt: skip

@@ -8,8 +8,13 @@ CPU less than by redis.asyncio's pipeline, 4 to 15 % of a request (`python -m be
 What a failure means is decided in router/store/redis_store.py.
 
 When the connection breaks, a new one is made and unanswered calls are sent again, once. So every
-script may run twice. If the server has lost its scripts, they are loaded again, and the calls that
-failed for that run again in order.
+script may run twice. The same is done if the server answers that it is not the primary (any more):
+the new connection finds the primary (baton/runtime/redis_connections.py). If the server has lost
+its scripts, they are loaded again, and the calls that failed for that run again in order. The same
+is done, after a pause, with calls whose keys are just moving to another server of a Redis Cluster.
+
+A call may be `safe`: then its answer comes when replicas have the write, too. One WAIT at the end
+of a pipeline does this for all of its calls.
 """
 
 from __future__ import annotations
@@ -25,67 +30,33 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
+from baton.runtime.redis_connections import Following
 from router.store.patience import Patience
+from router.store.redis_calls import OnReply, ScriptCall, Wait
 
 LATE_S: Final = 0.05  # a timer that is later than this shows that this process did not run
 MAX_CALLS: Final = 256  # calls in one pipeline: some 5 ms of Redis
-OnReply = Callable[[Any], None]
+MOVING_S: Final = 0.02  # pause before a call whose keys are moving is sent again
 _NOTHING: Final = object()  # hiredis returns it while no whole answer is there
 # The type stub of pack_command wrongly asks for tuples of one item.
 _pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_command)
 
 
-class _Call:
-    """One call of a script, or a SCRIPT LOAD of it.
-
-    `arguments`: the number of keys, the keys, the arguments. A call's answer goes to the future
-    `answer` or to the function `on_reply`. A load has neither.
-    """
-
-    __slots__ = ("again", "answer", "arguments", "on_reply", "script", "sent_at")
-
-    def __init__(
-        self,
-        script: AsyncScript,
-        arguments: tuple[str | int, ...],
-        answer: asyncio.Future[Any] | None = None,
-        on_reply: OnReply | None = None,
-        sent_at: float = 0.0,
-    ) -> None:
-        self.script = script
-        self.arguments = arguments
-        self.answer = answer
-        self.on_reply = on_reply
-        self.sent_at = sent_at
-        self.again = False  # the call is sent for the second time
-
-    @property
-    def is_load(self) -> bool:
-        return self.answer is None and self.on_reply is None
-
-    def settle(self, answer: Any) -> None:
-        """Deliver the answer, or the exception that came instead."""
-        future = self.answer
-        if self.on_reply is not None:
-            self.on_reply(answer)
-        elif future is None or future.done():
-            pass  # a script was loaded, or the caller has gone
-        elif isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-
-
 class ScriptQueue:
     """Calls of scripts that wait or were sent. `patience` limits the time from sending a call to
-    its answer; if one answer is too late, all calls fail. Event loop only."""
+    its answer; if one answer is too late, all calls fail. `replicas_wanted`: how many replicas must
+    have a safe call; it does not wait for more than there are (`set_replicas`). Event loop only."""
 
-    def __init__(self, client: Redis, patience: Patience) -> None:
+    def __init__(self, client: Redis, patience: Patience, replicas_wanted: int = 0) -> None:
         self._redis = client
         self._patience = patience
-        self._waiting: deque[_Call] = deque()
-        self._sent: deque[_Call] = deque()
-        self._unknown: list[_Call] = []  # calls whose scripts the server had lost
+        self.replicas_wanted = replicas_wanted
+        self._replicas = 0  # that safe calls wait for
+        self._waiting: deque[ScriptCall] = deque()
+        self._sent: deque[ScriptCall | Wait] = deque()
+        self._unknown: list[ScriptCall] = []  # calls to send again, when all sent ones are answered
+        self._pause_s = 0.0  # before that
+        self._pausing: asyncio.TimerHandle | None = None
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._flushing = False
@@ -94,8 +65,17 @@ class ScriptQueue:
         self._idle: asyncio.Future[None] | None = None  # somebody waits until nothing is under way
         self.pipelines = 0
 
+    def set_replicas(self, count: int) -> None:
+        """Note how many replicas follow the primary now."""
+        self._replicas = min(count, self.replicas_wanted)
+
     def run(
-        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
+        self,
+        script: AsyncScript,
+        keys: Sequence[str],
+        args: Sequence[str | int],
+        *,
+        safe: bool = False,
     ) -> asyncio.Future[Any]:
         """Call a script; return a future of its answer, or of RedisError, OSError or TimeoutError.
 
@@ -104,7 +84,9 @@ class ScriptQueue:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append(_Call(script, (len(keys), *keys, *args), answer))
+        call = ScriptCall(script, (len(keys), *keys, *args), answer)
+        call.safe = safe
+        self._waiting.append(call)
         self._soon(loop)
         return answer
 
@@ -112,7 +94,7 @@ class ScriptQueue:
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], on_reply: OnReply
     ) -> None:
         """Call a script; `on_reply` gets the answer or the exception, once."""
-        self._waiting.append(_Call(script, (len(keys), *keys, *args), on_reply=on_reply))
+        self._waiting.append(ScriptCall(script, (len(keys), *keys, *args), on_reply=on_reply))
         self._soon(asyncio.get_running_loop())
 
     async def stop(self) -> None:
@@ -140,7 +122,7 @@ class ScriptQueue:
 
     def _soon(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send the waiting calls at the end of this turn of the loop; connect first if need be."""
-        if self._flushing or self._connecting is not None:
+        if self._flushing or self._connecting is not None or self._pausing is not None:
             return
         if self._link is None:
             self._connecting = loop.create_task(self._connect(), name="connect to redis")
@@ -188,6 +170,8 @@ class ScriptQueue:
     def _take_pipeline(self, link: _Link, now: float) -> bytes:
         """Return at most MAX_CALLS of the waiting calls as bytes; they count as sent `now`."""
         data: list[bytes] = []
+        most_ms = int(self._patience.seconds / 2 * 1000)  # so that its answer is in time
+        wait = Wait(self._replicas, now)
         for _ in range(min(len(self._waiting), MAX_CALLS)):
             call = self._waiting.popleft()
             if call.answer is not None and call.answer.done():
@@ -196,10 +180,16 @@ class ScriptQueue:
             if sha not in link.loaded:
                 link.loaded.add(sha)
                 data.append(_pack(("SCRIPT", "LOAD", cast(str, call.script.script))))
-                self._sent.append(_Call(call.script, (), sent_at=now))
+                self._sent.append(ScriptCall(call.script, (), sent_at=now))
             data.append(_pack(("EVALSHA", sha, *call.arguments)))
             call.sent_at = now
+            call.asked_at = call.asked_at or now
             self._sent.append(call)
+            if call.safe and wait.replicas:
+                wait.add(call)
+        if wait.calls:
+            data.append(_pack(("WAIT", wait.replicas, most_ms)))
+            self._sent.append(wait)
         return b"".join(data)
 
     # ---- answers ----
@@ -210,26 +200,60 @@ class ScriptQueue:
             return  # the answer came over a connection that was given up
         call = self._sent.popleft()
         self._patience.took(asyncio.get_running_loop().time() - call.sent_at)
-        if not isinstance(reply, hiredis.ReplyError):
-            call.settle(reply)
-        elif str(reply).startswith("NOSCRIPT") and not call.again:
-            link.loaded.clear()
-            call.again = True
-            self._unknown.append(call)
-        else:
-            call.settle(ResponseError(str(reply)))
+        error = str(reply) if isinstance(reply, hiredis.ReplyError) else None
+        if isinstance(call, Wait):
+            call.settle(reply if error is None else ResponseError(error))
+        elif error is None:
+            call.answered(reply)
+        elif link.follows and (error.startswith("MOVED") or "READONLY" in error):
+            self._sent.appendleft(call)
+            link.give_up()
+            self.lost(link, ResponseError(error))
+            return
+        elif not self._sends_again(link, call, error):
+            call.answered(ResponseError(error))
         if self._unknown and not self._sent:
             self._waiting.extendleft(reversed(self._unknown))
             self._unknown = []
-            self._soon(asyncio.get_running_loop())
+            self._after_pause()
         self._look_idle()
+
+    def _sends_again(self, link: _Link, call: ScriptCall, error: str) -> bool:
+        """Note a call to send again, if its error says that this helps."""
+        if error.startswith("NOSCRIPT") and not call.again:
+            link.loaded.clear()
+            call.again = True
+        elif error.startswith(("TRYAGAIN", "ASK")) and link.follows:
+            waited_s = asyncio.get_running_loop().time() - call.asked_at
+            if waited_s > self._patience.seconds:
+                return False
+            self._pause_s = MOVING_S
+        else:
+            return False
+        call.leave()  # its answer does not come with this WAIT
+        self._unknown.append(call)
+        return True
+
+    def _after_pause(self) -> None:
+        """Send the waiting calls, after the pause if there is one."""
+        loop = asyncio.get_running_loop()
+        pause_s, self._pause_s = self._pause_s, 0.0
+        if not pause_s:
+            self._soon(loop)
+        elif self._pausing is None:
+            self._pausing = loop.call_later(pause_s, self._paused)
+
+    def _paused(self) -> None:
+        self._pausing = None
+        if self._waiting:
+            self._soon(asyncio.get_running_loop())
 
     def lost(self, link: _Link, error: Exception | None) -> None:
         """Handle the end of the connection: send its unanswered calls again, once."""
         if link is not self._link:
             return
         self._link = None
-        unanswered = [call for call in (*self._unknown, *self._sent) if not call.is_load]
+        unanswered = [call for call in self._unsettled() if not call.is_load]
         self._sent.clear()
         self._unknown = []
         failure = error or RedisConnectionError("the server closed the connection")
@@ -242,6 +266,16 @@ class ScriptQueue:
         if self._waiting:
             self._soon(asyncio.get_running_loop())
         self._look_idle()
+
+    def _unsettled(self) -> list[ScriptCall]:
+        """Return the calls that were sent and have not been settled, in order."""
+        waits = [sent for sent in self._sent if isinstance(sent, Wait)]
+        # Those of a WAIT were sent before it, and are in `_sent`, too, until they are answered.
+        kept = dict.fromkeys(call for wait in waits for call in wait.calls if call.is_answered)
+        sent = [call for call in self._sent if isinstance(call, ScriptCall)]
+        for call in (*kept, *sent):
+            call.leave()
+        return [*self._unknown, *kept, *sent]
 
     def _look(self) -> None:
         """Fail all calls if the oldest one has waited too long; else set the timer again."""
@@ -264,7 +298,7 @@ class ScriptQueue:
         self._fail(TimeoutError(f"no answer within {patience_s:g} s"))
 
     def _fail(self, error: Exception) -> None:
-        calls = [*self._unknown, *self._sent, *self._waiting]
+        calls = [*self._unsettled(), *self._waiting]
         self._unknown = []
         self._sent.clear()
         self._waiting.clear()
@@ -282,6 +316,7 @@ class _Link(asyncio.Protocol):
     def __init__(self, connection: Any, queue: ScriptQueue) -> None:
         self._connection = connection
         self._queue = queue
+        self.follows = isinstance(connection, Following)  # it can find another primary
         self._reader = hiredis.Reader(notEnoughData=_NOTHING)
         # Private to redis-py, which offers no way to write without waiting for each answer.
         self._transport: Any = connection._writer.transport
@@ -293,7 +328,14 @@ class _Link(asyncio.Protocol):
         self._transport.write(data)
 
     def close(self) -> None:
+        """Close at once: nothing is under way, or nobody waits for it any more."""
         self._connection._close()
+        self._transport.abort()  # TLS would wait for the server's good-bye
+
+    def give_up(self) -> None:
+        """Close, because the server is not the primary."""
+        self._connection.primary.doubt()
+        self.close()
 
     def data_received(self, data: bytes) -> None:
         reader, answered = self._reader, self._queue.answered

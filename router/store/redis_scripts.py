@@ -1,13 +1,16 @@
 """The Lua of router/store/redis_store.py: one script per atomic operation.
 
-MOVE (also for terminal states), CLAIM, BEAT, SWEEP, APPEND, RELEASE, FOLLOW, READ. The allowed
-moves are generated from TRANSITIONS. Time comes from Redis TIME only. MOVE and APPEND answer with
-the words of router.store.base.WriteStatus.
+MOVE (also for terminal states), CLAIM, UNCLAIM, BIND, FADE, BEAT, SWEEP, APPEND, RELEASE, FOLLOW,
+READ. All keys of a call are of one key group, so that a Redis Cluster takes it. The allowed moves
+are generated from TRANSITIONS. Time comes from Redis TIME only. MOVE and APPEND answer with the
+words of router.store.base.WriteStatus.
 
 Request hash: state, epoch, owner, tries, since and at (ms of the first claim and of the last
 transition), seen (ms of the last read through another router), `n<sample>` (number of logged
 tokens), `z<sample>` (the sample's end is logged), and the writer's own fields, prefixed `f:`. The
-hash of an alias has one field, `alias`: the key of the request.
+hash of an alias has `alias`, the request's key, and `by`, the token of the claim that bound it.
+An alias may be in another key group than its request; router/store/redis_claims.py says how they
+keep together.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 from typing import Final
 
 from baton.protocol.request import TERMINAL, TRANSITIONS, RequestState
-from baton.runtime.redis_keys import LOG_PREFIX, REQUEST_PREFIX
 from router.store.base import ALIAS, END_MARK, LOGGED, MAX_TRIES
 
 
@@ -34,11 +36,11 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
-ALIAS_MS: Final = 25 * 3600 * 1000  # longer than any request; MOVE shortens it at the end
+ALIAS_MS: Final = 25 * 3600 * 1000  # longer than any request; FADE shortens it at the end
 _QUEUED: Final = RequestState.QUEUED.value
 _CANCELLED: Final = RequestState.CANCELLED.value
 
-# KEYS: request, leases, events, states, log
+# KEYS: request, leases, events, states, log. Answers a status; at an end also the request's alias.
 # ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms (0: delete at once),
 # fewest tokens and fewest ends that the log must have for a terminal state, field, value, ...
 MOVE: Final = (
@@ -63,6 +65,7 @@ if terminal[new] then
   end
   if logged < tonumber(ARGV[7]) or ends < tonumber(ARGV[8]) then return 'gap' end
 end
+local alias
 redis.call('HSET', KEYS[1], 'state', new, 'epoch', target, 'at', now)
 for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
 redis.call('HINCRBY', KEYS[4], state, -1)
@@ -70,46 +73,38 @@ redis.call('HINCRBY', KEYS[4], new, 1)
 if terminal[new] then
   redis.call('HSET', KEYS[1], 'f:{LOGGED}', logged)
   redis.call('ZREM', KEYS[2], KEYS[1])
-  local alias = redis.call('HGET', KEYS[1], 'f:{ALIAS}')
-  if alias then redis.call('PEXPIRE', '{REQUEST_PREFIX}' .. alias, ARGV[6]) end
+  alias = redis.call('HGET', KEYS[1], 'f:{ALIAS}')
   redis.call('PEXPIRE', KEYS[1], ARGV[6])
   redis.call('PEXPIRE', KEYS[5], ARGV[6])
 else
   redis.call('ZADD', KEYS[2], now + ARGV[5], KEYS[1])
 end
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', 65536, '*', 'r', KEYS[1], 's', new, 'e', target)
+if alias then return {{'ok', alias}} end
 return 'ok'"""
 )
 
-# KEYS: request, leases, events, states | ARGV: owner, lease ms, field, value, ...
-# Answers the hash as HGETALL does, then `now`; an empty list if the id or its alias is in use.
+# KEYS: request, leases, events, states | ARGV: owner, lease ms, the token of an alias of that name
+# whose request is gone, field, value, ...
+# Answers the hash as HGETALL does, then `now`; an empty list if the id is in use; "token key" if it
+# is an alias of the request with that key.
 CLAIM: Final = (
     _NOW
     + f"""
-local function taken(key)
-  local found = redis.call('HMGET', key, 'state', 'alias')
-  return found[1] or (found[2] and redis.call('EXISTS', found[2]) == 1)
-end
-local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner')
+local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner', 'alias', 'by')
 local epoch = cur[2] or 1
+if cur[4] and not cur[1] and (cur[5] or '') ~= ARGV[3] then
+  return (cur[5] or '') .. ' ' .. cur[4]
+end
 if not cur[1] then
-  local alias
-  for i = 3, #ARGV, 2 do
-    if ARGV[i] == '{ALIAS}' then alias = '{REQUEST_PREFIX}' .. ARGV[i + 1] end
-  end
-  if taken(KEYS[1]) or (alias and taken(alias)) then return {{}} end
   redis.call('DEL', KEYS[1])
-  if alias then
-    redis.call('HSET', alias, 'alias', KEYS[1])
-    redis.call('PEXPIRE', alias, {ALIAS_MS})
-  end
   redis.call('HSET', KEYS[1], 'state', '{_QUEUED}', 'epoch', 1, 'tries', 0, 'since', now)
   redis.call('HINCRBY', KEYS[4], '{_QUEUED}', 1)
 elseif cur[1] ~= '{_QUEUED}' or (cur[3] ~= '' and cur[3] ~= ARGV[1]) then
   return {{}}
 end
 redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'at', now)
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
 redis.call('ZADD', KEYS[2], now + ARGV[2], KEYS[1])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', 65536, '*', 'r', KEYS[1], 's', '{_QUEUED}', 'e', epoch)
 local all = redis.call('HGETALL', KEYS[1])
@@ -118,14 +113,41 @@ all[#all + 1] = now
 return all"""
 )
 
-# KEYS: request, or its alias. Answers like CLAIM, then the request's key. Changes nothing.
+# KEYS: request, leases, states, log | ARGV: owner. Takes back a claim whose alias is in use.
+UNCLAIM: Final = f"""
+local cur = redis.call('HMGET', KEYS[1], 'state', 'owner')
+if cur[1] ~= '{_QUEUED}' or cur[2] ~= ARGV[1] then return end
+redis.call('DEL', KEYS[1], KEYS[4])
+redis.call('ZREM', KEYS[2], KEYS[1])
+redis.call('HINCRBY', KEYS[3], '{_QUEUED}', -1)"""
+
+# KEYS: alias | ARGV: request key, the token of this claim, the token of a binding whose request is
+# gone. Answers "" if it is bound now, "!" if it is the id of a request, else "token key" with the
+# key of the request that has it.
+BIND: Final = f"""
+local cur = redis.call('HMGET', KEYS[1], 'state', 'alias', 'by')
+if cur[1] then return '!' end
+local by = cur[3] or ''
+if cur[2] and cur[2] ~= ARGV[1] and by ~= ARGV[3] then return by .. ' ' .. cur[2] end
+redis.call('HSET', KEYS[1], 'alias', ARGV[1], 'by', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], {ALIAS_MS})
+return ''"""
+
+# KEYS: alias | ARGV: request key, ms. The request has ended: its alias ends with it.
+FADE: Final = """
+if redis.call('HGET', KEYS[1], 'alias') == ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end"""
+
+# KEYS: request, or its alias. Answers like CLAIM; the request's key if it is an alias.
 READ: Final = (
     _NOW
     + """
-local key = redis.call('HGET', KEYS[1], 'alias') or KEYS[1]
-local all = redis.call('HGETALL', key)
+local alias = redis.call('HGET', KEYS[1], 'alias')
+if alias and alias ~= KEYS[1] then return alias end
+local all = redis.call('HGETALL', KEYS[1])
 if #all > 0 then
-  for _, each in ipairs({'now', now, 'key', key}) do all[#all + 1] = each end
+  for _, each in ipairs({'now', now}) do all[#all + 1] = each end
 end
 return all"""
 )
@@ -188,7 +210,8 @@ for _, key in ipairs(dead) do
     redis.call('HINCRBY', KEYS[3], new, 1)
     if terminal[new] then
       redis.call('PEXPIRE', key, ARGV[2])
-      redis.call('PEXPIRE', '{LOG_PREFIX}' .. string.sub(key, {len(REQUEST_PREFIX) + 1}), ARGV[2])
+      local log = string.gsub(key, ':req:', ':log:', 1)
+      redis.call('PEXPIRE', log, ARGV[2])
     end
     redis.call('XADD', KEYS[2], 'MAXLEN', '~', 65536, '*', 'r', key, 's', new, 'e', epoch)
     out[#out + 1] = {{key, new, epoch}}

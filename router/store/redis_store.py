@@ -1,38 +1,22 @@
-"""RedisStore: RequestStore over a real Redis (6.2 or newer), one Lua call per write.
+"""RedisStore: RequestStore over a real Redis or Valkey, one Lua call per write and key group.
 
 Scripts are called by EVALSHA and loaded again on NOSCRIPT. Those for single requests go in
-pipelines (router/store/redis_queue.py); beat and sweep are sent on their own. Every error of the
-server or the connection, and every time-out, becomes StoreUnavailable. What a router does without
-its store is in router/store/guard.py.
+pipelines (router/store/redis_queue.py); beat and sweep are sent on their own. A call for requests
+of several key groups is one script for each group (router/store/redis_links.py). What a router does
+without its store is in router/store/guard.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, Final
-
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+import re
+from collections import Counter
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import Any, Final, cast
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import StoreUnavailable
 from baton.protocol.request import RequestState
-from baton.runtime.redis_connections import heed_cancellation
-from baton.runtime.redis_keys import (
-    EVENTS,
-    LEASES,
-    REQUEST_PREFIX,
-    STATES,
-    log_key,
-    request_key,
-    router_key,
-)
 from baton.runtime.timing import Timing
 from router.store import redis_scripts
 from router.store.base import (
@@ -49,12 +33,15 @@ from router.store.base import (
 )
 from router.store.patience import Patience
 from router.store.pending_moves import PendingMoves
+from router.store.redis_claims import RedisClaims
 from router.store.redis_documents import RedisDocuments
-from router.store.redis_queue import ScriptQueue
+from router.store.redis_links import Link, Links, RedisServers, together
+from router.store.redis_records import entry_of, flatten, pairs, record_of, request_of
 
 logger = logging.getLogger(__name__)
 _STATUS: Final = {status.value.encode(): status for status in WriteStatus}
 BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
+MAX_LAG_S: Final = 2  # a replica acknowledges once a second; one that is later is not waited for
 
 
 def longest_s(timing: Timing, timeout_s: float) -> float:
@@ -65,21 +52,6 @@ def longest_s(timing: Timing, timeout_s: float) -> float:
     return max(timeout_s, timing.router_lease_s / 2)
 
 
-def connect(url: str, timeout_s: float) -> Redis:
-    """Return a client whose calls fail after `timeout_s`. `url` has passed `check_redis_url`.
-
-    A call over a broken connection is repeated once over a new one. A cancelled call ends at once.
-    """
-    client = Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 1),
-        decode_responses=False,
-    )
-    return heed_cancellation(client)
-
-
 class RedisStore:
     """RequestStore in Redis.
 
@@ -88,64 +60,59 @@ class RedisStore:
     """
 
     def __init__(
-        self, client: Redis, owner: str, timing: Timing, clock: Clock, timeout_s: float
+        self, servers: RedisServers, owner: str, timing: Timing, clock: Clock, timeout_s: float
     ) -> None:
-        self._redis = client
         self._owner = owner
         self._lease_s = timing.router_lease_s
         self._lease_ms = int(timing.router_lease_s * 1000)
         self._ttl_ms = int(TERMINAL_TTL_S * 1000)
         self._clock = clock
         self._patience = Patience(clock, timeout_s, longest_s(timing, timeout_s))
-        self._connected_at: float | None = None
-        self._move = client.register_script(redis_scripts.MOVE)
-        self._claim = client.register_script(redis_scripts.CLAIM)
-        self._beat = client.register_script(redis_scripts.BEAT)
-        self._sweep = client.register_script(redis_scripts.SWEEP)
-        self._append = client.register_script(redis_scripts.APPEND)
-        self._read = client.register_script(redis_scripts.READ)
-        self._follow = client.register_script(redis_scripts.FOLLOW)
-        self._release = client.register_script(redis_scripts.RELEASE)
-        self._scripts = ScriptQueue(client, self._patience)
+        self._links = links = Links(servers, clock, self._patience)
+        register = links.all[0].client.register_script  # a script does not know its server
+        self._move = register(redis_scripts.MOVE)
+        self._beat = register(redis_scripts.BEAT)
+        self._sweep = register(redis_scripts.SWEEP)
+        self._append = register(redis_scripts.APPEND)
+        self._read = register(redis_scripts.READ)
+        self._follow = register(redis_scripts.FOLLOW)
+        self._release = register(redis_scripts.RELEASE)
+        self._claims = RedisClaims(links, owner, self._lease_ms)
         self._pending = PendingMoves(self._write_pending)
-        self.documents = RedisDocuments(client, self._call)
+        self.documents = RedisDocuments(links)
 
     @property
     def name(self) -> str:
         return "redis"
 
     async def start(self) -> None:
-        async with self._call():
-            reply: Any = self._redis.ping()  # typed as bool | Awaitable[bool]
+        await self._links.each(self._ping)
+
+    async def _ping(self, link: Link) -> None:
+        async def ping() -> None:
+            reply: Any = link.client.ping()  # typed as bool | Awaitable[bool]
             await reply
+
+        await self._links.call(ping)
 
     async def stop(self) -> None:
         self._pending.flush()
-        await self._scripts.stop()
-        await self._redis.aclose()
+        await self._links.stop()
 
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
-        flat: list[bytes] = await self._run(self._claim, *self._claiming(request_id, fields))
-        return _record(request_id, _pairs(flat)) if flat else None
+        return await self._claims.claim(request_id, fields)
 
     def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         def settle(answer: list[bytes] | Exception) -> None:
             if isinstance(answer, Exception):
-                on_answer(self._failed(answer))
+                on_answer(self._links.failed(answer))
             else:
-                self._reached()
-                on_answer(int(_pairs(answer)[b"epoch"]) if answer else None)
+                self._links.reached()
+                on_answer(int(pairs(answer)[b"epoch"]) if answer else None)
 
-        self._scripts.post(self._claim, *self._claiming(request_id, fields), settle)
-
-    def _claiming(
-        self, request_id: str, fields: Mapping[str, str]
-    ) -> tuple[Sequence[str], Sequence[str | int]]:
-        """Return keys and arguments of CLAIM."""
-        keys = (request_key(request_id), LEASES, EVENTS, STATES)
-        return keys, (self._owner, self._lease_ms, *_flatten(fields))
+        self._claims.post(request_id, fields, settle)
 
     async def move(self, move: Move) -> WriteStatus:
         assert not move.state.terminal, "a terminal state is `finish`'s"
@@ -158,12 +125,13 @@ class RedisStore:
     def _write_pending(self, move: Move, callbacks: Sequence[OnAnswer]) -> None:
         def settle(answer: bytes | Exception) -> None:
             if isinstance(answer, Exception):
-                _notify(callbacks, self._failed(answer))
+                _notify(callbacks, self._links.failed(answer))
             else:
-                self._reached()
+                self._links.reached()
                 _notify(callbacks, _STATUS[answer])
 
-        self._scripts.post(self._move, *self._moving(move), settle)
+        link = self._links.of(move.request_id)
+        link.scripts.post(self._move, *self._moving(link, move), settle)
 
     async def finish(self, move: Move) -> WriteStatus:
         assert move.state.terminal, "a non-terminal state is `move`'s"
@@ -171,73 +139,124 @@ class RedisStore:
 
     async def _write(self, move: Move) -> WriteStatus:
         move, callbacks = self._pending.taken_along(move)
+        link = self._links.of(move.request_id)
         try:
-            status = _STATUS[await self._run(self._move, *self._moving(move))]
+            answer = await self._links.run(link, self._move, *self._moving(link, move))
         except StoreUnavailable as error:
             _notify(callbacks, error)
             raise
+        if isinstance(answer, list):
+            answer, alias = answer
+            self._claims.fade(alias.decode(), move.request_id, self._ttl_of(move))
+        status = _STATUS[answer]
         _notify(callbacks, status)
         return status
 
-    def _moving(self, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
+    def _moving(self, link: Link, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
         """Return keys and arguments of MOVE."""
-        keys = (request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id))
+        names, id_ = link.keys, move.request_id
+        keys = (
+            names.request_key(id_), names.leases, names.events, names.states, names.log_key(id_),
+        )  # fmt: skip
         args = (
             self._owner, move.epoch, move.state, int(move.catch_up),
-            self._lease_ms, self._ttl_ms if move.kept else 0, move.min_tokens, move.min_ends,
-            *_flatten(move.fields),
+            self._lease_ms, self._ttl_of(move), move.min_tokens, move.min_ends,
+            *flatten(move.fields),
         )  # fmt: skip
         return keys, args
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
-        if not entries:
-            return []
+    def _ttl_of(self, move: Move) -> int:
+        return self._ttl_ms if move.kept else 0
+
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
+        parts: dict[str, tuple[Link, list[int]]] = {}  # places in `entries`, by key group
+        for place, entry in enumerate(entries):
+            link = self._links.of(entry.request_id)
+            parts.setdefault(link.keys.tag, (link, []))[1].append(place)
+        answers = await together([
+            self._append_to(link, [entries[place] for place in places], safe=safe)
+            for link, places in parts.values()
+        ])  # fmt: skip
+        statuses = [WriteStatus.OK] * len(entries)
+        for (_, places), words in zip(parts.values(), answers, strict=True):
+            for place, word in zip(places, words, strict=True):
+                statuses[place] = _STATUS[word]
+        return statuses
+
+    async def _append_to(
+        self, link: Link, entries: Sequence[LogEntry], *, safe: bool
+    ) -> list[bytes]:
         keys: list[str] = []
         args: list[str | int] = [self._owner]
         for entry in entries:
-            keys += [request_key(entry.request_id), log_key(entry.request_id)]
+            keys += [link.keys.request_key(entry.request_id), link.keys.log_key(entry.request_id)]
             tokens = ",".join(map(str, entry.token_ids))
             args += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
             args.append(entry.more)
-        words: list[bytes] = await self._run(self._append, keys, args)
-        return [_STATUS[word] for word in words]
+        return await self._links.run(link, self._append, keys, args, safe=safe)
 
     async def beat(self, held: Collection[str]) -> list[str]:
-        ids = list(held)
+        parts = {link.keys.tag: ids for link, ids in self._links.split(held)}
+        lost = await self._links.each(
+            lambda link: self._beat_of(link, parts.get(link.keys.tag, ()))
+        )
+        return [request_id for part in lost for request_id in part]
+
+    async def _beat_of(self, link: Link, ids: Sequence[str]) -> list[str]:
+        """Renew the leases of a key group's requests; also without any, to see that it answers."""
         lost: list[str] = []
+        names = link.keys
         for start in range(0, max(1, len(ids)), BEAT_CHUNK):
             chunk = ids[start : start + BEAT_CHUNK]
-            keys = [LEASES, router_key(self._owner), *map(request_key, chunk)]
-            async with self._call():
-                places: list[int] = await self._beat(keys=keys, args=[self._owner, self._lease_ms])
+            keys = [names.leases, names.router_key(self._owner), *map(names.request_key, chunk)]
+            args = [self._owner, self._lease_ms]
+            places: list[int] = await self._links.evaluate(link, self._beat, keys, args)
             lost += [chunk[place - 1] for place in places]
+        await self._count_replicas(link)
         return lost
 
+    async def _count_replicas(self, link: Link) -> None:
+        """Learn how many replicas a write can wait for."""
+        if link.scripts.replicas_wanted:
+            found = await self._links.call(lambda: link.client.info("replication"))
+            link.scripts.set_replicas(good_replicas(found))
+
     async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
-        connected = self._connected_at
+        connected = self._links.connected_at
         if connected is None or self._clock.monotonic() - connected < 2 * self._lease_s:
             return []
-        async with self._call():
-            rows: list[tuple[bytes, bytes, int]] = await self._sweep(
-                keys=[LEASES, EVENTS, STATES], args=[limit, self._ttl_ms, self._lease_ms]
-            )
+        swept = await self._links.each(lambda link: self._sweep_of(link, limit))
+        return [each for part in swept for each in part]
+
+    async def _sweep_of(self, link: Link, limit: int) -> list[Swept]:
+        keys = [link.keys.leases, link.keys.events, link.keys.states]
+        args = [limit, self._ttl_ms, self._lease_ms]
+        rows: list[tuple[bytes, bytes, int]] = await self._links.evaluate(
+            link, self._sweep, keys, args
+        )
         return [
-            Swept(key.decode().removeprefix(REQUEST_PREFIX), RequestState(state.decode()), epoch)
+            Swept(request_of(key.decode()), RequestState(state.decode()), epoch)
             for key, state, epoch in rows
         ]
 
     async def read(self, request_id: str) -> RequestRecord | None:
         self._pending.flush()
-        flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
-        if not flat:
-            return None
-        raw = _pairs(flat)
-        return _record(raw[b"key"].decode().removeprefix(REQUEST_PREFIX), raw)
+        answer = await self._read_key(request_id)
+        if isinstance(answer, bytes):
+            request_id = request_of(answer.decode())
+            answer = await self._read_key(request_id)
+        return record_of(request_id, pairs(answer)) if answer and isinstance(answer, list) else None
+
+    async def _read_key(self, name: str) -> list[bytes] | bytes:
+        """Return READ's answer about this id or alias."""
+        link = self._links.of(name)
+        return await self._links.run(link, self._read, [link.keys.request_key(name)], [])
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
-        async with self._call():
-            rows: Any = await self._redis.xrange(log_key(request_id))
-        return [_entry(request_id, row) for _, row in rows]
+        link = self._links.of(request_id)
+        log = link.keys.log_key(request_id)
+        rows: Any = await self._links.call(lambda: link.client.xrange(log))
+        return [entry_of(request_id, row) for _, row in rows]
 
     async def tail(
         self, request_id: str, cursor: str, timeout_s: float
@@ -245,104 +264,47 @@ class RedisStore:
         # Half of a call's time limit, so that an answer at the end of the wait is still in time.
         wait_s = min(timeout_s, self._patience.seconds / 2)
         wait_ms = int(1000 * wait_s) or None
-        key = log_key(request_id)
-        async with self._call(wait_s):
-            streams: Any = await self._redis.xread({key: cursor or "0"}, block=wait_ms)
+        link = self._links.of(request_id)
+        log = {link.keys.log_key(request_id): cursor or "0"}
+        streams: Any = await self._links.call(lambda: link.client.xread(log, block=wait_ms), wait_s)
         if not streams:
             return [], cursor
         rows = streams[0][1]
-        return [_entry(request_id, row) for _, row in rows], rows[-1][0].decode()
+        return [entry_of(request_id, row) for _, row in rows], rows[-1][0].decode()
 
     async def follow(self, request_id: str) -> None:
-        await self._run(self._follow, [request_key(request_id)], [])
+        link = self._links.of(request_id)
+        await self._links.run(link, self._follow, [link.keys.request_key(request_id)], [])
 
     async def release(self, request_ids: Collection[str]) -> None:
         self._pending.flush()  # a move that was written later would renew its lease
-        await self._run(self._release, [LEASES, *map(request_key, request_ids)], [self._owner])
+        await together([
+            self._links.run(
+                link, self._release, [link.keys.leases, *map(link.keys.request_key, ids)],
+                [self._owner],
+            )
+            for link, ids in self._links.split(request_ids)
+        ])  # fmt: skip
 
     async def counts(self) -> dict[RequestState, int]:
-        async with self._call():
-            raw = await self._hgetall(STATES)
-        return {RequestState(state.decode()): int(count) for state, count in raw.items()}
+        total: Counter[RequestState] = Counter()
+        for part in await self._links.each(self._counts_of):
+            total.update({RequestState(state.decode()): int(n) for state, n in part.items()})
+        return dict(total)
 
-    async def _run(
-        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
-    ) -> Any:
-        """Run a script in a pipeline and return its answer. Raises StoreUnavailable."""
-        try:
-            answer = await self._scripts.run(script, keys, args)
-        except (RedisError, OSError, TimeoutError) as error:
-            raise self._failed(error) from error
-        self._reached()
-        return answer
+    async def _counts_of(self, link: Link) -> dict[bytes, bytes]:
+        states = link.keys.states
+        return await self._links.call(
+            lambda: cast(Awaitable[dict[bytes, bytes]], link.client.hgetall(states))
+        )
 
-    def _reached(self) -> None:
-        """Note that the server has answered; remember when the connection came up."""
-        if self._connected_at is None:
-            self._connected_at = self._clock.monotonic()
 
-    def _failed(self, error: Exception) -> StoreUnavailable:
-        self._connected_at = None
-        return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
-
-    async def _hgetall(self, key: str) -> dict[bytes, bytes]:
-        reply: Any = self._redis.hgetall(key)  # typed as dict | Awaitable[dict]
-        return await reply
-
-    @contextlib.asynccontextmanager
-    async def _call(self, asked_s: float = 0.0) -> AsyncIterator[None]:
-        """Limit the time of one call, and translate its failures to StoreUnavailable.
-
-        `asked_s`: the seconds for which the server was asked to wait if it had no answer.
-        """
-        began, patience_s = self._clock.monotonic(), self._patience.seconds
-        try:
-            async with asyncio.timeout(patience_s):
-                yield
-        except (RedisError, OSError, TimeoutError) as error:
-            if isinstance(error, TimeoutError):
-                self._patience.took(patience_s)
-            raise self._failed(error) from error
-        self._patience.took(self._clock.monotonic() - began - asked_s)
-        self._reached()
+def good_replicas(replication: Mapping[str, Any]) -> int:
+    """Return how many replicas follow closely, by `INFO replication`."""
+    rows = [row for name, row in replication.items() if re.fullmatch(r"slave\d+", name)]
+    return sum(row["state"] == "online" and row["lag"] <= MAX_LAG_S for row in rows)
 
 
 def _notify(callbacks: Sequence[OnAnswer], answer: WriteStatus | StoreUnavailable) -> None:
     for each in callbacks:
         each(answer)
-
-
-def _flatten(fields: Mapping[str, str]) -> list[str]:
-    return [part for item in fields.items() for part in item]
-
-
-def _entry(request_id: str, row: Mapping[bytes, bytes]) -> LogEntry:
-    tokens = row[b"t"]
-    return LogEntry(
-        request_id,
-        epoch=int(row[b"e"]),
-        position=int(row[b"p"]),
-        token_ids=tuple(map(int, tokens.split(b","))) if tokens else (),
-        sample=int(row[b"s"]),
-        more=row.get(b"m", b"").decode(),
-    )
-
-
-def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _record(request_id: str, raw: Mapping[bytes, Any]) -> RequestRecord:
-    now, seen = int(raw[b"now"]), raw.get(b"seen")
-    return RequestRecord(
-        id=request_id,
-        state=RequestState(raw[b"state"].decode()),
-        epoch=int(raw[b"epoch"]),
-        owner=raw[b"owner"].decode(),
-        tries=int(raw[b"tries"]),
-        fields={
-            name[2:].decode(): value.decode() for name, value in raw.items() if name[:2] == b"f:"
-        },
-        age_s=(now - int(raw.get(b"since", now))) / 1000,
-        idle_s=None if seen is None else (now - int(seen)) / 1000,
-    )

@@ -33,7 +33,7 @@ from baton.protocol import wire
 from baton.protocol.errors import BatonError
 from baton.protocol.handles import NodeRecord
 from baton.runtime.failpoints import LOG_VARIABLE, VARIABLE
-from baton.runtime.redis_keys import LEASES, log_key, node_key, request_key
+from baton.runtime.redis_keys import ONLY, node_key
 from baton.runtime.socket_folder import SocketFolder
 from deploy.redis_server import RedisServer
 from tests.chaos.counts import Vitals, descriptors_of, tasks_in, threads_of
@@ -352,7 +352,7 @@ class Cluster:
         """The request's record in Redis; empty when there is none, or no Redis."""
         if not self.redis_up:
             return {}
-        raw: dict[bytes, bytes] = await self._ask(self.store.hgetall(request_key(request_id)))
+        raw: dict[bytes, bytes] = await self._ask(self.store.hgetall(ONLY.request_key(request_id)))
         return {key.decode().removeprefix("f:"): value.decode() for key, value in raw.items()}
 
     async def recorded(self, request_id: str, role: str) -> str:
@@ -364,7 +364,7 @@ class Cluster:
         return await eventually(look)
 
     async def log_rows(self, request_id: str) -> list[dict[str, str]]:
-        rows: list[Any] = await self._ask(self.store.xrange(log_key(request_id)))
+        rows: list[Any] = await self._ask(self.store.xrange(ONLY.log_key(request_id)))
         return [{k.decode(): v.decode() for k, v in row.items()} for _, row in rows]
 
     async def records(self) -> dict[str, NodeRecord]:
@@ -375,7 +375,7 @@ class Cluster:
         return {record.node_id: record for record in found}
 
     async def leases(self) -> int:
-        return int(await self._ask(self.store.zcard(LEASES)))
+        return int(await self._ask(self.store.zcard(ONLY.leases)))
 
     async def _ask(self, reply: Any) -> Any:
         """redis-py types its answers as awaitable or not, text or bytes; here they are bytes."""

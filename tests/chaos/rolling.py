@@ -19,7 +19,7 @@ from typing import Final
 
 import httpx
 
-from baton.runtime.redis_keys import REQUEST_PREFIX
+from baton.runtime.redis_keys import ONLY
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import NODES, ROUTERS, Cluster, Layout
 from tests.chaos.kills import EARLY
@@ -272,8 +272,8 @@ async def restart(load: Load, name: str) -> str:
 async def _find_records(cluster: Cluster, streams: list[Stream]) -> None:
     """What the plain requests over HTTP are called in Redis: the routers drew a part of it."""
     known: dict[str, str] = {}
-    async for key in cluster.store.scan_iter(f"{REQUEST_PREFIX}cmpl-*", count=1000):
-        stored = key.decode().removeprefix(REQUEST_PREFIX)
+    async for key in cluster.store.scan_iter(f"{ONLY.request_prefix}cmpl-*", count=1000):
+        stored = key.decode().removeprefix(ONLY.request_prefix)
         known[stored.removeprefix("cmpl-").rpartition("-")[0]] = stored
     for stream in streams:
         if stream.http is not None and not stream.resumable:

@@ -42,7 +42,8 @@ from router.store.base import (
 from router.store.documents import Documents
 from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.front.fakes import (
     CHAT_TEMPLATE,
     TOKENIZER,
@@ -186,7 +187,7 @@ def store_of(
     """The store of one router: in shared tables, or in the Redis of that URL."""
     clock = clock or SystemClock()
     if isinstance(place, str):
-        return RedisStore(connect(place, PATIENCE_S), owner, timing, clock, PATIENCE_S)
+        return RedisStore(RedisServers.of(place, PATIENCE_S), owner, timing, clock, PATIENCE_S)
     return MemoryStore(owner, timing, clock, place)
 
 

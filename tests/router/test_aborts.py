@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from baton.protocol.request import Request
+from baton.runtime.redis_connections import connect
 from router.request import aborts
 from router.request.aborts import Aborts
 from router.request.request_ids import names
 from router.request.trace import RequestTrace
-from router.store.redis_store import connect
 from tests.front.fakes import MODEL, Front
 from tests.router.fakes import PATIENCE_S, make_request
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import StoreUnavailable
-from baton.runtime.redis_keys import document_index_key, document_key
+from baton.runtime.redis_connections import connect
+from baton.runtime.redis_keys import ONLY
 from baton.runtime.timing import Timing
 from router.store.documents import DocumentTable, Keeping, MemoryDocuments
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import FakeClock
 
@@ -113,15 +115,15 @@ async def test_documents_in_memory_end_with_their_time() -> None:
 @pytest.mark.redis
 async def test_documents_in_redis_end_with_their_time(empty_redis: str) -> None:
     client = connect(empty_redis, 2.0)
-    documents = RedisStore(client, "r1", Timing(), FakeClock(), 2.0).documents
+    documents = RedisStore(RedisServers([client]), "r1", Timing(), FakeClock(), 2.0).documents
     await documents.put("owner", "a", bytes(60), LONG)
     keys = await client.keys("*")
     assert len(keys) == 3
     assert all([0 < await client.pttl(key) <= LONG.ttl_s * 1000 for key in keys])
     # One that has ended is no longer counted, though others of its owner are there.
     await documents.put("owner", "b", bytes(40), LONG)
-    await client.delete(document_key("owner", "a"))
-    await client.zadd(document_index_key("owner"), {"a": 0})
+    await client.delete(ONLY.document_key("owner", "a"))
+    await client.zadd(ONLY.document_index_key("owner"), {"a": 0})
     await documents.put("owner", "c", bytes(60), LONG)
     assert await documents.get("owner", "b") is not None
     await client.aclose()
@@ -129,7 +131,7 @@ async def test_documents_in_redis_end_with_their_time(empty_redis: str) -> None:
 
 async def test_a_store_that_is_away_says_so(tmp_path: Path) -> None:
     client = connect(f"unix://{tmp_path}/nobody", 0.5)
-    documents = RedisStore(client, "r1", Timing(), FakeClock(), 0.5).documents
+    documents = RedisStore(RedisServers([client]), "r1", Timing(), FakeClock(), 0.5).documents
     for ask in (
         documents.get("owner", "a"),
         documents.drop("owner", "a"),

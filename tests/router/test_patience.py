@@ -11,11 +11,13 @@ import uvloop
 from redis.exceptions import RedisError
 
 from baton.protocol.clock import SystemClock
+from baton.runtime.redis_connections import connect
 from baton.runtime.timing import Timing
 from router.store.guard import StoreGuard
 from router.store.patience import HALF_LIFE_S, Patience
+from router.store.redis_links import RedisServers
 from router.store.redis_queue import ScriptQueue
-from router.store.redis_store import RedisStore, connect, longest_s
+from router.store.redis_store import RedisStore, longest_s
 from tests.router.fakes import FakeClock
 
 PUSH = "return redis.call('RPUSH', KEYS[1], ARGV[1])"
@@ -67,7 +69,7 @@ async def test_a_store_that_is_slow_again_and_again_goes_away_less_often(
     empty_redis: str,
 ) -> None:
     pause_s, num_pauses = 0.25, 4
-    store = RedisStore(connect(empty_redis, 5.0), "r", Timing(), SystemClock(), 0.1)
+    store = RedisStore(RedisServers.of(empty_redis, 5.0), "r", Timing(), SystemClock(), 0.1)
     guard = StoreGuard(store, Timing())
     await guard.start()
     with blocking.Redis.from_url(empty_redis) as other:

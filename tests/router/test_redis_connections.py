@@ -9,10 +9,11 @@ import pytest
 from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
 
 from baton.protocol.clock import SystemClock
-from baton.runtime.redis_connections import heed_cancellation
+from baton.runtime.redis_connections import connect, heed_cancellation
 from router.nodes.directory import RedisDirectory
 from router.request.aborts import Aborts
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.router.fakes import FAST, PATIENCE_S
 from tests.router.test_aborts import Requests
 
@@ -41,7 +42,7 @@ class Crossing:
 
 
 def store(client: Redis) -> RedisStore:
-    return RedisStore(client, "router", FAST, SystemClock(), TIMEOUT_S)
+    return RedisStore(RedisServers([client]), "router", FAST, SystemClock(), TIMEOUT_S)
 
 
 CALLS: dict[str, tuple[bytes, Call]] = {

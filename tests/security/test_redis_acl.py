@@ -26,20 +26,23 @@ from baton.protocol import wire
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import NodeRecord, Role
 from baton.protocol.request import RequestState
-from baton.runtime.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
+from baton.runtime.redis_connections import NODE_CALL, check_redis, connect, router_call
+from baton.runtime.redis_keys import ONLY
 from baton.runtime.timing import Timing
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory
 from router.store import redis_documents, redis_scripts
 from router.store.base import LogEntry, Move, WriteStatus
 from router.store.documents import Keeping
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.router.fakes import FakeClock, make_record
 from tests.router.test_aborts import Requests, routers
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "redis_users.acl"
 PASSWORD = "p@ss:word"
+ROUTER_CALL = router_call(ONLY)
 pytestmark = pytest.mark.redis
 
 
@@ -72,7 +75,7 @@ async def test_a_request_lives_its_whole_life(server: str) -> None:
 
     def store(owner: str) -> RedisStore:
         client = redis.asyncio.Redis(unix_socket_path=server, username="baton", password=PASSWORD)
-        return RedisStore(client, owner, timing, clock, 2.0)
+        return RedisStore(RedisServers([client]), owner, timing, clock, 2.0)
 
     ours = store("router-1")
     await ours.start()
@@ -94,7 +97,7 @@ async def test_a_request_lives_its_whole_life(server: str) -> None:
 
 async def test_documents_are_kept_and_dropped(server: str) -> None:
     client = redis.asyncio.Redis(unix_socket_path=server, username="baton", password=PASSWORD)
-    store = RedisStore(client, "router-1", Timing(), FakeClock(), 2.0)
+    store = RedisStore(RedisServers([client]), "router-1", Timing(), FakeClock(), 2.0)
     for name in ("a", "b"):  # the second one finds a first, and takes its room
         assert await store.documents.put("owner", name, b"12345", Keeping(60.0, 9))
     assert await store.documents.get("owner", "a") is None

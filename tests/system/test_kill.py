@@ -24,7 +24,7 @@ from baton.protocol.handles import NodeRecord
 from baton.protocol.request import RequestState
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.failpoints import VARIABLE
-from baton.runtime.redis_keys import LEASES, node_key
+from baton.runtime.redis_keys import ONLY, node_key
 from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.system.samples import Samples
@@ -98,14 +98,14 @@ class Case:
 
     async def prefilling(self) -> str | None:
         """The node that computes the request's prompt; None while there is no request."""
-        if not await self.redis.exists(LEASES):
+        if not await self.redis.exists(ONLY.leases):
             return None
         return (await self.request_fields()).get("prefill_node")
 
     async def assert_clean(self) -> None:
         """free + used == total on every surviving pool, no lease, no orphan in Redis."""
         await eventually(self._all_idle)
-        assert await self.redis.zcard(LEASES) == 0
+        assert await self.redis.zcard(ONLY.leases) == 0
         keys = [key async for key in self.redis.scan_iter("{pd}:req:*")]
         keys += [key async for key in self.redis.scan_iter("{pd}:log:*")]
         assert keys

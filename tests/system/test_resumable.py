@@ -18,7 +18,7 @@ import pytest
 import redis.asyncio as aredis
 
 from baton.protocol import wire
-from baton.runtime.redis_keys import LEASES, NODE_PATTERN
+from baton.runtime.redis_keys import NODE_PATTERN, ONLY
 from tests.front.resumable import Reader
 from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import prompts
@@ -71,7 +71,7 @@ class Deployment:
         keys = [key async for key in self.redis.scan_iter(NODE_PATTERN)]
         values = await self.redis.mget(keys)
         records = [wire.record_from_bytes(value) for value in values if isinstance(value, bytes)]
-        return await self.redis.zcard(LEASES) == 0 and all(map(is_idle, records))
+        return await self.redis.zcard(ONLY.leases) == 0 and all(map(is_idle, records))
 
     async def can_serve(self) -> bool:
         urls = [f"http://{router.address}/ready" for router in self.routers]

@@ -21,7 +21,7 @@ import redis.asyncio as aredis
 from redis.exceptions import RedisError
 
 from baton.protocol.request import RequestState
-from baton.runtime.redis_keys import LEASES, STATES
+from baton.runtime.redis_keys import ONLY
 from deploy.redis_server import RedisServer, find_redis_binary
 from tests.system.asking import Asking
 from tests.system.processes import STOP_S, Processes, ServerProcess
@@ -191,7 +191,7 @@ async def every_request_is_whole(url: str, finished: int) -> None:
     async with aredis.Redis.from_url(url) as client:
 
         async def settled() -> bool:
-            return await client.zcard(LEASES) == 0
+            return await client.zcard(ONLY.leases) == 0
 
         await eventually(settled)
         keys = [key async for key in client.scan_iter("{pd}:req:*")]
@@ -202,6 +202,6 @@ async def every_request_is_whole(url: str, finished: int) -> None:
             log: Any = await client.xrange(key.replace(b"{pd}:req:", b"{pd}:log:"))
             logged = sum(len(row[b"t"].split(b",")) for _, row in log)
             assert logged == int(record[b"f:output_tokens"]) == TOKENS
-        counts = await client.hgetall(STATES)
+        counts = await client.hgetall(ONLY.states)
         live = {state: n for state, n in counts.items() if state != b"finished" and int(n)}
         assert live == {}

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from baton.protocol.handles import NodeRecord
-from baton.runtime.redis_keys import log_key
+from baton.runtime.redis_keys import ONLY
 from tests.system import test_kill as kills
 from tests.system.processes import ServerProcess
 from tests.system.test_kill import (
@@ -72,7 +72,7 @@ async def rest_of(stream: Stream, since: float) -> float:
 async def token_log(c: Case) -> list[dict[bytes, bytes]]:
     """Of the one request."""
     [key] = [key async for key in c.redis.scan_iter("{pd}:req:*")]
-    rows: Any = await c.redis.xrange(log_key(key.decode().removeprefix("{pd}:req:")))
+    rows: Any = await c.redis.xrange(ONLY.log_key(key.decode().removeprefix("{pd}:req:")))
     return [row for _, row in rows]
 
 

@@ -6,7 +6,7 @@ sizes, with the sum of the sizes under the empty name. A change is one Lua call.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from baton.runtime.redis_keys import KeyGroup
 from router.store.documents import Keeping
@@ -86,7 +86,7 @@ class RedisDocuments:
     async def get(self, owner: str, name: str) -> bytes | None:
         link = self._links.of(owner)
         key = link.keys.document_key(owner, name)
-        return await self._links.call(lambda: link.client.get(key))
+        return cast("bytes | None", await self._links.call(lambda: link.client.get(key)))
 
     async def drop(self, owner: str, name: str) -> bool:
         link = self._links.of(owner)

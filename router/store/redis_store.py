@@ -86,14 +86,15 @@ class RedisStore:
         return "redis"
 
     async def start(self) -> None:
-        await self._links.each(self._ping)
+        await self._links.each(self._begin)
 
-    async def _ping(self, link: Link) -> None:
+    async def _begin(self, link: Link) -> None:
         async def ping() -> None:
             reply: Any = link.client.ping()  # typed as bool | Awaitable[bool]
             await reply
 
         await self._links.call(ping)
+        await self._count_replicas(link)
 
     async def stop(self) -> None:
         self._pending.flush()
@@ -265,7 +266,7 @@ class RedisStore:
         wait_s = min(timeout_s, self._patience.seconds / 2)
         wait_ms = int(1000 * wait_s) or None
         link = self._links.of(request_id)
-        log = {link.keys.log_key(request_id): cursor or "0"}
+        log: dict[Any, Any] = {link.keys.log_key(request_id): cursor or "0"}
         streams: Any = await self._links.call(lambda: link.client.xread(log, block=wait_ms), wait_s)
         if not streams:
             return [], cursor

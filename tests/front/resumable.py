@@ -68,6 +68,9 @@ class AheadClock:
         return time.monotonic() + self.ahead_s
 
 
+StoreOf = Callable[[str, Timing, Clock], RequestStore]
+
+
 class CutStore:
     """One router's way to a store that others use too; it can be cut."""
 
@@ -126,8 +129,8 @@ class CutStore:
     async def finish(self, move: Move) -> WriteStatus:
         return await self._reached().finish(move)
 
-    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
-        return await self._reached().append(entries)
+    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
+        return await self._reached().append(entries, safe=safe)
 
     async def beat(self, held: Collection[str]) -> list[str]:
         async with self._beating:
@@ -182,10 +185,12 @@ class RestartingStore(CutStore):
 
 
 def store_of(
-    place: MemoryTables | str, owner: str, timing: Timing, clock: Clock | None = None
+    place: MemoryTables | str | StoreOf, owner: str, timing: Timing, clock: Clock | None = None
 ) -> RequestStore:
-    """The store of one router: in shared tables, or in the Redis of that URL."""
+    """The store of one router: in shared tables, in the Redis of that URL, or one's own."""
     clock = clock or SystemClock()
+    if callable(place):
+        return place(owner, timing, clock)
     if isinstance(place, str):
         return RedisStore(RedisServers.of(place, PATIENCE_S), owner, timing, clock, PATIENCE_S)
     return MemoryStore(owner, timing, clock, place)
@@ -372,7 +377,7 @@ def _event(raw: bytes) -> tuple[str, str, str]:
 @contextlib.asynccontextmanager
 async def held_router(
     name: str,
-    place: MemoryTables | str,
+    place: MemoryTables | str | StoreOf,
     kind: type[CutStore] = CutStore,
     timing: Timing = TIMING,
     others: Mapping[str, Any] | None = None,

@@ -20,6 +20,7 @@ of a pipeline does this for all of its calls.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
@@ -34,6 +35,7 @@ from baton.runtime.redis_connections import Following
 from router.store.patience import Patience
 from router.store.redis_calls import OnReply, ScriptCall, Wait
 
+log = logging.getLogger(__name__)
 LATE_S: Final = 0.05  # a timer that is later than this shows that this process did not run
 MAX_CALLS: Final = 256  # calls in one pipeline: some 5 ms of Redis
 MOVING_S: Final = 0.02  # pause before a call whose keys are moving is sent again
@@ -67,7 +69,10 @@ class ScriptQueue:
 
     def set_replicas(self, count: int) -> None:
         """Note how many replicas follow the primary now."""
-        self._replicas = min(count, self.replicas_wanted)
+        most, before = min(count, self.replicas_wanted), self._replicas
+        if most < before:
+            log.warning("Redis: safe writes wait for %d replicas, not for %d", most, before)
+        self._replicas = most
 
     def run(
         self,

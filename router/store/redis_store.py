@@ -41,7 +41,6 @@ from router.store.redis_records import entry_of, flatten, pairs, record_of, requ
 logger = logging.getLogger(__name__)
 _STATUS: Final = {status.value.encode(): status for status in WriteStatus}
 BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
-MAX_LAG_S: Final = 2  # a replica acknowledges once a second; one that is later is not waited for
 
 
 def longest_s(timing: Timing, timeout_s: float) -> float:
@@ -220,7 +219,7 @@ class RedisStore:
         """Learn how many replicas a write can wait for."""
         if link.scripts.replicas_wanted:
             found = await self._links.call(lambda: link.client.info("replication"))
-            link.scripts.set_replicas(good_replicas(found))
+            link.scripts.set_replicas(online_replicas(found))
 
     async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
         connected = self._links.connected_at
@@ -300,10 +299,13 @@ class RedisStore:
         )
 
 
-def good_replicas(replication: Mapping[str, Any]) -> int:
-    """Return how many replicas follow closely, by `INFO replication`."""
+def online_replicas(replication: Mapping[str, Any]) -> int:
+    """Return how many replicas follow the server, by `INFO replication`.
+
+    One that is silent follows until the server gives it up (its `repl-timeout`).
+    """
     rows = [row for name, row in replication.items() if re.fullmatch(r"slave\d+", name)]
-    return sum(row["state"] == "online" and row["lag"] <= MAX_LAG_S for row in rows)
+    return sum(row["state"] == "online" for row in rows)
 
 
 def _notify(callbacks: Sequence[OnAnswer], answer: WriteStatus | StoreUnavailable) -> None:

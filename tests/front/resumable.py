@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -390,7 +390,7 @@ async def held_router(
     guard = StoreGuard(store, timing)
     dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer="abcdefghijk"))
     metrics = RouterMetrics()
-    options = RouterConfig(request_timeout_s=20.0, grpc_port=0, **config)
+    options = replace(RouterConfig(request_timeout_s=20.0, grpc_port=0), **config)
     kept_mb = options.max_resumable_mb
     runs = Runs(RunParts(dispatcher, guard, metrics, clock, max_kept_mb=kept_mb))
     parts: dict[str, Any] = {

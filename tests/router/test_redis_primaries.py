@@ -10,7 +10,11 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from baton.protocol.errors import ConfigError
+from baton.node.heartbeat import RedisRegistry
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError, StoreUnavailable
+from baton.protocol.handles import Role
+from baton.protocol.request import RequestState
 from baton.runtime.redis_connections import NODE_CALL, check_redis, check_router_redis, connect
 from baton.runtime.redis_keys import node_key
 from baton.runtime.redis_primaries import (
@@ -21,7 +25,13 @@ from baton.runtime.redis_primaries import (
     SlotPrimary,
     WrongRedis,
 )
+from baton.runtime.timing import Timing
+from router.nodes.directory import RedisDirectory
+from router.store.redis_links import RedisServers
+from router.store.redis_store import RedisStore
 from tests.redis_kinds import Servers, cluster, redis_binary, service, single, until
+from tests.router.fakes import make_record
+from tests.router.test_aborts import Requests, routers
 from tests.waiting import eventually
 
 ONE, TWO, THREE = ("one", 1), ("two", 2), ("three", 3)
@@ -199,9 +209,16 @@ async def test_a_connection_follows_the_primary_of_a_slot(
 
 
 async def _follows(servers: Servers, fail_over: Any) -> None:
-    """The server that a connection speaks to becomes a replica, and lives on."""
+    """The server that connections speak to becomes a replica, and lives on."""
     client = connect(servers.url, PATIENCE_S)
-    await client.set(node_key("n"), "1")
+    registry, record = RedisRegistry(servers.url, Timing()), make_record("d1", Role.DECODE)
+    store = RedisStore(
+        RedisServers.of(servers.url, PATIENCE_S, 1), "r1", Timing(), SystemClock(), PATIENCE_S
+    )
+    await store.start()
+    await registry.claim(record)
+    for number in range(32):  # some in every key group
+        assert await store.claim(f"before-{number}") is not None
     before = [it.port for it in servers.primaries()]
     fail_over()
     until(lambda: [it.port for it in servers.primaries()] != before, "another primary")
@@ -209,10 +226,17 @@ async def _follows(servers: Servers, fail_over: Any) -> None:
 
     async def write() -> bool:
         try:
-            return bool(await client.set(node_key("n"), "2"))
-        except RedisError:
+            claims = [await store.claim(f"after-{number}") for number in range(32)]
+            return all(claims) and bool(await client.set(node_key("n"), "2", px=1))
+        except (RedisError, StoreUnavailable):
             return False  # Sentinels and nodes may tell the old one for a moment
 
     await eventually(write)
-    assert await client.get(node_key("n")) == b"2"
+    assert (await store.counts())[RequestState.QUEUED] == 64, "nothing twice, nothing lost"
+    await registry.announce(record)
+    assert [it.node_id for it in await RedisDirectory(client, PATIENCE_S).records()] == ["d1"]
+    async with routers(servers.url, Requests(), Requests("there")) as (asked, _):
+        assert await asked.everywhere(["there"]) == ["there"]
+    await registry.close()
+    await store.stop()
     await client.aclose()

@@ -1,7 +1,7 @@
 """What an engine step costs the store: appends of 64 requests, on any kind of Redis.
 
-`python -m bench.redis_append URL [URL ...]` prints, for each URL, the median milliseconds of a step,
-plain and safe (a replica has it), and this process' CPU time for it.
+`python -m bench.redis_append URL [URL ...]` prints, for each URL, the median milliseconds of a
+step, plain and safe (a replica has it), and this process' CPU time for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from typing import Final
 
 from baton.protocol.clock import SystemClock
-from baton.runtime.redis_urls import check_redis_url, without_password
+from baton.runtime.redis.urls import check_redis_url, without_password
 from baton.runtime.timing import Timing
 from router.store.base import LogEntry
 from router.store.redis_links import RedisServers

@@ -27,7 +27,7 @@ from typing import Any
 
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.failpoints import VARIABLE as FAILPOINT_FILE
-from baton.runtime.redis_urls import without_password
+from baton.runtime.redis.urls import without_password
 from baton.runtime.socket_folder import SocketFolder
 from baton.text.sentence_files import sentence_files
 from deploy.breaking import BreakServer, faults_file

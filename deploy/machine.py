@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from baton.runtime.redis_connections import connect
-from baton.runtime.redis_urls import check_redis_url
+from baton.runtime.redis.connections import connect
+from baton.runtime.redis.urls import check_redis_url
 from deploy.redis_server import find_redis_binary
 
 SHM: Final = Path("/dev/shm")

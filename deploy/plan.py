@@ -15,7 +15,7 @@ from typing import Final
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import option
 from baton.runtime.log import FORMATS, LEVELS
-from baton.runtime.redis_urls import check_redis_url
+from baton.runtime.redis.urls import check_redis_url
 from deploy.flags import to_nodes, to_router
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -20,8 +20,8 @@ from types import TracebackType
 from redis.exceptions import RedisError
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_connections import connect
-from baton.runtime.redis_urls import without_password
+from baton.runtime.redis.connections import connect
+from baton.runtime.redis.urls import without_password
 from baton.runtime.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
 

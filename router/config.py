@@ -12,7 +12,7 @@ from baton.protocol.request import Resume
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.log import FORMATS, LEVELS
-from baton.runtime.redis_urls import RedisKind, check_redis_url, parse_redis_url
+from baton.runtime.redis.urls import RedisKind, check_redis_url, parse_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint

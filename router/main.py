@@ -36,7 +36,7 @@ from baton.runtime import log as logs
 from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
-from baton.runtime.redis_connections import check_router_redis, connect
+from baton.runtime.redis.connections import check_router_redis, connect
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate

@@ -13,7 +13,7 @@ import pytest
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import add_config, add_options, load, option, parse, spelled
 from baton.runtime.config import given as given_options
-from baton.runtime.redis_urls import check_redis_url
+from baton.runtime.redis.urls import check_redis_url
 
 Level = Literal["info", "debug"]
 

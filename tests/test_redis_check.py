@@ -13,9 +13,9 @@ import pytest
 
 from baton.node.main import main as node_main
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_connections import NODE_CALL, check_redis, router_call
-from baton.runtime.redis_keys import ONLY
-from baton.runtime.redis_urls import check_redis_url
+from baton.runtime.redis.connections import NODE_CALL, check_redis, router_call
+from baton.runtime.redis.keys import ONLY
+from baton.runtime.redis.urls import check_redis_url
 from decode_node.__main__ import PROGRAM
 from router.main import main as router_main
 from tests.transfer.certificates import make_files

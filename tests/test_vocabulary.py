@@ -27,7 +27,7 @@ from baton.protocol.handles import NodeLoad
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec, layout_fingerprint
 from baton.protocol.request import TERMINAL, TRANSITIONS, Request, RequestState, check_transition
 from baton.protocol.sampling import SamplingParams
-from baton.runtime import redis_keys
+from baton.runtime.redis import keys as redis_keys
 from baton.runtime.timing import Timing, channel_options, server_options
 from deploy.local import StartFailed
 from tests.fakes import FakeClock

@@ -14,7 +14,7 @@ from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.cores import parse_cores
 from baton.runtime.log import FORMATS, LEVELS
-from baton.runtime.redis_urls import check_redis_url
+from baton.runtime.redis.urls import check_redis_url
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 

@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 from baton.protocol import wire
 from baton.protocol.errors import ConfigError, InvalidRequest
 from baton.protocol.handles import NodeRecord
-from baton.runtime import redis_keys
-from baton.runtime.redis_connections import connect
+from baton.runtime.redis import keys as redis_keys
+from baton.runtime.redis.connections import connect
 from baton.runtime.timing import Timing
 
 log = logging.getLogger(__name__)

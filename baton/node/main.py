@@ -45,7 +45,7 @@ from baton.runtime.addresses import is_loopback
 from baton.runtime.cores import parse_cores, pin_process, quota_cores
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
-from baton.runtime.redis_connections import NODE_CALL, check_redis
+from baton.runtime.redis.connections import NODE_CALL, check_redis
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.timing import Timing
 from baton.runtime.vllm_flags import add_idle

@@ -18,7 +18,7 @@ from baton.protocol import wire
 from baton.protocol.clock import Clock
 from baton.protocol.errors import InvalidRequest, StoreUnavailable
 from baton.protocol.handles import NodeRecord
-from baton.runtime.redis_keys import NODE_PATTERN
+from baton.runtime.redis.keys import NODE_PATTERN
 from router.nodes.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from baton.protocol.request import Request
-from baton.runtime.redis_keys import ABORTS, aborted_key
+from baton.runtime.redis.keys import ABORTS, aborted_key
 from router.request.request_ids import names
 from router.request.trace import RequestTrace
 

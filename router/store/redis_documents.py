@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, cast
 
-from baton.runtime.redis_keys import KeyGroup
+from baton.runtime.redis.keys import KeyGroup
 from router.store.documents import Keeping
 from router.store.redis_links import Links
 

@@ -1,4 +1,4 @@
-"""Links: the connections of RedisStore, one for each key group (baton/runtime/redis_keys.py).
+"""Links: the connections of RedisStore, one for each key group (baton/runtime/redis/keys.py).
 
 With one server there is one group. In a Redis Cluster each group has its own connection to the
 primary of its slot, so the calls of one request always keep their order. Here every error of a
@@ -18,8 +18,8 @@ from redis.exceptions import AskError, MovedError, RedisError, TryAgainError
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import StoreUnavailable
-from baton.runtime.redis_connections import connect_groups
-from baton.runtime.redis_keys import ONLY, SPREAD, KeyGroup, group_of
+from baton.runtime.redis.connections import connect_groups
+from baton.runtime.redis.keys import ONLY, SPREAD, KeyGroup, group_of
 from router.store.patience import Patience
 from router.store.redis_queue import MOVING_S, ScriptQueue
 

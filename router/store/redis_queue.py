@@ -9,7 +9,7 @@ What a failure means is decided in router/store/redis_store.py.
 
 When the connection breaks, a new one is made and unanswered calls are sent again, once. So every
 script may run twice. The same is done if the server answers that it is not the primary (any more):
-the new connection finds the primary (baton/runtime/redis_connections.py). If the server has lost
+the new connection finds the primary (baton/runtime/redis/connections.py). If the server has lost
 its scripts, they are loaded again, and the calls that failed for that run again in order. The same
 is done, after a pause, with calls whose keys are just moving to another server of a Redis Cluster.
 
@@ -31,7 +31,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
-from baton.runtime.redis_connections import Following
+from baton.runtime.redis.connections import Following
 from router.store.patience import Patience
 from router.store.redis_calls import OnReply, ScriptCall, Wait
 

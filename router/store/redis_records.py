@@ -22,7 +22,7 @@ def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def entry_of(request_id: str, row: Mapping[bytes, bytes]) -> LogEntry:
+def log_entry_of(request_id: str, row: Mapping[bytes, bytes]) -> LogEntry:
     """Return an entry of a log's stream."""
     tokens = row[b"t"]
     return LogEntry(

@@ -36,7 +36,7 @@ from router.store.pending_moves import PendingMoves
 from router.store.redis_claims import RedisClaims
 from router.store.redis_documents import RedisDocuments
 from router.store.redis_links import Link, Links, RedisServers, together
-from router.store.redis_records import entry_of, flatten, pairs, record_of, request_of
+from router.store.redis_records import flatten, log_entry_of, pairs, record_of, request_of
 
 logger = logging.getLogger(__name__)
 _STATUS: Final = {status.value.encode(): status for status in WriteStatus}
@@ -256,7 +256,7 @@ class RedisStore:
         link = self._links.of(request_id)
         log = link.keys.log_key(request_id)
         rows: Any = await self._links.call(lambda: link.client.xrange(log))
-        return [entry_of(request_id, row) for _, row in rows]
+        return [log_entry_of(request_id, row) for _, row in rows]
 
     async def tail(
         self, request_id: str, cursor: str, timeout_s: float
@@ -270,7 +270,7 @@ class RedisStore:
         if not streams:
             return [], cursor
         rows = streams[0][1]
-        return [entry_of(request_id, row) for _, row in rows], rows[-1][0].decode()
+        return [log_entry_of(request_id, row) for _, row in rows], rows[-1][0].decode()
 
     async def follow(self, request_id: str) -> None:
         link = self._links.of(request_id)

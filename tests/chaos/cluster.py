@@ -33,7 +33,7 @@ from baton.protocol import wire
 from baton.protocol.errors import BatonError
 from baton.protocol.handles import NodeRecord
 from baton.runtime.failpoints import LOG_VARIABLE, VARIABLE
-from baton.runtime.redis_keys import ONLY, node_key
+from baton.runtime.redis.keys import ONLY, node_key
 from baton.runtime.socket_folder import SocketFolder
 from deploy.redis_server import RedisServer
 from tests.chaos.counts import Vitals, descriptors_of, tasks_in, threads_of

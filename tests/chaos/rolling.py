@@ -19,7 +19,7 @@ from typing import Final
 
 import httpx
 
-from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis.keys import ONLY
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import NODES, ROUTERS, Cluster, Layout
 from tests.chaos.kills import EARLY

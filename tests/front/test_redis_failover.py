@@ -20,7 +20,7 @@ import pytest
 from baton.protocol.clock import Clock
 from baton.protocol.errors import StoreUnavailable
 from baton.protocol.request import Request, RequestState
-from baton.runtime.redis_keys import SPREAD, slot_of
+from baton.runtime.redis.keys import SPREAD, slot_of
 from baton.runtime.timing import Timing
 from router.resumable.canonical import owner_digest, record_id
 from router.store.base import LogEntry, RequestStore

@@ -19,7 +19,7 @@ from baton.node.heartbeat import Heartbeat, RedisRegistry
 from baton.protocol import wire
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import NodeRecord, Role
-from baton.runtime import redis_keys
+from baton.runtime.redis import keys as redis_keys
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.memory import MemoryFabric
 from tests.fakes import request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.protocol.request import Request
-from baton.runtime.redis_connections import connect
+from baton.runtime.redis.connections import connect
 from router.request import aborts
 from router.request.aborts import Aborts
 from router.request.request_ids import names

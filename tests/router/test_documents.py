@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import StoreUnavailable
-from baton.runtime.redis_connections import connect
-from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis.connections import connect
+from baton.runtime.redis.keys import ONLY
 from baton.runtime.timing import Timing
 from router.store.documents import DocumentTable, Keeping, MemoryDocuments
 from router.store.redis_links import RedisServers

@@ -25,8 +25,8 @@ from baton.protocol import wire
 from baton.protocol.clock import SystemClock
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import Request, RequestState
-from baton.runtime.redis_connections import connect
-from baton.runtime.redis_keys import node_key
+from baton.runtime.redis.connections import connect
+from baton.runtime.redis.keys import node_key
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory
 from router.store.base import LogEntry

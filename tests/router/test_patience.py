@@ -11,7 +11,7 @@ import uvloop
 from redis.exceptions import RedisError
 
 from baton.protocol.clock import SystemClock
-from baton.runtime.redis_connections import connect
+from baton.runtime.redis.connections import connect
 from baton.runtime.timing import Timing
 from router.store.guard import StoreGuard
 from router.store.patience import HALF_LIFE_S, Patience

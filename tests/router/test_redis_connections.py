@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
 
 from baton.protocol.clock import SystemClock
-from baton.runtime.redis_connections import connect, heed_cancellation
+from baton.runtime.redis.connections import connect, heed_cancellation
 from router.nodes.directory import RedisDirectory
 from router.request.aborts import Aborts
 from router.store.redis_links import RedisServers

@@ -15,9 +15,9 @@ from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, StoreUnavailable
 from baton.protocol.handles import Role
 from baton.protocol.request import RequestState
-from baton.runtime.redis_connections import NODE_CALL, check_redis, check_router_redis, connect
-from baton.runtime.redis_keys import node_key
-from baton.runtime.redis_primaries import (
+from baton.runtime.redis.connections import NODE_CALL, check_redis, check_router_redis, connect
+from baton.runtime.redis.keys import node_key
+from baton.runtime.redis.primaries import (
     ClusterMap,
     Dial,
     Place,

@@ -10,7 +10,7 @@ import redis as blocking
 from redis.exceptions import RedisError, ResponseError
 
 from baton.protocol.clock import SystemClock
-from baton.runtime.redis_connections import connect
+from baton.runtime.redis.connections import connect
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.store.patience import Patience
 from router.store.redis_queue import ScriptQueue

@@ -11,7 +11,7 @@ import pytest
 
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import StoreUnavailable
-from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis.keys import ONLY
 from router.store.base import LogEntry, WriteStatus
 from router.store.redis_links import RedisServers
 from router.store.redis_store import RedisStore, online_replicas

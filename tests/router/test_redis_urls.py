@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_keys import ONLY, SPREAD, group_of, key_groups, slot_of
-from baton.runtime.redis_urls import RedisKind, parse_redis_url, without_password
+from baton.runtime.redis.keys import ONLY, SPREAD, group_of, key_groups, slot_of
+from baton.runtime.redis.urls import RedisKind, parse_redis_url, without_password
 from router.config import RouterConfig
 
 SECRET = "hidden"

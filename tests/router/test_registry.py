@@ -13,8 +13,8 @@ from baton.protocol import wire
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, StoreUnavailable
 from baton.protocol.handles import NodeLoad, Role
-from baton.runtime.redis_connections import connect
-from baton.runtime.redis_keys import node_key
+from baton.runtime.redis.connections import connect
+from baton.runtime.redis.keys import node_key
 from router.metrics.parts import WatchedParts, watch_failures
 from router.nodes.directory import RedisDirectory
 from router.request.retry_budget import RetryBudget

@@ -26,8 +26,8 @@ from baton.protocol import wire
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import NodeRecord, Role
 from baton.protocol.request import RequestState
-from baton.runtime.redis_connections import NODE_CALL, check_redis, connect, router_call
-from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis.connections import NODE_CALL, check_redis, connect, router_call
+from baton.runtime.redis.keys import ONLY
 from baton.runtime.timing import Timing
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory

@@ -24,7 +24,7 @@ from baton.protocol.handles import NodeRecord
 from baton.protocol.request import RequestState
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.failpoints import VARIABLE
-from baton.runtime.redis_keys import ONLY, node_key
+from baton.runtime.redis.keys import ONLY, node_key
 from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.system.samples import Samples

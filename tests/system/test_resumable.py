@@ -18,7 +18,7 @@ import pytest
 import redis.asyncio as aredis
 
 from baton.protocol import wire
-from baton.runtime.redis_keys import NODE_PATTERN, ONLY
+from baton.runtime.redis.keys import NODE_PATTERN, ONLY
 from tests.front.resumable import Reader
 from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import prompts

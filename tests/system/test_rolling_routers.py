@@ -21,7 +21,7 @@ import redis.asyncio as aredis
 from redis.exceptions import RedisError
 
 from baton.protocol.request import RequestState
-from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis.keys import ONLY
 from deploy.redis_server import RedisServer, find_redis_binary
 from tests.system.asking import Asking
 from tests.system.processes import STOP_S, Processes, ServerProcess

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from baton.protocol.handles import NodeRecord
-from baton.runtime.redis_keys import ONLY
+from baton.runtime.redis.keys import ONLY
 from tests.system import test_kill as kills
 from tests.system.processes import ServerProcess
 from tests.system.test_kill import (

@@ -1,7 +1,7 @@
 """Connections of redis-py for routers and nodes, to every kind of Redis that a URL may name.
 
 `connect` is the only place that makes clients. With Sentinels and in a Cluster, a connection asks
-for the primary each time it is made (redis_primaries.py). A server that turns out to be no primary
+for the primary each time it is made (primaries.py). A server that turns out to be no primary
 any more (MOVED, READONLY) loses the connection, so that the next try finds the new one.
 redis-py's own RedisCluster is not used: docs/adr/0012-key-groups.md says why.
 
@@ -44,8 +44,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis_keys import TAG, KeyGroup, key_groups, node_key, slot_of
-from baton.runtime.redis_primaries import (
+from baton.runtime.redis.keys import TAG, KeyGroup, key_groups, node_key, slot_of
+from baton.runtime.redis.primaries import (
     ClusterMap,
     Place,
     Primary,
@@ -53,7 +53,7 @@ from baton.runtime.redis_primaries import (
     SlotPrimary,
     WrongRedis,
 )
-from baton.runtime.redis_urls import (
+from baton.runtime.redis.urls import (
     FLAG,
     RedisAddress,
     RedisKind,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
 
-from baton.runtime.redis_urls import RedisKind
+from baton.runtime.redis.urls import RedisKind
 
 TAG: Final = "{pd}"
 NODE_PREFIX: Final = f"{TAG}:node:"

@@ -1,7 +1,7 @@
 """Where the primary is: asked of Sentinels, or of the nodes of a Redis Cluster.
 
 A primary may be replaced by its replica at any time. So connections ask here each time they are
-made (redis_connections.py), and say so (`doubt`) when they got a wrong answer. Each answer is one
+made (connections.py), and say so (`doubt`) when they got a wrong answer. Each answer is one
 server's word: after a doubt, another server is asked first.
 """
 

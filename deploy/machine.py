@@ -14,6 +14,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from baton.runtime.redis_connections import heed_cancellation
 from baton.runtime.redis_keys import check_redis_url
 from deploy.redis_server import find_redis_binary
 
@@ -117,7 +118,9 @@ async def redis_state(url: str) -> str:
         binary = find_redis_binary()
         return "no --redis-url; a server can be started" if binary else "none (in-memory store)"
     check_redis_url(url)
-    client = Redis.from_url(url, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
+    client = heed_cancellation(
+        Redis.from_url(url, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
+    )
     try:
         began = time.perf_counter()
         async with asyncio.timeout(2 * REDIS_S):

@@ -13,14 +13,17 @@ cancellation. `Task.cancelling` still shows it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
     InvalidResponse,
@@ -33,6 +36,7 @@ from redis.exceptions import (
 from baton.protocol.errors import ConfigError
 from baton.runtime.redis_keys import LEASES, node_key, without_password
 
+log = logging.getLogger(__name__)
 Packed = bytes | str | Iterable[bytes]
 Call = tuple[str | int, ...]
 
@@ -114,6 +118,10 @@ class _Tcp(Connection):
 
 
 class _Tls(SSLConnection):
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = None  # certificates that were replaced hold from now on
+        return super()._connection_arguments()
+
     async def send_packed_command(self, command: Packed, check_health: bool = True) -> None:
         await _heeding(self, super().send_packed_command(command, check_health))
 
@@ -129,7 +137,43 @@ _HEEDING: Final[dict[type, type]] = {
 
 
 def heed_cancellation(client: Redis) -> Redis:
-    """Return `client`, changed so that a cancelled call ends. It must not have connected yet."""
+    """Return `client`, changed so that a cancelled call ends. It must not have connected yet.
+
+    The URL's option `password_file` holds then, too: each new connection reads the password there.
+    Raises ConfigError for one that cannot be read.
+    """
     pool = client.connection_pool
     pool.connection_class = _HEEDING[pool.connection_class]
+    options = pool.connection_kwargs
+    if (file := options.pop("password_file", None)) is not None:
+        options["credential_provider"] = FilePassword(Path(file), options.pop("username", None))
     return client
+
+
+class FilePassword(CredentialProvider):
+    """A user's password in a file, which may be replaced. If it cannot be read, the last one holds.
+
+    Inheritance is redis-py's way to ask for it.
+    """
+
+    def __init__(self, file: Path, username: str | None) -> None:
+        """Raises ConfigError if the file cannot be read."""
+        self._file = file
+        self._username = username
+        try:
+            self._password = file.read_text().strip()
+        except OSError as error:
+            text = f"redis_url: password_file {file}: {error.strerror}"
+            raise ConfigError(text, field="redis_url") from error
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            self._password = self._file.read_text().strip()
+        except OSError as error:
+            log.error("the last password of Redis stays in use: %s", error)
+        if self._username is None:
+            return (self._password,)
+        return self._username, self._password
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()

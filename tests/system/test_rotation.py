@@ -11,7 +11,7 @@ import asyncio
 import ssl
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,20 +118,20 @@ class Deployment:
                 if "option" in sample.labels
             }
 
-    async def seen(self, options: Sequence[str], since: float, succeeded: bool = True) -> None:
-        """Until every process has read the files of these options anew, or has failed to."""
+    async def read_again(self, option: str, since: float) -> None:
+        """Until every process that has this option uses its files as they have been since then."""
+        name = "baton_file_last_reload_success_timestamp_seconds"
+        await self._everywhere(name, option, lambda read_at: read_at >= since)
 
+    async def refused(self, option: str) -> None:
+        """Until every process that has this option cannot use its files as they are."""
+        await self._everywhere("baton_file_last_reload_successful", option, lambda value: not value)
+
+    async def _everywhere(self, name: str, option: str, wanted: Callable[[float], bool]) -> None:
         async def look() -> bool:
-            for server in self.servers:
-                shown = await asyncio.to_thread(self.scrape, server)
-                for option in options:
-                    if ("baton_file_last_reload_successful", option) not in shown:
-                        continue  # of another role
-                    read_at = shown["baton_file_last_reload_success_timestamp_seconds", option]
-                    done = shown["baton_file_last_reload_successful", option] == succeeded
-                    if not done or (read_at >= since) != succeeded:
-                        return False
-            return True
+            shown = [await asyncio.to_thread(self.scrape, server) for server in self.servers]
+            values = [each[name, option] for each in shown if (name, option) in each]
+            return bool(values) and all(map(wanted, values))
 
         await eventually(look)
 
@@ -214,7 +214,7 @@ async def replace_secret(it: Deployment) -> None:
     for step in SECRET_STEPS[1:]:
         since = time.time()
         it.secret.update({"secret": step})
-        await it.seen(["secret_file"], since)
+        await it.read_again("secret_file", since)
         await it.cut()
 
 
@@ -226,7 +226,8 @@ async def replace_certificates(it: Deployment, old: TlsFiles, new: TlsFiles) -> 
         for each in mounted:
             each.renew(files, *others)
         it.own = files
-        await it.seen(options, since)
+        for option in options:
+            await it.read_again(option, since)
         await it.cut()
     host, _, port = it.router.address.rpartition(":")
     shown = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
@@ -234,10 +235,12 @@ async def replace_certificates(it: Deployment, old: TlsFiles, new: TlsFiles) -> 
     own = {name: it.nodes_tls.path(name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt")}
     for each in mounted:
         each.update(own | {"tls.key": own["tls.key"][:100]})
-    await it.seen(options, since, succeeded=False)
+    for option in options:
+        await it.refused(option)
     await it.cut()
     since = time.time()
     for each in mounted:
         each.update(own)
-    await it.seen(options, since)
+    for option in options:
+        await it.read_again(option, since)
     await it.cut()

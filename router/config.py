@@ -11,7 +11,12 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.request import Resume
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
-from baton.runtime.deployment_secret import SECRET_FILE_HELP, Secrets, secrets_of
+from baton.runtime.deployment_secret import (
+    SECRET_FILE_HELP,
+    Secrets,
+    check_secret,
+    secrets_of,
+)
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.timing import Timing
@@ -309,7 +314,8 @@ class RouterConfig:
         if not 0 <= self.otlp_traces_ratio <= 1:
             message = "otlp_traces_ratio must be from 0 to 1"
             raise ConfigError(message, field="otlp_traces_ratio")
-        _ = self.tls, self.node_tls, self.secrets  # complete, or refused
+        check_secret(self.secret, self.secret_file)
+        _ = self.tls, self.node_tls  # complete, or refused
         _ = self.image_limits()
         self._check_keys()
         self._check_encrypted(self.host)

@@ -13,7 +13,12 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.cores import parse_cores
-from baton.runtime.deployment_secret import SECRET_FILE_HELP, Secrets, secrets_of
+from baton.runtime.deployment_secret import (
+    SECRET_FILE_HELP,
+    Secrets,
+    check_secret,
+    secrets_of,
+)
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.tls import TlsFiles
@@ -115,7 +120,8 @@ class NodeConfig:
             check_redis_url(self.redis_url)
         check_endpoint(self.otlp_traces_endpoint)
         encrypted = self.tls is not None  # KV transfer is then encrypted as well
-        _ = self.kv_tls, self.secrets  # raises ConfigError if a file is missing
+        check_secret(self.secret, self.secret_file)
+        _ = self.kv_tls  # raises ConfigError if a file is missing
         if is_loopback(self.host):
             return
         if not self.guarded:

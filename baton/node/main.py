@@ -274,6 +274,7 @@ def _configured(
     config = options.load(NodeConfig, arguments, environ)
     config.check()
     parse_lanes(config.kv_lanes)
+    _ = config.secrets  # of a file that cannot be read: refused before the model is loaded
     _transfer_options(config)
     return config, options.load(EngineConfig, arguments, environ)
 

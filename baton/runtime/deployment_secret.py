@@ -31,14 +31,17 @@ def fixed(secret: str) -> Secrets:
     return lambda: (secret,)
 
 
-def secrets_of(secret: str, file: str | None) -> Secrets:
-    """Return the secrets of two options, of which at most one is given. Raises ConfigError."""
-    if file is None:
-        return fixed(secret)
-    if secret:
+def check_secret(secret: str, file: str | None) -> None:
+    """Raise ConfigError if both options are given."""
+    if secret and file is not None:
         text = "either BATON_SECRET or --secret-file (BATON_SECRET_FILE)"
         raise ConfigError(text, field="secret_file")
-    return secret_file(file).value
+
+
+def secrets_of(secret: str, file: str | None) -> Secrets:
+    """Return the secrets of two options, of which at most one is given. Raises ConfigError."""
+    check_secret(secret, file)
+    return fixed(secret) if file is None else secret_file(file).value
 
 
 def secret_file(file: str) -> WatchedFiles[tuple[str, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -40,6 +41,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
+log = logging.getLogger(__name__)
 ROUTER, PREFILL, DECODE, REDIS = "router", "prefill", "decode", "redis"
 HOSTS = (ROUTER, PREFILL, DECODE, REDIS)
 DELAY_S, LOSS = 0.04, 0.01
@@ -158,7 +160,10 @@ async def test_every_pair_of_hosts_is_kept_apart_for_a_while(tmp_path: Path) -> 
     async with deployment(tmp_path) as it:
         for pair in combinations(HOSTS, 2):
             await keep_apart(it, *pair)
-        assert it.switch.lost >= 10, "the network was to be a bad one"
+        switch = it.switch
+        log.info("frames: %d carried, %d lost", switch.carried, switch.lost)
+        log.info("withheld: %s", {"-".join(pair): n for pair, n in switch.withheld.items()})
+        assert switch.lost >= 10, "the network was to be a bad one"
         async with it.client("BATON_ADMIN_KEY") as operator:
             await eventually(lambda: all_free(operator))
         await diagnose(it)

@@ -8,6 +8,7 @@ files hold by then. No request fails, and every text is that of one engine.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import time
 import urllib.request
@@ -35,6 +36,7 @@ from tests.waiting import eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
+log = logging.getLogger(__name__)
 NEAR, FAR = "127.0.0.1", "127.0.0.2"  # where nodes listen, and where they are said to
 PROMPTS = prompts((60, 20, 90, 40), seed=24)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -205,6 +207,8 @@ async def test_no_request_fails_while_secret_and_certificates_are_replaced(
         await replace_secret(it)
         await replace_certificates(it, old, new)
         await it.load.asking.stop()
+        links = sum(proxy.proof.cut for proxies in it.proxies.values() for proxy in proxies)
+        log.info("%d requests, %d connections cut", it.load.finished, links)
         assert [server.process.returncode for server in it.servers] == [None] * 5
         async with AsyncClient(it.load.address, tls=ClientTls(trusted)) as client:
             await eventually(lambda: all_free(client))

@@ -36,7 +36,7 @@ from baton.node.config import NodeConfig
 from baton.protocol.errors import BatonError, ConfigError, Unavailable
 from baton.runtime.config import add_config, add_options, load, parse
 from baton.runtime.config import given as given_options
-from baton.runtime.deployment_secret import secrets_of
+from baton.runtime.rotation.deployment_secret import secrets_of
 from baton.runtime.tls import TlsFiles
 from baton.runtime.vllm_flags import add_idle
 from baton.text.sentence_files import sentence_files

@@ -39,7 +39,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from bench.transfer_link import PeerError, ShapedLink

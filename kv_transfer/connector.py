@@ -19,7 +19,7 @@ from baton.protocol.errors import ConfigError, InternalError, KVLost, KVStale
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.protocol.request import Request
-from baton.runtime.deployment_secret import Secrets
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable

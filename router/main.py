@@ -35,9 +35,9 @@ from baton.runtime import config as options
 from baton.runtime import log as logs
 from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.failpoints import FAILPOINTS
-from baton.runtime.file_metrics import watch_files
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis_connections import ROUTER_CALL, check_redis
+from baton.runtime.rotation.file_metrics import watch_files
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.deployment_secret import NONE, secret_file, secrets_of
-from baton.runtime.watched_files import LOOK_S, WatchedFiles
+from baton.runtime.rotation.deployment_secret import NONE, secret_file, secrets_of
+from baton.runtime.rotation.watched_files import LOOK_S, WatchedFiles
 from tests.mounted_secret import MountedSecret
 from tests.router.fakes import FakeClock
 

@@ -13,14 +13,14 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.cores import parse_cores
-from baton.runtime.deployment_secret import (
+from baton.runtime.log import FORMATS, LEVELS
+from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.rotation.deployment_secret import (
     SECRET_FILE_HELP,
     Secrets,
     check_secret,
     secrets_of,
 )
-from baton.runtime.log import FORMATS, LEVELS
-from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 

@@ -44,9 +44,9 @@ from baton.runtime import log as logs
 from baton.runtime.addresses import is_loopback
 from baton.runtime.cores import parse_cores, pin_process, quota_cores
 from baton.runtime.failpoints import FAILPOINTS
-from baton.runtime.file_metrics import watch_files
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis_connections import NODE_CALL, check_redis
+from baton.runtime.rotation.file_metrics import watch_files
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.timing import Timing
 from baton.runtime.vllm_flags import add_idle

@@ -19,7 +19,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.deployment_secret import Secrets
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.tls import TlsFiles
 from baton.runtime.wsgi_server import RunningServer
 

@@ -32,7 +32,7 @@ from baton.protocol.messages import (
     SessionHello,
     session_proven,
 )
-from baton.runtime.deployment_secret import Secrets
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2, node_pb2_grpc
 

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import grpc
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.certificates import expires_at
-from baton.runtime.watched_files import WatchedFiles
+from baton.runtime.rotation.certificates import expires_at
+from baton.runtime.rotation.watched_files import WatchedFiles
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import hmac
 from dataclasses import dataclass, field
 
 from baton.protocol.kv_spec import PROTOCOL_VERSION, PoolFormat
-from baton.runtime.deployment_secret import Secrets
+from baton.runtime.rotation.deployment_secret import Secrets
 from kv_transfer.protocol.messages import Failure, FailureCode, Hello
 
 

@@ -18,7 +18,7 @@ from baton.protocol.clock import Clock
 from baton.protocol.errors import ConfigError, StoreUnavailable
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import PROTOCOL_VERSION
-from baton.runtime.deployment_secret import Secrets
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from router.events import EventRing

@@ -28,8 +28,8 @@ from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, NodeLost
 from baton.protocol.events import NodeStep, TokenEvent
 from baton.protocol.handles import NodeLoad, NodeRecord
-from baton.runtime.deployment_secret import Secrets
 from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2
 from router.events import EventRing

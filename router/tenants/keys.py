@@ -3,7 +3,7 @@
 Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON if its
 name ends with .json. It is read at the start, and again when it has changed and a request brings a
 key. If it cannot be read again, that is logged and the former keys stay
-(baton/runtime/watched_files.py). Its form:
+(baton/runtime/rotation/watched_files.py). Its form:
 
     [[keys]]
     name = "alice"             # in logs and metrics; must be unique
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.watched_files import WatchedFiles
+from baton.runtime.rotation.watched_files import WatchedFiles
 
 MAX_KEYS: Final = 10_000
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")

@@ -24,7 +24,7 @@ from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.file_metrics import watch_values
+from baton.runtime.rotation.file_metrics import watch_values
 from baton.runtime.task_metrics import watch_tasks
 from baton.text.pieces import PieceStats
 from kv_transfer.stats import LaneStats, TransferStats

@@ -17,7 +17,7 @@ from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVError
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, PoolFormat, first_visible
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.lanes.records import HangupWatch
 from kv_transfer.lanes.shm_arena import ShmArena
 from kv_transfer.pool.codec import converted

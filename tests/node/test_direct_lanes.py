@@ -15,7 +15,7 @@ from baton.node.lanes import MAKERS, LaneSettings, PoolPlace, make_lanes
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.lanes.nixl_agent import load

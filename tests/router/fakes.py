@@ -20,7 +20,7 @@ from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, No
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
 from router.events import EventRing

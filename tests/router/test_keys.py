@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.watched_files import LOOK_S
+from baton.runtime.rotation.watched_files import LOOK_S
 from router.config import RouterConfig
 from router.tenants.keys import EVERYBODY, Grant, KeyRing
 from tests.router.fakes import FakeClock

@@ -25,9 +25,9 @@ from baton.protocol.errors import ConfigError, KVError, Unavailable
 from baton.protocol.handles import LaneAddress
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.messages import SessionHello, session_metadata
-from baton.runtime.certificates import expires_at
-from baton.runtime.deployment_secret import fixed, secrets_of
-from baton.runtime.file_metrics import watch_files
+from baton.runtime.rotation.certificates import expires_at
+from baton.runtime.rotation.deployment_secret import fixed, secrets_of
+from baton.runtime.rotation.file_metrics import watch_files
 from baton.runtime.timing import Timing
 from baton.runtime.tls import ClientTls, TlsFiles
 from kv_transfer.lanes.grpc_stream import GrpcLane

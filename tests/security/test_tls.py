@@ -24,7 +24,7 @@ from baton.node.metrics_server import MetricsPlace, metrics_token, metrics_token
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, Unavailable
 from baton.protocol.handles import Role
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from baton.runtime.tls import ClientTls, TlsFiles
 from deploy.doctor import NoLog

@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.bodies import kind_of
 from kv_transfer.protocol.frames import Header, Kind

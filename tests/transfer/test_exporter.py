@@ -12,7 +12,7 @@ import pytest
 
 from baton.protocol.errors import KVStale
 from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable, Reader

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError, KVLost, KVRefused, KVStale
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.protocol.base import Payload, Remote
 from kv_transfer.protocol.fetch_session import (
     FETCHER_TABLE,

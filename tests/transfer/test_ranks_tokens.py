@@ -28,7 +28,7 @@ from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import layout_fingerprint
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.lanes.grpc_stream import GrpcLane

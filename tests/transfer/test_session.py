@@ -8,7 +8,7 @@ import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.frames import MAX_PAYLOAD
 from kv_transfer.protocol.identity import Identity, Side, prove

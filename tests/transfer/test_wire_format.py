@@ -14,7 +14,7 @@ from baton.protocol.errors import KVCorrupt
 from baton.protocol.events import FirstToken, TokenLogprob
 from baton.protocol.kv_spec import DTYPE_BYTES, PoolFormat
 from baton.protocol.request import FinishReason
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.pool.codec import pack, quantise
 from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
 from kv_transfer.protocol.frames import (

@@ -10,7 +10,7 @@ import pytest
 from baton.protocol.errors import InternalError, KVLost
 from baton.protocol.handles import LaneAddress
 from baton.protocol.kv_spec import PoolFormat
-from baton.runtime.deployment_secret import fixed
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from kv_transfer.lanes.wires import KEPT_PER_PEER, WirePool

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.watched_files import WatchedFiles
+from baton.runtime.rotation.watched_files import WatchedFiles
 
 # The secrets now, the one that proves first. `NONE`: the deployment has no secret.
 Secrets = Callable[[], tuple[str, ...]]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.runtime.deployment_secret import secret_file
 from baton.runtime.metrics import FILES, MetricList, Values
-from baton.runtime.tls import TlsFiles
-from baton.runtime.watched_files import WatchedFiles
+from baton.runtime.rotation.deployment_secret import secret_file
+from baton.runtime.rotation.watched_files import WatchedFiles
+
+
+class Certificate(Protocol):
+    """Files of a certificate (baton/runtime/tls.py). Equal ones are shown once."""
+
+    def expiration(self) -> WatchedFiles[float]: ...
 
 
 def watch_files(
     registry: CollectorRegistry,
     secret: str | None,
-    tls: Iterable[TlsFiles | None],
+    tls: Iterable[Certificate | None],
     others: Sequence[WatchedFiles[Any]] = (),
 ) -> None:
     """Export the metrics of FILES for the file of the secret, certificates and other files.

@@ -50,7 +50,7 @@ PASSWORD = "of-this-redis-0123456789"
 KEYS = {"BATON_API_KEY": "of-clients-0123456789", "BATON_ADMIN_KEY": "of-operators-0123456789"}
 ENVIRON = {"BATON_SECRET": "of-the-deployment-0123456789", **KEYS}
 PROMPTS = prompts((60, 90), seed=5)
-PARAMS = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 REQUEST_S = 240.0  # of a request, on a crowded machine
 WITHHELD = 4  # frames between two hosts until they meet again: TCP has sent some of them again
 DOCTOR = "import sys; from deploy.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -39,6 +39,7 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.protocol.wire import handle_from_bytes, handle_to_bytes
 from baton.runtime.cores import parse_cores, pin_process
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from bench.transfer_engine import PrefillEngine
 from bench.transfer_lanes import ADOPTED, DIRECT, LanePlace, all_ways, make_way
@@ -139,7 +140,7 @@ class TransferPeer:
                     memory=ArenaMemory(arena),
                     boot_id=os.urandom(16).hex(),
                     fingerprint=layout_fingerprint("bench", "rope", arena.layers),
-                    secret=b"bench",
+                    secrets=fixed("bench"),
                     lanes=(lane,),
                     timing=TIMING,
                     clock=SystemClock(),

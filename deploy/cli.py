@@ -36,6 +36,7 @@ from baton.node.config import NodeConfig
 from baton.protocol.errors import BatonError, ConfigError, Unavailable
 from baton.runtime.config import add_config, add_options, load, parse
 from baton.runtime.config import given as given_options
+from baton.runtime.rotation.deployment_secret import secrets_of
 from baton.runtime.tls import TlsFiles
 from baton.runtime.vllm_flags import add_idle
 from baton.text.sentence_files import sentence_files
@@ -376,7 +377,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from deploy.doctor import NodeAccess, doctor, show
 
     files = (arguments.node_tls_cert, arguments.node_tls_key, arguments.node_tls_ca)
-    access = NodeAccess(os.environ.get("BATON_SECRET", ""), TlsFiles.of(*files, "node_tls"))
+    secret, secret_file = (os.environ.get(f"BATON_SECRET{end}") for end in ("", "_FILE"))
+    secrets = secrets_of(secret or "", secret_file or None)
+    access = NodeAccess(secrets()[0], TlsFiles.of(*files, "node_tls"))
     # Options that are not given have the values of `baton up`.
     told = {"BATON_KV_LANES": UpOptions().kv_lanes, **os.environ}
     given = {name: value for name, value in vars(arguments).items() if name in LANES}

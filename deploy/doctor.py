@@ -39,6 +39,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from bench.transfer_link import PeerError, ShapedLink
@@ -64,7 +65,7 @@ class NodeAccess:
     secret: str = ""
     tls: TlsFiles | None = None
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
+    def credentials(self) -> Callable[[], grpc.ChannelCredentials] | None:
         """Return the credentials, None without TLS. Raises ConfigError for a file that cannot be
         used.
         """
@@ -204,7 +205,7 @@ class ProbedNode:
         self._changed = asyncio.Event()
         router_id = f"doctor-{uuid.uuid4().hex[:8]}"
         context = SessionContext(
-            router_id, access.secret, Timing(), SystemClock(), NoLog(), self._admit,
+            router_id, fixed(access.secret), Timing(), SystemClock(), NoLog(), self._admit,
             self._changed.set, credentials=access.credentials(),
         )  # fmt: skip
         self.session = NodeSession(address, context)

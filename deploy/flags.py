@@ -45,6 +45,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "break_socket": "`baton up --demo` makes it",
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",
     "node_id": _NAMES,
+    "secret_file": "it draws a secret at each start, for its own processes",
     "reuse_port": "routers of one `baton up` share its ports by --workers",
     "uds": "`baton up` asks its first question at a port; `baton router --uds` listens there",
 }

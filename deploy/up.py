@@ -235,6 +235,7 @@ def child_variables(options: UpOptions) -> dict[str, str]:
     """Return the secrets for the environment of processes, where `ps` does not show them."""
     variables = {
         "BATON_SECRET": options.secret or secrets.token_hex(32),
+        "BATON_SECRET_FILE": "",  # of another deployment
         CONSOLE_KEY: secrets.token_urlsafe(32),
     }
     for name, keys in options.keys.items():

@@ -19,6 +19,7 @@ from baton.protocol.errors import ConfigError, InternalError, KVLost, KVStale
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.protocol.request import Request
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
@@ -71,15 +72,15 @@ class Connector:
     """Implements base.KVConnector.
 
     `lanes`: the lanes to use, best first; no other lane is used. `boot_id`: hex of 16 random bytes,
-    new at every start. `fingerprint`: see baton.protocol.kv_spec.layout_fingerprint. `secret`: the
-    secret of the deployment. `on_released(handle, blocks, why)` is called exactly once per export,
+    new at every start. `fingerprint`: see baton.protocol.kv_spec.layout_fingerprint. `secrets`:
+    those of the deployment. `on_released(handle, blocks, why)` is called exactly once per export,
     on any thread, when nobody reads its blocks any more; it must not block.
     """
 
     memory: KVMemory
     boot_id: str
     fingerprint: str
-    secret: bytes
+    secrets: Secrets
     lanes: Sequence[Lane]
     timing: Timing
     clock: Clock
@@ -103,7 +104,7 @@ class Connector:
             rows_bytes(layer, count, dtype)
             for layer, count in zip(memory.layers, counts, strict=True)
         ]
-        identity = Identity(self.boot_id, self.fingerprint, memory.format, self.secret)
+        identity = Identity(self.boot_id, self.fingerprint, memory.format, self.secrets)
         self._state_bytes = [layer.state_bytes for layer in memory.layers]
         self._table = ExportTable(
             self._layer_bytes, Leases(self.timing.kv_lease_s), self.clock, self.on_released

@@ -13,11 +13,17 @@ from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis.urls import RedisKind, check_redis_url, parse_redis_url
+from baton.runtime.rotation.deployment_secret import (
+    SECRET_FILE_HELP,
+    Secrets,
+    check_secret,
+    secrets_of,
+)
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 from router.images.limits import MAX_IMAGES, ImageLimits, check_domains, images_per_request
-from router.tenants.keys import KeyRing
+from router.tenants.keys import KeyFile, KeyRing, key_file
 
 MAX_LOGPROBS: Final = 20  # OpenAI's
 # Options that change what an answer contains. The others say how and where it is computed.
@@ -275,6 +281,7 @@ class RouterConfig:
         1.0, "share of the requests that come without a traceparent of which traces are exported"
     )
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
+    secret_file: str | None = option(None, SECRET_FILE_HELP)
     timing: Timing = field(default_factory=Timing)
 
     def check(self) -> None:
@@ -314,6 +321,7 @@ class RouterConfig:
         if not 0 <= self.otlp_traces_ratio <= 1:
             message = "otlp_traces_ratio must be from 0 to 1"
             raise ConfigError(message, field="otlp_traces_ratio")
+        check_secret(self.secret, self.secret_file)
         _ = self.tls, self.node_tls  # complete, or refused
         _ = self.image_limits()
         self._check_keys()
@@ -348,6 +356,11 @@ class RouterConfig:
 
         Raises ConfigError if one of the options is missing."""
         return TlsFiles.of(self.node_tls_cert, self.node_tls_key, self.node_tls_ca, "node_tls")
+
+    @property
+    def secrets(self) -> Secrets:
+        """The deployment's secrets, by which nodes let this router in. Raises ConfigError."""
+        return secrets_of(self.secret, self.secret_file)
 
     @property
     def keeps_text(self) -> bool:
@@ -387,6 +400,11 @@ class RouterConfig:
         if self.console_key and not ring.overlaps(self.key_ring()):
             return ring
         return self.admin_ring()
+
+    def key_files(self) -> list[KeyFile]:
+        """Return the files of keys, of clients and of operators. Raises ConfigError."""
+        files = {"api_keys": self.api_keys, "admin_keys": self.admin_keys}
+        return [key_file(path, name) for name, path in files.items() if path is not None]
 
     def _check_keys(self) -> None:
         for name in ("api_key", "admin_key"):

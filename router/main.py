@@ -37,6 +37,7 @@ from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis.connections import check_router_redis, connect
+from baton.runtime.rotation.file_metrics import watch_files
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate
@@ -142,7 +143,7 @@ class Router:
         self.registry = NodeRegistry(
             RegistryParts(
                 router_id=router_id,
-                secret=config.secret,
+                secrets=config.secrets,
                 timing=replace(config.timing, stall_s=config.stall_s),
                 clock=clock,
                 log=self.guard,
@@ -185,7 +186,10 @@ class Router:
         _watch(self.services)
 
     async def start(self) -> None:
-        watch_process(self.services.metrics.registry, asyncio.get_running_loop())
+        registry, config = self.services.metrics.registry, self.config
+        watch_process(registry, asyncio.get_running_loop())
+        tls = (config.tls, config.node_tls)
+        watch_files(registry, config.secret_file, tls, config.key_files())
         await self.guard.start()
         await self.registry.start()
 

@@ -15,6 +15,12 @@ from baton.runtime.config import option
 from baton.runtime.cores import parse_cores
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis.urls import check_redis_url
+from baton.runtime.rotation.deployment_secret import (
+    SECRET_FILE_HELP,
+    Secrets,
+    check_secret,
+    secrets_of,
+)
 from baton.runtime.tls import TlsFiles
 from baton.runtime.tracing.sender import PROTOCOLS, check_endpoint
 
@@ -102,6 +108,7 @@ class NodeConfig:
         None, "how (default: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else grpc)", choices=PROTOCOLS
     )
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
+    secret_file: str | None = option(None, SECRET_FILE_HELP)
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, for values that no node may start with."""
@@ -115,11 +122,13 @@ class NodeConfig:
             check_redis_url(self.redis_url)
         check_endpoint(self.otlp_traces_endpoint)
         encrypted = self.tls is not None  # KV transfer is then encrypted as well
+        check_secret(self.secret, self.secret_file)
         _ = self.kv_tls  # raises ConfigError if a file is missing
         if is_loopback(self.host):
             return
-        if not self.secret:
-            raise ConfigError(f"listening on {self.host} needs BATON_SECRET", field="secret")
+        if not self.guarded:
+            text = f"listening on {self.host} needs BATON_SECRET or --secret-file"
+            raise ConfigError(text, field="secret")
         if not encrypted and not self.insecure:
             text = f"listening on {self.host} without TLS (--tls-cert) needs --insecure"
             raise ConfigError(text, field="insecure")
@@ -143,6 +152,16 @@ class NodeConfig:
         """
         own = TlsFiles.of(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "kv_tls")
         return own or self.tls
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the deployment has a secret; without one a node listens on loopback only."""
+        return bool(self.secret or self.secret_file)
+
+    @property
+    def secrets(self) -> Secrets:
+        """The deployment's secrets. Raises ConfigError if the file cannot be used."""
+        return secrets_of(self.secret, self.secret_file)
 
     @property
     def announced_host(self) -> str:

@@ -29,7 +29,7 @@ from baton.node.config import NodeConfig, join_address
 from baton.node.data_ranks import RANK, Alone, FirstRank, NodeGroup, OtherRank, end
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
-from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
+from baton.node.metrics_server import MetricsPlace, metrics_tokens, start_metrics
 from baton.node.profiling import EngineProfiler
 from baton.node.role import MakeThread, NodeParts, NodeRole, RoleContext
 from baton.node.service import NodeServer
@@ -46,6 +46,7 @@ from baton.runtime.cores import parse_cores, pin_process, quota_cores
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis.connections import NODE_CALL, check_redis
+from baton.runtime.rotation.file_metrics import watch_files
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.timing import Timing
 from baton.runtime.vllm_flags import add_idle
@@ -101,7 +102,7 @@ class NodeProcess:
                 memory=memory_of(parts.arena, around.timing.kv_progress_s),
                 boot_id=boot_id,
                 fingerprint=layout_fingerprint(info.digest, info.rope, info.layers),
-                secret=config.secret.encode(),
+                secrets=config.secrets,
                 lanes=around.lanes,
                 timing=around.timing,
                 clock=around.clock,
@@ -145,8 +146,9 @@ class NodeProcess:
         if config.metrics_port is not None:
             registry = self.shell.metrics.registry
             watch_process(registry, asyncio.get_running_loop())
-            token = "" if is_loopback(config.host) else metrics_token(config.secret)
-            place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
+            watch_files(registry, config.secret_file, (config.tls, config.kv_tls))
+            tokens = None if is_loopback(config.host) else metrics_tokens(config.secrets)
+            place = MetricsPlace(config.host, config.metrics_port, tokens, config.tls)
             loop = asyncio.get_running_loop()
             profiler = EngineProfiler(self.shell.thread, loop) if config.profiling else None
             self._metrics = start_metrics(registry, place, profiler)
@@ -272,6 +274,7 @@ def _configured(
     config = options.load(NodeConfig, arguments, environ)
     config.check()
     parse_lanes(config.kv_lanes)
+    _ = config.secrets  # of a file that cannot be read: refused before the model is loaded
     _transfer_options(config)
     return config, options.load(EngineConfig, arguments, environ)
 

@@ -9,7 +9,6 @@ protobuf.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn, Protocol
@@ -31,8 +30,9 @@ from baton.protocol.messages import (
     SECRET_METADATA,
     RouterMessage,
     SessionHello,
-    session_mac,
+    session_proven,
 )
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2, node_pb2_grpc
 
@@ -64,8 +64,9 @@ class SessionShell(Protocol):
 class SessionService(node_pb2_grpc.NodeServicer):
     """Serves Node.Session for one shell."""
 
-    def __init__(self, shell: SessionShell) -> None:
+    def __init__(self, shell: SessionShell, secrets: Secrets) -> None:
         self._shell = shell
+        self._secrets = secrets
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
         """Serve one router's session, from its hello to its end. It is read and written through
@@ -100,14 +101,12 @@ class SessionService(node_pb2_grpc.NodeServicer):
         return hello
 
     def _authenticate(self, router_id: str, context: Any) -> None:
-        secret = self._shell.config.secret
-        if not secret:
+        if not self._shell.config.guarded:
             return  # NodeConfig.check allows that on loopback only
         metadata = dict(context.invocation_metadata() or ())
         given = str(metadata.get(SECRET_METADATA, ""))
-        expected = session_mac(secret, router_id)
-        if not hmac.compare_digest(given.encode(), expected.encode()):
-            raise Unauthenticated("the deployment's secret was not proven")
+        if not session_proven(self._secrets(), router_id, given):
+            raise Unauthenticated(REFUSAL)
 
     async def _converse(self, session: RouterSession, context: Any) -> None:
         """Read, write, and watch for a cut; the first task to end ends the session."""
@@ -176,7 +175,7 @@ def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestF
 
 
 class SecretGuard(grpc.aio.ServerInterceptor):
-    """Refuses every call that does not prove the deployment's secret (which is not empty).
+    """Refuses every call that does not prove the deployment's secret, or one of its secrets.
 
     Only the health check is open, as the probes of Kubernetes and Docker cannot prove anything, and
     its answer is one word. The proof is checked on the call's metadata, before a byte of any
@@ -185,8 +184,8 @@ class SecretGuard(grpc.aio.ServerInterceptor):
     (kv_transfer/protocol/identity.py).
     """
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, secrets: Secrets) -> None:
+        self._secrets = secrets
         self._denial = grpc.unary_unary_rpc_method_handler(_deny)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -204,10 +203,9 @@ class SecretGuard(grpc.aio.ServerInterceptor):
         if len(names) != 1 or len(proofs) != 1 or not isinstance(names[0], bytes):
             return False
         try:
-            expected = session_mac(self._secret, names[0].decode())
+            return session_proven(self._secrets(), names[0].decode(), str(proofs[0]))
         except UnicodeDecodeError:
             return False
-        return hmac.compare_digest(str(proofs[0]).encode(), expected.encode())
 
 
 async def _deny(_: Any, context: Any) -> NoReturn:
@@ -220,14 +218,14 @@ class NodeServer:
 
     def __init__(self, shell: SessionShell) -> None:
         self._shell = shell
-        secret = shell.config.secret
+        secrets = shell.config.secrets
         self._server = grpc.aio.server(
             options=server_options(shell.timing),
-            interceptors=[SecretGuard(secret)] if secret else [],
+            interceptors=[SecretGuard(secrets)] if shell.config.guarded else [],
         )
         # pyright does not see the conditional import of `aio` in that package.
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore
-        node_pb2_grpc.add_NodeServicer_to_server(SessionService(shell), self._server)
+        node_pb2_grpc.add_NodeServicer_to_server(SessionService(shell, secrets), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     def bind(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -184,6 +185,14 @@ def session_metadata(secret: str, router_id: str) -> tuple[tuple[str, str | byte
     """Return the gRPC metadata by which a router proves to a node that it knows the secret."""
     proof = (SECRET_METADATA, session_mac(secret, router_id))
     return ((ROUTER_METADATA, router_id.encode()), proof)
+
+
+def session_proven(secrets: Sequence[str], router_id: str, proof: str) -> bool:
+    """Whether `proof` is the `session_mac` of one of the secrets; each is compared in constant
+    time.
+    """
+    macs = [session_mac(secret, router_id).encode() for secret in secrets]
+    return any(hmac.compare_digest(proof.encode(), mac) for mac in macs)
 
 
 def session_mac(secret: str, router_id: str) -> str:

@@ -163,9 +163,29 @@ OF_NODE: Final = ("model_name", "node", "role")
 ASYNCIO_TASKS: Final = gauge(
     "baton_asyncio_tasks", "Tasks of the event loop, by what they run", "tasks", ("of",)
 )
-# Of every process. prometheus-client reads all but the first from /proc; these are its help texts.
-PROCESS: Final = (
-    ASYNCIO_TASKS,
+# About the files that a process reads again when they change (watched_files.py).
+FILES: Final = (
+    gauge(
+        "baton_file_last_reload_successful",
+        "Whether the files of an option could be read as they are now; if not, the old ones serve",
+        "1 or 0",
+        ("option",),
+    ),
+    gauge(
+        "baton_file_last_reload_success_timestamp_seconds",
+        "When the files of an option that are in use were read",
+        "seconds since 1970",
+        ("option",),
+    ),
+    gauge(
+        "baton_certificate_expiration_timestamp_seconds",
+        "When the first certificate of the chain in use ends",
+        "seconds since 1970",
+        ("option",),
+    ),
+)
+# prometheus-client reads these from /proc; these are its help texts.
+KERNEL: Final = (
     gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", "bytes"),
     gauge("process_resident_memory_bytes", "Resident memory size in bytes.", "bytes"),
     gauge(
@@ -177,6 +197,7 @@ PROCESS: Final = (
     gauge("process_open_fds", "Number of open file descriptors.", "descriptors"),
     gauge("process_max_fds", "Maximum number of open file descriptors.", "descriptors"),
 )
+PROCESS: Final = (ASYNCIO_TASKS, *FILES, *KERNEL)  # of every process
 
 
 class MetricList:

@@ -150,15 +150,20 @@ class _GrpcIncoming:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """A channel and the calls that use it. A failed channel is closed after its last call."""
+    """A channel and the calls that use it. One that failed, or has old credentials, is closed after
+    its last call.
+    """
 
+    credentials: grpc.ChannelCredentials | None
     channel: grpc.Channel
     transfer: Callable[..., Any]
     calls: set[Any] = field(default_factory=set[Any])
 
 
 class _Channels:
-    def __init__(self, timing: Timing, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self, timing: Timing, credentials: Callable[[], grpc.ChannelCredentials] | None
+    ) -> None:
         self._timing = timing
         self._credentials = credentials
         self._lock = threading.Lock()
@@ -168,10 +173,14 @@ class _Channels:
     def open(self, address: str) -> GrpcWire:
         self._close_retired()
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        credentials = None if self._credentials is None else self._credentials()
         with self._lock:
             entry = self._by_address.get(address)
+            if entry is not None and entry.credentials is not credentials:
+                self._retired.append(entry)
+                entry = None
             if entry is None:
-                entry = self._by_address[address] = self._connect(address)
+                entry = self._by_address[address] = self._connect(address, credentials)
             # The call itself has no deadline: a kept connection lives as long as it is used, and
             # whoever waits for bytes has a deadline of its own.
             # waits for it has one.
@@ -190,17 +199,17 @@ class _Channels:
         for entry in entries:
             entry.channel.close()
 
-    def _connect(self, address: str) -> _Channel:
+    def _connect(self, address: str, credentials: grpc.ChannelCredentials | None) -> _Channel:
         options: list[tuple[str, int]] = [
             *channel_options(self._timing),
             ("grpc.use_local_subchannel_pool", 1),  # a new channel starts without old backoff
         ]
-        if self._credentials is not None:
-            channel = grpc.secure_channel(address, self._credentials, options)
+        if credentials is not None:
+            channel = grpc.secure_channel(address, credentials, options)
         else:
             channel = grpc.insecure_channel(address, options)
         transfer = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-        return _Channel(channel, transfer)
+        return _Channel(credentials, channel, transfer)
 
     def _ended(
         self, address: str, entry: _Channel, call: Any, outbox: SimpleQueue[bytes | None]

@@ -71,7 +71,7 @@ class StreamLane:
         self._options = options or StreamLaneOptions()
         files = self._options.tls
         self._server_tls = files.server_context() if files else None
-        self._client_tls = files.client_context() if files else None
+        self._client_tls = files.client_contexts() if files else None
         self._lock = threading.Lock()
         self._stopped = False
         self._server: StreamServer | None = None
@@ -114,7 +114,8 @@ class StreamLane:
         return (TLS in attributes) == (self._client_tls is not None)
 
     def open(self, address: LaneAddress) -> StreamWire:
-        wire = StreamWire(address, self._timing, self._client_tls, self._forget)
+        tls = None if self._client_tls is None else self._client_tls()
+        wire = StreamWire(address, self._timing, tls, self._forget)
         with self._lock:
             stopped = self._stopped
             if not stopped:

@@ -10,6 +10,7 @@ import hmac
 from dataclasses import dataclass, field
 
 from baton.protocol.kv_spec import PROTOCOL_VERSION, PoolFormat
+from baton.runtime.rotation.deployment_secret import Secrets
 from kv_transfer.protocol.messages import Failure, FailureCode, Hello
 
 
@@ -20,12 +21,14 @@ class Side(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is in a handshake. `secret`: the secret of the deployment."""
+    """Who this process is in a handshake. `secrets`: those of the deployment; the first one proves,
+    each is accepted.
+    """
 
     boot_id: str
     fingerprint: str
     format: PoolFormat
-    secret: bytes = field(repr=False)
+    secrets: Secrets = field(repr=False)
     protocol_version: int = PROTOCOL_VERSION
 
     def hello(self, side: Side, nonce: bytes, peer_nonce: bytes | None) -> Hello:
@@ -33,7 +36,7 @@ class Identity:
         mac = (
             b""
             if peer_nonce is None
-            else prove(self.secret, side, peer_nonce, self.boot_id, self.fingerprint)
+            else prove(self.secrets()[0], side, peer_nonce, self.boot_id, self.fingerprint)
         )
         return Hello(self.protocol_version, self.boot_id, self.fingerprint, self.format, nonce, mac)
 
@@ -51,16 +54,19 @@ class Identity:
         return None
 
     def proven(self, peer: Hello, side: Side, own_nonce: bytes) -> bool:
-        """Whether the peer answered our challenge with the same secret (compared in
+        """Whether the peer answered our challenge with one of our secrets (each is compared in
         constant time).
         """
-        expected = prove(self.secret, side, own_nonce, peer.boot_id, peer.layout_fingerprint)
-        return hmac.compare_digest(expected, peer.mac)
+        expected = [
+            prove(secret, side, own_nonce, peer.boot_id, peer.layout_fingerprint)
+            for secret in self.secrets()
+        ]
+        return any(hmac.compare_digest(each, peer.mac) for each in expected)
 
 
-def prove(secret: bytes, side: Side, peer_nonce: bytes, boot_id: str, fingerprint: str) -> bytes:
+def prove(secret: str, side: Side, peer_nonce: bytes, boot_id: str, fingerprint: str) -> bytes:
     """Return HMAC-SHA256(secret, side | peer's nonce | own boot id | fingerprint), joined
     by 0x7c.
     """
     body = b"|".join((side.value.encode(), peer_nonce, boot_id.encode(), fingerprint.encode()))
-    return hmac.new(secret, body, hashlib.sha256).digest()
+    return hmac.new(secret.encode(), body, hashlib.sha256).digest()

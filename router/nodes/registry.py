@@ -18,6 +18,7 @@ from baton.protocol.clock import Clock
 from baton.protocol.errors import ConfigError, StoreUnavailable
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import PROTOCOL_VERSION
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from router.events import EventRing
@@ -51,7 +52,7 @@ class RegistryParts:
     """
 
     router_id: str
-    secret: str
+    secrets: Secrets
     timing: Timing
     clock: Clock
     log: StepLog
@@ -107,7 +108,7 @@ class NodeRegistry:
         self.health = NodeHealth(parts.clock, events=parts.events)
         self._context = SessionContext(
             router_id=parts.router_id,
-            secret=parts.secret,
+            secrets=parts.secrets,
             timing=parts.timing,
             clock=parts.clock,
             log=parts.log,

@@ -29,6 +29,7 @@ from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, NodeL
 from baton.protocol.events import NodeStep, TokenEvent
 from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2
 from router.events import EventRing
@@ -67,7 +68,7 @@ class SessionContext:
     """What all sessions share. `admit` raises ConfigError for a node that must not serve."""
 
     router_id: str
-    secret: str
+    secrets: Secrets
     timing: Timing
     clock: Clock
     log: StepLog
@@ -75,7 +76,7 @@ class SessionContext:
     changed: Callable[[], None]  # a session came up or went down, or a node began to drain
     lost: Callable[[NodeRecord], None] = lambda _: None  # the node's session went down
     reported: Callable[[], None] = lambda: None  # a step has been routed
-    credentials: grpc.ChannelCredentials | None = None  # None: without TLS
+    credentials: Callable[[], grpc.ChannelCredentials] | None = None  # None: without TLS
     health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
     events: EventRing = field(default_factory=EventRing)
 
@@ -263,7 +264,7 @@ class NodeSession:
         timing = self._context.timing
         # The global pool would share its connection back-off between attempts.
         options = [*channel_options(timing), ("grpc.use_local_subchannel_pool", 1)]
-        proof = messages.session_metadata(self._context.secret, self._context.router_id)
+        proof = messages.session_metadata(self._context.secrets()[0], self._context.router_id)
         async with self._channel(options) as channel:
             async with asyncio.timeout(timing.connect_s):
                 await channel.channel_ready()
@@ -278,10 +279,9 @@ class NodeSession:
                 call._cython_call.cancel("the session is over")
 
     def _channel(self, options: Sequence[tuple[str, int]]) -> Any:
-        credentials = self._context.credentials
-        if credentials is not None:
-            return grpc.aio.secure_channel(self.address, credentials, options=options)
-        return grpc.aio.insecure_channel(self.address, options=options)
+        if (credentials := self._context.credentials) is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        return grpc.aio.secure_channel(self.address, credentials(), options=options)
 
     async def _hello(self, call: Any) -> None:
         """Exchange Hellos and check the node's record; then the session is up.

@@ -1,9 +1,9 @@
 """API keys and what each may have: the grants of `--api-key` and of a key file (`--api-keys`).
 
 Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON if its
-name ends with .json. It is read at the start, and again when it has changed (checked at most once
-in LOOK_S, when a request brings a key). If it cannot be read again, that is logged and the former
-keys stay. Its form:
+name ends with .json. It is read at the start, and again when it has changed and a request brings a
+key. If it cannot be read again, that is logged and the former keys stay
+(baton/runtime/rotation/watched_files.py). Its form:
 
     [[keys]]
     name = "alice"             # in logs and metrics; must be unique
@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
 import re
 import time
 import tomllib
@@ -31,9 +30,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from baton.protocol.errors import ConfigError
+from baton.runtime.rotation.watched_files import WatchedFiles
 
-log = logging.getLogger(__name__)
-LOOK_S: Final = 1.0
 MAX_KEYS: Final = 10_000
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
@@ -84,6 +82,8 @@ class Grant:
         return self.name or self.cache
 
 
+KeyGrant = tuple[bytes, Grant]  # the digest of a key, and what its bearer may have
+KeyFile = WatchedFiles[Sequence[KeyGrant]]
 EVERYBODY: Final = Grant()  # for clients that no key file names: one tenant without limits
 
 
@@ -92,17 +92,22 @@ class KeyRing:
 
     def __init__(
         self,
-        grants: Sequence[tuple[bytes, Grant]],
-        file: _KeyFile | None = None,
+        grants: Sequence[KeyGrant],
+        file: KeyFile | None = None,
         share_cache: bool = False,
     ) -> None:
         self._own = tuple(grants)
         self._file = file
         self._shares_cache = share_cache
-        self._grants = self._all()
+        self._read: Sequence[KeyGrant] = ()  # the file's keys that are among the grants
+        self._grants = self._all(self._of_file())
 
-    def _all(self) -> tuple[tuple[bytes, Grant], ...]:
-        grants = self._own if self._file is None else (*self._own, *self._file.grants)
+    def _of_file(self) -> Sequence[KeyGrant]:
+        return () if self._file is None else self._file.value()
+
+    def _all(self, of_file: Sequence[KeyGrant]) -> tuple[KeyGrant, ...]:
+        self._read = of_file
+        grants = (*self._own, *of_file)
         if not self._shares_cache:
             return grants
         return tuple((digest, replace(grant, isolated=False)) for digest, grant in grants)
@@ -129,7 +134,7 @@ class KeyRing:
         owns = [(digest, other) for digest in digests]
         if len(digests) > 1:  # "#" begins no tenant's name
             owns = [(digest, replace(other, cache=f"#{digest.hex()}")) for digest in digests]
-        return cls(owns, None if path is None else _KeyFile(Path(path), now), share_cache)
+        return cls(owns, None if path is None else key_file(path, now=now), share_cache)
 
     def __len__(self) -> int:
         return len(self._grants)
@@ -151,9 +156,10 @@ class KeyRing:
         matches = [grant for known, grant in self._known() if hmac.compare_digest(digest, known)]
         return matches[0] if matches else None
 
-    def _known(self) -> tuple[tuple[bytes, Grant], ...]:
-        if self._file is not None and self._file.changed():
-            self._grants = self._all()
+    def _known(self) -> tuple[KeyGrant, ...]:
+        of_file = self._of_file()
+        if of_file is not self._read:
+            self._grants = self._all(of_file)
         return self._grants
 
     def of_digest(self, digest: bytes) -> Grant | None:
@@ -181,49 +187,18 @@ def keys_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     return list(keys.values())
 
 
-class _KeyFile:
-    """A key file. `grants`: its keys when it was last readable."""
-
-    def __init__(self, path: Path, now: Callable[[], float]) -> None:
-        """Raises ConfigError."""
-        self._path = path
-        self._now = now
-        self._seen = _state_of(path)
-        self._look_at = now() + LOOK_S
-        self.grants = _read(path)
-
-    def changed(self) -> bool:
-        """Read the file again if it has changed; return whether `grants` are new."""
-        if self._now() < self._look_at:
-            return False
-        self._look_at = self._now() + LOOK_S
-        state = _state_of(self._path)
-        if state == self._seen:
-            return False
-        self._seen = state
-        try:
-            self.grants = _read(self._path)
-        except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error.message)
-            return False
-        log.info("%d API keys read anew from %s", len(self.grants), self._path)
-        return True
-
-
-def _state_of(path: Path) -> tuple[int, ...] | None:
-    """Return values that change when the file is written or replaced; None if it is missing."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def key_file(
+    path: str, option: str = "api_keys", now: Callable[[], float] = time.monotonic
+) -> KeyFile:
+    """Return the keys of a file, which `option` names. Raises ConfigError."""
+    return WatchedFiles(option, [Path(path)], lambda: _read(Path(path)), now)
 
 
 def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _read(path: Path) -> list[tuple[bytes, Grant]]:
+def _read(path: Path) -> list[KeyGrant]:
     """Return the digest and the grant of each key in a file. Raises ConfigError."""
     grants = [_grant(f"{path}: keys[{index}]", it) for index, it in enumerate(_tables(path))]
     _check_once(path, "name", [grant.name for _, grant in grants])
@@ -253,7 +228,7 @@ def _check_once(path: Path, what: str, values: Sequence[str]) -> None:
         raise _refused(f"{path}: the {what} {value!r} is there twice")
 
 
-def _grant(where: str, table: Any) -> tuple[bytes, Grant]:
+def _grant(where: str, table: Any) -> KeyGrant:
     """Return the digest and the grant of one table of the file.
 
     Raises ConfigError that names `where` the table stands, and the field.

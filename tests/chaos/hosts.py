@@ -50,21 +50,31 @@ class Hosts:
         self._prefix = f"bt{os.getpid()}"
         self._subnet = f"10.213.{os.getpid() % SUBNETS}"
 
+    @property
+    def own_address(self) -> str:
+        """Of what the machine itself runs."""
+        return f"{self._subnet}.254"
+
+    @property
+    def own_port(self) -> str:
+        """The machine's interface to the switch."""
+        return f"{self._prefix}-own"
+
     def address(self, name: str) -> str:
         return f"{self._subnet}.{1 + self.names.index(name)}"
 
     def enter(self, name: str) -> tuple[str, ...]:
         """Words before a command that runs on that host; its process is the command's."""
-        return ("nsenter", f"--net=/var/run/netns/{self._space(name)}")
+        return ("nsenter", f"--net=/var/run/netns/{self.space(name)}")
 
     def up(self) -> None:
         """Raises OSError; then `down` takes away what there is."""
-        switch, own = self._space("sw"), f"{self._prefix}-own"
+        switch, own = self.space("sw"), self.own_port
         _do("ip", "netns", "add", switch)
         _do("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _do("ip", "-n", switch, "link", "set", "br0", "up")
         for name in self.names:
-            space = self._space(name)
+            space = self.space(name)
             _do("ip", "netns", "add", space)
             _do("ip", "link", "add", "eth0", "netns", space, "type", "veth",
                 "peer", "name", name, "netns", switch)  # fmt: skip
@@ -74,17 +84,21 @@ class Hosts:
             _do("ip", "-n", switch, "link", "set", name, "master", "br0", "up")
         _do("ip", "link", "add", own, "type", "veth", "peer", "name", "own", "netns", switch)
         _do("ip", "-n", switch, "link", "set", "own", "master", "br0", "up")
-        _do("ip", "address", "add", f"{self._subnet}.254/24", "dev", own)
+        _do("ip", "address", "add", f"{self.own_address}/24", "dev", own)
         _do("ip", "link", "set", own, "up")
 
     def down(self) -> None:
         """Links go with their namespaces. Twice is safe."""
         for name in (*self.names, "sw"):
-            _try("ip", "netns", "delete", self._space(name))
+            _try("ip", "netns", "delete", self.space(name))
+
+    def unplug(self, name: str) -> None:
+        """Take its link off the bridge; another switch carries its frames."""
+        _do("ip", "-n", self.space("sw"), "link", "set", name, "nomaster")
 
     def cut(self, name: str) -> None:
         """Pull its cable."""
-        _do("ip", "-n", self._space("sw"), "link", "set", name, "down")
+        _do("ip", "-n", self.space("sw"), "link", "set", name, "down")
         self.troubled.add(name)
 
     def part(self, names: Sequence[str]) -> None:
@@ -97,7 +111,7 @@ class Hosts:
         """Every link as in the beginning."""
         for name in self.troubled:
             self._isolate(name, "off")
-            _do("ip", "-n", self._space("sw"), "link", "set", name, "up")
+            _do("ip", "-n", self.space("sw"), "link", "set", name, "up")
         self.troubled.clear()
 
     async def reaches(self, target: str, port: int, source: str | None = None) -> bool:
@@ -108,8 +122,8 @@ class Hosts:
         return await process.wait() == 0
 
     def _isolate(self, name: str, word: str) -> None:
-        switch = f"--net=/var/run/netns/{self._space('sw')}"
+        switch = f"--net=/var/run/netns/{self.space('sw')}"
         _do("nsenter", switch, "bridge", "link", "set", "dev", name, "isolated", word)
 
-    def _space(self, name: str) -> str:
+    def space(self, name: str) -> str:
         return f"{self._prefix}-{name}"

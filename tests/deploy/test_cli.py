@@ -187,7 +187,9 @@ def test_secrets_travel_in_the_environment() -> None:
     assert drawn[0] != drawn[1]
     given = up.child_variables(UpOptions(secret="s", api_key=("k", "l"), admin_key=("o",)))
     assert len(given.pop("BATON_CONSOLE_KEY")) >= 32  # drawn anew for each `baton up`
-    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k,l", "BATON_ADMIN_KEY": "o"}
+    assert given == {
+        "BATON_SECRET": "s", "BATON_SECRET_FILE": "", "BATON_API_KEY": "k,l", "BATON_ADMIN_KEY": "o"
+    }  # fmt: skip
     for name in ("api_key", "admin_key"):
         with pytest.raises(ConfigError, match="comma") as caught:
             up.child_variables(load(UpOptions, {name: ("a,b",)}))

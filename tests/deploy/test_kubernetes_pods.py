@@ -117,6 +117,9 @@ class Machine:
             for known in made:
                 value = value.replace(f"$({known})", made[known])
             made[each["name"]] = value
+        secret = self.folder / "secret"
+        secret.write_text(SECRET["secret"])
+        made["BATON_SECRET_FILE"] = str(secret)
         redis = f"127.0.0.1:{self._redis_port}"
         made["BATON_REDIS_URL"] = made["BATON_REDIS_URL"].replace("baton-redis:6379", redis)
         numbers = [each for each in made if each.endswith("_PORT")]

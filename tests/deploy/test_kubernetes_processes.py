@@ -81,16 +81,27 @@ def configured(name: str, role: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", RENDERED)
 def test_baton_takes_each_option_and_may_start(name: str) -> None:
-    for role, _ in processes(rendered(name)):
+    for role, pod in processes(rendered(name)):
         config, *engine = configured(name, role)
         config.check()  # a secret or key, and TLS or --insecure
         assert config.host == "0.0.0.0"
-        assert config.secret == "the-secret"
+        assert config.secret_file == mounted_secret(pod)
         assert config.redis_url.partition("://")[0] in ("redis", "rediss")
         model = engine[0].model if engine else config.model
         assert model == "/model"
         served = engine[0].served_model_name if engine else config.served_model_name
         assert served
+
+
+def mounted_secret(pod: dict[str, Any]) -> str:
+    """Where a pod finds the key `secret` of the Secret."""
+    [volume] = [each for each in pod["spec"]["volumes"] if each["name"] == "secret"]
+    [item] = volume["secret"]["items"]
+    assert (volume["secret"]["secretName"], item["key"]) == ("baton", "secret")
+    mounts = main_container(pod)["volumeMounts"]
+    [mount] = [each for each in mounts if each["name"] == "secret"]
+    assert "subPath" not in mount, "a file that is mounted so never changes"
+    return f"{mount['mountPath']}/{item['path']}"
 
 
 @pytest.mark.parametrize("name", RENDERED)

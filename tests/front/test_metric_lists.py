@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.runtime.metrics import PROCESS, MetricKind, MetricSpec
+from baton.runtime.metrics import KERNEL, PROCESS, MetricKind, MetricSpec
 from tests.front.test_metrics_pages import RECORDED
 from tests.system.test_endpoints import BOARD
 from tools.metrics_page import BEGIN, LISTS, PAGE, page
@@ -40,7 +40,7 @@ def test_what_the_kernel_knows_is_what_is_scraped() -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     shown = {each.name: (each.type, each.documentation) for each in registry.collect()}
-    assert shown == {each.name: (each.kind.value, each.meaning) for each in PROCESS[1:]}
+    assert shown == {each.name: (each.kind.value, each.meaning) for each in KERNEL}
 
 
 def test_each_series_has_one_owner() -> None:
@@ -94,7 +94,7 @@ def test_the_list_is_what_is_scraped(process: str) -> None:
         for spec in LISTS[process]
         for name in (spec.name, *spec.aliases)
     }
-    of_kernel = {spec.name for spec in PROCESS[1:]}  # not recorded: they vary
+    of_kernel = {spec.name for spec in KERNEL}  # not recorded: they vary
     assert scraped.keys() == declared.keys() - of_kernel
     for name, (kind, meaning, labels) in scraped.items():
         assert (kind, meaning) == declared[name][:2], name

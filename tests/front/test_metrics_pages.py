@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from baton.engine.state.stats import STEP_TOKENS, EngineStats, KVUsage
@@ -23,6 +24,7 @@ from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.rotation.file_metrics import watch_values
 from baton.runtime.task_metrics import watch_tasks
 from baton.text.pieces import PieceStats
 from kv_transfer.stats import LaneStats, TransferStats
@@ -92,6 +94,7 @@ def router_page(loop: asyncio.AbstractEventLoop) -> bytes:
     answers.inc()
     seconds.observe(0.02)
     watch_tasks(metrics.registry, loop)
+    watch_reloaded(metrics.registry)
     return metrics.render()
 
 
@@ -135,6 +138,13 @@ def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
     return stats.waits[0]
 
 
+def watch_reloaded(registry: CollectorRegistry) -> None:
+    """One file that is as it was read, and a certificate of which the new files are broken."""
+    secret = SimpleNamespace(name="secret_file", value=tuple, succeeded=True, read_at=900.0)
+    tls = SimpleNamespace(name="tls", value=lambda: 5000.0, succeeded=False, read_at=950.0)
+    watch_values(registry, [cast(Any, secret)], [cast(Any, tls)])
+
+
 def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
     """A decode node that has used two lanes."""
     lanes = {"stream": numbered(LaneStats, 300), "grpc": numbered(LaneStats, 400)}
@@ -156,6 +166,7 @@ def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
     metrics = NodeMetrics("m", "d", "decode", lambda: now)
     metrics.observe_fetch(0.003)
     watch_tasks(metrics.registry, loop)
+    watch_reloaded(metrics.registry)
     return metrics.render()
 
 

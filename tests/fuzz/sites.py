@@ -17,6 +17,7 @@ from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVError
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, PoolFormat, first_visible
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.lanes.records import HangupWatch
 from kv_transfer.lanes.shm_arena import ShmArena
 from kv_transfer.pool.codec import converted
@@ -44,8 +45,8 @@ from tests.fuzz.mutations import damaged, resealed
 from tests.transfer.pools import fill_random, fill_untouched
 
 BF16 = PoolFormat(8, "bfloat16", codecs=("raw", "int8"))
-P = Identity("0a" * 16, "layout", BF16, b"secret")
-D = Identity("0d" * 16, "layout", BF16, b"secret")
+P = Identity("0a" * 16, "layout", BF16, fixed("secret"))
+D = Identity("0d" * 16, "layout", BF16, fixed("secret"))
 NP, ND = b"P" * 16, b"D" * 16
 SEED = seed_of(P.boot_id)
 SEQ, EPOCH, TOKENS, START, LEASE_MS = 1, 2, 20, 3, 10_000

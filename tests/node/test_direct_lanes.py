@@ -15,6 +15,7 @@ from baton.node.lanes import MAKERS, LaneSettings, PoolPlace, make_lanes
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.lanes.nixl_agent import load
@@ -42,7 +43,7 @@ def connector(name: str, boot_id: str, place: PoolPlace) -> tuple[KVArena, Conne
         memory=ArenaMemory(arena),
         boot_id=boot_id,
         fingerprint=layout_fingerprint("model", "rope", LAYERS),
-        secret=b"s",
+        secrets=fixed("s"),
         lanes=make_lanes((name, "grpc"), settings),
         timing=TIMING,
         clock=FakeClock(),

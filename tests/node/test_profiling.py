@@ -64,7 +64,7 @@ async def test_a_profile_shows_the_operators_of_the_steps(tmp_path: Path) -> Non
 
 
 def test_without_the_option_there_is_no_such_route() -> None:
-    server = start_metrics(CollectorRegistry(), MetricsPlace("127.0.0.1", 0, "token"))
+    server = start_metrics(CollectorRegistry(), MetricsPlace("127.0.0.1", 0, lambda: ["token"]))
     try:
         url = f"http://127.0.0.1:{server.port}/debug/profile"
         assert httpx.post(url).status_code == 401

@@ -20,6 +20,7 @@ from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, No
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
 from router.events import EventRing
@@ -255,7 +256,7 @@ async def running_router(
     registry = NodeRegistry(
         RegistryParts(
             router_id="router",
-            secret=setup.secret,
+            secrets=fixed(setup.secret),
             timing=setup.timing,
             clock=clock,
             log=setup.log or guard,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
 
 from baton.protocol.clock import SystemClock
-from baton.runtime.redis.connections import connect, heed_cancellation
+from baton.protocol.errors import ConfigError
+from baton.runtime.redis.connections import check_router_redis, connect, heed_cancellation
 from router.nodes.directory import RedisDirectory
 from router.request.aborts import Aborts
 from router.store.redis_links import RedisServers
@@ -103,3 +105,32 @@ def test_every_kind_of_connection_is_made_so(url: str, kind: type) -> None:
     made = client.connection_pool.connection_class
     assert issubclass(made, kind)
     assert made is not kind
+
+
+async def test_new_connections_read_the_password_anew(empty_redis: str, tmp_path: Path) -> None:
+    admin = Redis.from_url(empty_redis)
+    file = tmp_path / "password"
+    file.write_text("one\n")
+    place = empty_redis.replace("://", "://rotated@", 1)
+    url = f"{place}{'&' if '?' in place else '?'}password_file={file}"
+    try:
+        await admin.execute_command("ACL SETUSER rotated reset on >one ~* &* +@all")
+        await check_router_redis(url, TIMEOUT_S)
+        client = connect(url, TIMEOUT_S)
+        assert await client.acl_whoami() in (b"rotated", "rotated")  # type: ignore[misc]
+        await admin.execute_command("ACL SETUSER rotated >two <one")
+        with pytest.raises(ConfigError, match="redis_url"):
+            await check_router_redis(url, TIMEOUT_S)
+        file.write_text("two\n")
+        await check_router_redis(url, TIMEOUT_S)
+        await admin.client_kill_filter(_type="normal", skipme=True)
+        assert await client.ping()
+        file.unlink()
+        await client.connection_pool.disconnect()
+        assert await client.ping(), "the last password holds"
+        await client.aclose()
+        with pytest.raises(ConfigError, match="password_file"):
+            connect(url, TIMEOUT_S)
+    finally:
+        await admin.execute_command("ACL DELUSER rotated")
+        await admin.aclose()

@@ -20,10 +20,11 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.client import AsyncClient, Client
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings
-from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
+from baton.node.metrics_server import MetricsPlace, metrics_token, metrics_tokens, start_metrics
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, Unavailable
 from baton.protocol.handles import Role
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from baton.runtime.tls import ClientTls, TlsFiles
 from deploy.doctor import NoLog
@@ -176,9 +177,9 @@ def test_files_of_a_client_are_read_or_named(own: TlsFiles, tmp_path: Path) -> N
 
 @asynccontextmanager
 async def registry_of(address: str, tls: TlsFiles | None) -> AsyncIterator[NodeRegistry]:
-    clock = SystemClock()
+    clock, secrets = SystemClock(), fixed(SECRET)
     addresses = {address: Role.DECODE}
-    parts = RegistryParts("router", SECRET, FAST, clock, NoLog(), addresses, tls=tls)
+    parts = RegistryParts("router", secrets, FAST, clock, NoLog(), addresses, tls=tls)
     registry = NodeRegistry(parts)
     await registry.start()
     try:
@@ -222,7 +223,9 @@ async def test_metrics_want_the_token(own: TlsFiles, encrypted: bool) -> None:
     assert SECRET not in token
     tls = own if encrypted else None
 
-    server = start_metrics(registry, MetricsPlace("127.0.0.1", 0, token, tls))
+    server = start_metrics(
+        registry, MetricsPlace("127.0.0.1", 0, metrics_tokens(fixed(SECRET)), tls)
+    )
     url = f"http{'s' if encrypted else ''}://127.0.0.1:{server.port}"
     context = believing(own, own) if encrypted else None
 
@@ -306,7 +309,7 @@ async def test_unusable_files_are_named_by_their_option(own: TlsFiles, tmp_path:
         (replace(own, key=own.cert), "tls_cert"),
         (replace(own, key=missing, prefix="node_tls"), "node_tls_cert"),
     ):
-        for make in (files.server_credentials, files.channel_credentials):
+        for make in (files.server_credentials, files.channel_credentials, files.expiration):
             with pytest.raises(ConfigError) as caught:
                 make()
             assert caught.value.field == field

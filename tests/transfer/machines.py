@@ -7,6 +7,7 @@ from dataclasses import replace
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.bodies import kind_of
 from kv_transfer.protocol.frames import Header, Kind
@@ -36,8 +37,8 @@ from kv_transfer.protocol.steps import (
 
 LAYERS = (LayerSpec(2, 4, 4), LayerSpec(1, 8, 0, kind="mla"))
 BF16 = PoolFormat(8, "bfloat16")
-P = Identity("0a" * 16, "layout", BF16, b"secret")
-D = Identity("0d" * 16, "layout", replace(BF16, block_size=32), b"secret")
+P = Identity("0a" * 16, "layout", BF16, fixed("secret"))
+D = Identity("0d" * 16, "layout", replace(BF16, block_size=32), fixed("secret"))
 NP, ND = b"P" * 16, b"D" * 16
 SEQ, EPOCH, TOKENS = 7, 2, 20
 HANDLE = KVHandle(

@@ -23,6 +23,7 @@ from baton.protocol.kv_spec import (
 )
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.pool.layout import ArenaMemory
@@ -31,7 +32,7 @@ from kv_transfer.protocol.shares import first_sent, heads_of
 from tests.fakes import FakeClock
 from tests.transfer.direct_lanes import pool_of
 
-SECRET = b"deployment secret"
+SECRET = "deployment secret"
 EVERY_FRAME = TransferOptions(burst_bytes=0)  # progress is sent at once, however small
 BOOT_P, BOOT_D, BOOT_E = "0a" * 16, "0d" * 16, "0e" * 16
 # A plain layer, a window with other heads and dims, and a latent without V.
@@ -106,7 +107,7 @@ class Node:
     dtype: str = "bfloat16"
     layers: tuple[LayerSpec, ...] = LAYERS
     digest: str = "model"
-    secret: bytes = SECRET
+    secret: str = SECRET
     timing: Timing = field(default_factory=Timing)
     options: TransferOptions = EVERY_FRAME
     tp: tuple[int, int] = (1, 0)
@@ -131,7 +132,7 @@ class Node:
             memory=ArenaMemory(self.arena, layers=self.layers, tp=self.tp, windowed=self.windowed),
             boot_id=self.boot_id,
             fingerprint=layout_fingerprint(self.digest, "rope", self.layers),
-            secret=self.secret,
+            secrets=fixed(self.secret),
             lanes=(self.lane, *self.more_lanes),
             timing=self.timing,
             clock=self.clock,

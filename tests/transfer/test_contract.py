@@ -220,7 +220,7 @@ async def test_a_wrong_handle_gets_nothing(cluster: Cluster, change: dict[str, o
 @pytest.mark.parametrize(
     "settings",
     [
-        {"secret": b"another deployment"},
+        {"secret": "another deployment"},
         {"digest": "another model"},
         {"layers": (LayerSpec(2, 8, 8),)},
     ],

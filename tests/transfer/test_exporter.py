@@ -12,6 +12,7 @@ import pytest
 
 from baton.protocol.errors import KVStale
 from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable, Reader
@@ -105,7 +106,7 @@ class Stage:
         self.memory = ArenaMemory(arena)
         fingerprint = layout_fingerprint("model", "rope", layers)
         mine, theirs = (
-            Identity(boot, fingerprint, self.memory.format, b"s") for boot in (BOOT_P, BOOT_D)
+            Identity(boot, fingerprint, self.memory.format, fixed("s")) for boot in (BOOT_P, BOOT_D)
         )
         self.clock = FakeClock()
         self.freed: list[str] = []

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError, KVLost, KVRefused, KVStale
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.protocol.base import Payload, Remote
 from kv_transfer.protocol.fetch_session import (
     FETCHER_TABLE,
@@ -267,7 +268,7 @@ def test_a_rank_speaks_for_itself_alone(intent: Intent) -> None:
         (replace(P, boot_id="0b" * 16).hello(Side.EXPORTER, NP, ND), KVStale, "restarted"),
         (replace(P, fingerprint="x").hello(Side.EXPORTER, NP, ND), KVRefused, "layout"),
         (replace(P, protocol_version=9).hello(Side.EXPORTER, NP, ND), KVRefused, "version"),
-        (replace(P, secret=b"x").hello(Side.EXPORTER, NP, ND), KVRefused, "secret"),
+        (replace(P, secrets=fixed("x")).hello(Side.EXPORTER, NP, ND), KVRefused, "secret"),
         (P.hello(Side.FETCHER, NP, ND), KVRefused, "secret"),
         (P.hello(Side.EXPORTER, NP, None), KVRefused, "secret"),
     ],

@@ -28,6 +28,7 @@ from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import layout_fingerprint
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.lanes.grpc_stream import GrpcLane
@@ -99,7 +100,7 @@ class Alone:
             memory=ArenaMemory(arena),
             boot_id=boot_id,
             fingerprint=layout_fingerprint("model", "rope", self.engine.info.layers),
-            secret=SECRET,
+            secrets=fixed(SECRET),
             lanes=(lane,),
             timing=Timing(),
             clock=FakeClock(),

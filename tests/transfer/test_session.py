@@ -8,6 +8,7 @@ import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.frames import MAX_PAYLOAD
 from kv_transfer.protocol.identity import Identity, Side, prove
@@ -118,7 +119,7 @@ def test_exporter_answers_the_challenge_with_its_own() -> None:
     (answer,) = sent(session.receive(control(D.hello(Side.FETCHER, ND, None))))
     assert isinstance(answer, Hello)
     assert answer.nonce == NP
-    assert answer.mac == prove(b"secret", Side.EXPORTER, ND, P.boot_id, "layout")
+    assert answer.mac == prove("secret", Side.EXPORTER, ND, P.boot_id, "layout")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_exporter_refuses_who_does_not_fit(peer: Identity, code: FailureCode) ->
 @pytest.mark.parametrize(
     "proof",
     [
-        replace(D, secret=b"wrong").hello(Side.FETCHER, ND, NP),
+        replace(D, secrets=fixed("wrong")).hello(Side.FETCHER, ND, NP),
         D.hello(Side.EXPORTER, ND, NP),  # our own answer, reflected
         D.hello(Side.FETCHER, ND, b"Q" * 16),  # recorded under another challenge
         D.hello(Side.FETCHER, ND, None),  # no answer at all

@@ -14,6 +14,7 @@ from baton.protocol.errors import KVCorrupt
 from baton.protocol.events import FirstToken, TokenLogprob
 from baton.protocol.kv_spec import DTYPE_BYTES, PoolFormat
 from baton.protocol.request import FinishReason
+from baton.runtime.rotation.deployment_secret import fixed
 from kv_transfer.pool.codec import pack, quantise
 from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
 from kv_transfer.protocol.frames import (
@@ -45,8 +46,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "kv_wire_format.md"
 BOOT_P, BOOT_D = "000102030405060708090a0b0c0d0e0f", "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
 SEED = seed_of(BOOT_P)
 FORMAT = PoolFormat(16, "bfloat16")
-P = Identity(BOOT_P, "layout", FORMAT, b"secret")
-D = Identity(BOOT_D, "layout", PoolFormat(32, "bfloat16"), b"secret")
+P = Identity(BOOT_P, "layout", FORMAT, fixed("secret"))
+D = Identity(BOOT_D, "layout", PoolFormat(32, "bfloat16"), fixed("secret"))
 NONCE_P, NONCE_D, KEY = b"P" * 16, b"D" * 16, b"K" * 16
 # 2 tokens of 1 head and 4 numbers, K then V, then their scales
 NUMBERS = torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.25, 0.125, -0.0625, 0.1]])[:, None]
@@ -133,8 +134,8 @@ def test_a_reader_of_the_document_alone_dequantises() -> None:
 
 def test_the_documented_proofs() -> None:
     text = DOCUMENT.read_text()
-    assert prove(b"secret", Side.EXPORTER, NONCE_D, BOOT_P, "layout").hex() in text
-    assert prove(b"secret", Side.FETCHER, NONCE_P, BOOT_D, "layout").hex() in text
+    assert prove("secret", Side.EXPORTER, NONCE_D, BOOT_P, "layout").hex() in text
+    assert prove("secret", Side.FETCHER, NONCE_P, BOOT_D, "layout").hex() in text
     assert f"{SEED:#018x}" in text
 
 

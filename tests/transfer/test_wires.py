@@ -10,6 +10,7 @@ import pytest
 from baton.protocol.errors import InternalError, KVLost
 from baton.protocol.handles import LaneAddress
 from baton.protocol.kv_spec import PoolFormat
+from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from kv_transfer.lanes.wires import KEPT_PER_PEER, WirePool
@@ -20,7 +21,7 @@ from tests.fakes import FakeClock
 from tests.transfer.cluster import FIRST, transfer
 from tests.transfer.pools import BOOT_D, Node, fill_random, fill_untouched, outcome, request_of
 
-HELLO = Identity("0a" * 16, "f", PoolFormat(8, "float32"), b"s").hello(
+HELLO = Identity("0a" * 16, "f", PoolFormat(8, "float32"), fixed("s")).hello(
     Side.EXPORTER, b"P" * 16, b"D" * 16
 )
 KEY = ("memory", "here", "0a" * 16)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from redis.asyncio import (
@@ -44,6 +44,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.protocol.errors import ConfigError
+from baton.runtime.redis.file_password import with_file_password
 from baton.runtime.redis.keys import TAG, KeyGroup, key_groups, node_key, slot_of
 from baton.runtime.redis.primaries import (
     ClusterMap,
@@ -103,7 +104,8 @@ def _clients(url: str, tags: Sequence[str], timeout_s: float, retries: int) -> l
     if address.kind is RedisKind.SINGLE:
         return [heed_cancellation(Redis.from_url(url, **common)) for _ in tags]
     kind = _FollowingTcp if address.tls is None else _FollowingTls
-    options = {**address.login, **(address.tls or {}), "db": address.database}
+    login = with_file_password(address.login)
+    options = {**login, **(address.tls or {}), "db": address.database}
     return [
         Redis.from_pool(ConnectionPool(kind, primary=primary, **options, **common))
         for primary in _primaries(address, tags, timeout_s)
@@ -112,7 +114,7 @@ def _clients(url: str, tags: Sequence[str], timeout_s: float, retries: int) -> l
 
 def _primaries(address: RedisAddress, tags: Sequence[str], timeout_s: float) -> list[Primary]:
     sentinel = address.kind is RedisKind.SENTINEL
-    login = address.sentinel_login if sentinel else address.login
+    login = address.sentinel_login if sentinel else with_file_password(address.login)
 
     def dial(place: Place) -> Redis:
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
@@ -206,6 +208,10 @@ class _Tcp(Connection):
 
 
 class _Tls(SSLConnection):
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = None  # certificates that were replaced hold from now on
+        return super()._connection_arguments()
+
     async def send_packed_command(self, command: Packed, check_health: bool = True) -> None:
         await _heeding(self, super().send_packed_command(command, check_health))
 
@@ -259,7 +265,12 @@ _HEEDING: Final[dict[type, type]] = {
 
 
 def heed_cancellation(client: Redis) -> Redis:
-    """Return `client`, changed so that a cancelled call ends. It must not have connected yet."""
+    """Return `client`, changed so that a cancelled call ends. It must not have connected yet.
+
+    The URL's option `password_file` holds then, too. Raises ConfigError for one that cannot be
+    read.
+    """
     pool = client.connection_pool
     pool.connection_class = _HEEDING[pool.connection_class]
+    pool.connection_kwargs = with_file_password(pool.connection_kwargs)
     return client

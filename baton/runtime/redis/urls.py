@@ -7,7 +7,8 @@
 
 `rediss` in place of `redis` means TLS. Valkey speaks all of them. Options follow a `?`. Those of
 the first two are redis-py's own; the others take the options of TLS and, for Sentinels that want
-another login than the server, `sentinel_username` and `sentinel_password`.
+another login than the server, `sentinel_username` and `sentinel_password`. All take
+`password_file`: each new connection reads the password there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from baton.protocol.errors import ConfigError
 FLAG: Final = "--redis-url"
 SENTINEL_PORT: Final = 26379
 CLUSTER_PORT: Final = 6379
+PASSWORD_FILE: Final = "password_file"
 TLS_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 _SECRET_OPTION: Final = re.compile(r"((?:^|&)\w*password=)[^&]*")
@@ -47,7 +49,8 @@ class RedisAddress:
     """A parsed URL. All but `kind` and `url` are empty for one server, whose URL redis-py reads.
 
     `hosts`: host and port of Sentinels, or of nodes of a Cluster. `service`: what the Sentinels
-    call the server. `login` and `sentinel_login`: `username` and `password`, as far as given.
+    call the server. `login` and `sentinel_login`: `username` and `password`, as far as given; of
+    `login` also `password_file`.
     `tls`: options of redis-py's SSLConnection; None: no TLS.
     """
 
@@ -87,6 +90,9 @@ def parse_redis_url(url: str) -> RedisAddress:
         for name in SENTINEL_OPTIONS
         if name in options
     }
+    login = _login(userinfo) if at else {}
+    if PASSWORD_FILE in options:
+        login[PASSWORD_FILE] = options.pop(PASSWORD_FILE)
     port = SENTINEL_PORT if kind is RedisKind.SENTINEL else CLUSTER_PORT
     return RedisAddress(
         kind,
@@ -94,7 +100,7 @@ def parse_redis_url(url: str) -> RedisAddress:
         hosts=tuple(_host(each, port) for each in hosts.split(",")),
         service=service,
         database=database,
-        login=_login(userinfo) if at else {},
+        login=login,
         sentinel_login=sentinel_login,
         tls=_tls(options) if scheme.startswith("rediss") else None,
     )
@@ -165,7 +171,7 @@ def _options(kind: RedisKind, query: str, *, encrypted: bool) -> dict[str, str]:
         options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError:
         _refuse("an option has no value; they follow a ? as NAME=VALUE&NAME=VALUE")
-    known = TLS_OPTIONS + (SENTINEL_OPTIONS if kind is RedisKind.SENTINEL else ())
+    known = (PASSWORD_FILE, *TLS_OPTIONS) + (SENTINEL_OPTIONS if kind is RedisKind.SENTINEL else ())
     for name in options:
         if name not in known:
             _refuse(f"there is no option {name!r}; it takes {', '.join(known)}")

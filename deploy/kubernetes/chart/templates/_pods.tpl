@@ -74,9 +74,8 @@ readinessProbe:
 
 {{/* Environment of routers and nodes. Kubernetes puts values in place of $(NAME). */}}
 {{- define "baton.environment" -}}
-- name: BATON_SECRET
-  valueFrom:
-    secretKeyRef: {name: {{ .root.Values.secret }}, key: secret}
+- name: BATON_SECRET_FILE # read again when it changes
+  value: /etc/baton/secret/secret
 {{- if .root.Values.redis.bundled }}
 - name: REDIS_PASSWORD
   valueFrom:
@@ -127,6 +126,7 @@ readinessProbe:
 - {name: options, mountPath: /etc/baton/options, readOnly: true}
 - {name: model, mountPath: /model, readOnly: true{{ with .root.Values.model.claim }}{{ with .path }}, subPath: {{ . | quote }}{{ end }}{{ end }}}
 - {name: tmp, mountPath: /tmp}
+- {name: secret, mountPath: /etc/baton/secret, readOnly: true}
 {{- if .root.Values.tls.nodes.secret }}
 - {name: node-tls, mountPath: /etc/baton/node-tls, readOnly: true}
 {{- end }}
@@ -140,6 +140,8 @@ readinessProbe:
   configMap: {name: {{ include "baton.name" .root }}-{{ .role }}}
 - name: tmp
   emptyDir: {sizeLimit: 1Gi}
+- name: secret
+  secret: {secretName: {{ .root.Values.secret }}, defaultMode: 0440, items: [{key: secret, path: secret}]}
 {{- with .root.Values.tls.nodes.secret }}
 - name: node-tls
   secret: {secretName: {{ . }}, defaultMode: 0440}

@@ -1,0 +1,1 @@
+"""Secrets, certificates and keys that are replaced while a process runs."""

@@ -119,7 +119,7 @@ async def test_new_connections_read_the_password_anew(empty_redis: str, tmp_path
         client = connect(url, TIMEOUT_S)
         assert await client.acl_whoami() in (b"rotated", "rotated")  # type: ignore[misc]
         await admin.execute_command("ACL SETUSER rotated >two <one")
-        with pytest.raises(ConfigError, match="redis_url"):
+        with pytest.raises(ConfigError, match="--redis-url"):
             await check_router_redis(url, TIMEOUT_S)
         file.write_text("two\n")
         await check_router_redis(url, TIMEOUT_S)

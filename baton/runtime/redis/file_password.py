@@ -10,7 +10,7 @@ from typing import Any
 from redis.credentials import CredentialProvider
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis.urls import PASSWORD_FILE
+from baton.runtime.redis.urls import FLAG, PASSWORD_FILE
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class FilePassword(CredentialProvider):
         try:
             self._password = file.read_text().strip()
         except OSError as error:
-            text = f"redis_url: {PASSWORD_FILE} {file}: {error.strerror}"
+            text = f"{FLAG}: {PASSWORD_FILE} {file}: {error.strerror}"
             raise ConfigError(text, field="redis_url") from error
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:

@@ -34,6 +34,7 @@ from baton.protocol.errors import (
     KVLost,
     KVTimeout,
     NodeLost,
+    RowsLost,
     Unavailable,
     error_from_code,
 )
@@ -49,6 +50,7 @@ from router.nodes.policy import NodeSnapshot, Route
 from router.request import choice
 from router.request.attempt import HopFailed, NodeAttempts
 from router.request.dispatch_parts import DispatchParts
+from router.request.encoding import EncodedImages, ImageEncoding
 from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
 from router.request.timeline import Milestone, TimelineMark
@@ -72,6 +74,7 @@ class Journey:
         self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry, partial(trace.visited, parts.clock))
         self._ask = choice.ask_of(request, trace.terms)
+        self._encoding = ImageEncoding(self._attempts, self._ask, parts, trace, self._mark)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: MigrationMove | None = None  # the migration under way
@@ -86,10 +89,9 @@ class Journey:
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
         self._task.add_done_callback(partial(self._over, ended))
-        deadline = self._request.deadline
+        deadline, late = self._request.deadline, "the request's deadline has passed"
         assert deadline is not None, "Dispatcher.run sets one"
-        left_s = max(0.0, deadline - self._clock.monotonic())
-        late, loop = "the request's deadline has passed", asyncio.get_running_loop()
+        left_s, loop = max(0.0, deadline - self._clock.monotonic()), asyncio.get_running_loop()
         self._timer = loop.call_later(left_s, lambda: self.cancel(DeadlineExceeded(late)))
 
     def _over(self, ended: Callable[[], object], task: asyncio.Task[None]) -> None:
@@ -223,7 +225,7 @@ class Journey:
             else:
                 if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
-                await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
+                await self._begin(ledger, *await self._encoding.routed(self._request))
             inbox = self._attempts.inbox
             while not self.output.finished:
                 while not inbox:
@@ -241,23 +243,20 @@ class Journey:
         self._attempts.give_up(why)
         self._end_move("failed")
 
-    async def _begin(self, ledger: RequestLedger, route: Route) -> None:
+    async def _begin(self, ledger: RequestLedger, route: Route, encoded: EncodedImages) -> None:
         """Submit the request to the route's prefill node; without one, to the decode node."""
         trace, self._planned = self._trace, route.decode
-        trace.local_prefill = route.prefill is None
-        trace.decode_node = route.decode.node_id
-        trace.prefill_node = None if route.prefill is None else route.prefill.node_id
+        trace.placed(route)
         at = self._mark(Milestone.PREFILLING)
-        if trace.dispatched_at is None:
-            trace.dispatched_at = at
+        trace.dispatched_at = trace.dispatched_at or at
         known, attempts = len(self._request.known_ids), self._attempts
         if route.prefill is None:
-            message = SubmitDecode(self._request)
+            message = SubmitDecode(self._request, encoded=encoded)
             attempts.decode = attempts.submit(route.decode, message, known - route.decode_cached)
             await self._accepted(ledger)
             ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            message, cached = SubmitPrefill(self._request), route.prefill_cached
+            message, cached = SubmitPrefill(self._request, encoded), route.prefill_cached
             attempts.prefill = attempts.submit(route.prefill, message, known - cached)
             await self._accepted(ledger)
             ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
@@ -327,7 +326,7 @@ class Journey:
             case HandleReady():
                 await self._move_on(ledger, event.handle)
             case _:
-                pass  # Pooled: asked for by router/request/pool.py alone
+                pass  # Pooled, Encoded: other modules of this package ask for them
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """Note the decode node's first event: it has all of the KV, the export is not needed."""
@@ -382,6 +381,8 @@ class Journey:
         if isinstance(error, GivenBack):
             self._ask.avoid(attempt.boot_id)
             self._end_move("given back")
+        elif isinstance(error, RowsLost):
+            self._encoding.rows_lost()
         else:
             self._ask.refused(attempt.boot_id, error)
         raise HopFailed(error)

@@ -282,7 +282,9 @@ class PoolDispatcher:
             error = wanted.refusal or Unavailable("no node is available")
             if not isinstance(error, Unavailable | NodeLost):
                 raise error
-            if not await self._registry.may_come(lambda node: is_usable(node, anybody)):
+            if not await self._registry.may_come(
+                lambda node: node.role is not Role.ENCODE and is_usable(node, anybody)
+            ):
                 raise error
 
     def _least_loaded(self, wanted: Ask) -> NodeSnapshot | None:

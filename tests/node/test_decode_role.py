@@ -14,6 +14,7 @@ from baton.engine.state.interface import Reservation
 from baton.engine.thread import EngineThread
 from baton.node.config import NodeConfig
 from baton.node.role import RoleContext
+from baton.node.rows import RowFetches
 from baton.protocol.errors import KVLost, KVStale, KVTimeout, Overloaded
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import PoolFormat
@@ -21,7 +22,9 @@ from baton.protocol.messages import RenewExport
 from baton.runtime.timing import Timing
 from decode_node.admission import FetchAdmission
 from decode_node.role import DecodeRole
+from kv_transfer.connector import Connector
 from kv_transfer.lanes.memory import MemoryFabric
+from kv_transfer.pool.rows import RowMemory
 from tests.block_lists import held
 from tests.fakes import FakeClock, fake_engine, request
 from tests.node.fakes import PATIENCE_S, PREFILL, connected, running_node
@@ -152,6 +155,10 @@ class FakeConnector:
             raise self.errors.pop(0)
 
 
+def no_connector(memory: RowMemory, fingerprint: str) -> Connector:
+    raise AssertionError("there are no images")
+
+
 def role_over(connector: FakeConnector) -> DecodeRole:
     engine, _ = fake_engine()
     context = RoleContext(
@@ -162,6 +169,7 @@ def role_over(connector: FakeConnector) -> DecodeRole:
         clock=connector.clock,
         spawn=lambda work: None,
         observe_fetch=lambda seconds: None,
+        rows=RowFetches(no_connector),
     )
     return DecodeRole(context, lambda hooks: EngineThread(engine, lambda report: None))
 

@@ -30,6 +30,7 @@ from baton.engine.checkpoint.quantized_checkpoint import module_names, widened
 from baton.engine.checkpoint.seeing import FAMILIES, family_of
 from baton.engine.checkpoint.tensors import LazyTensor
 from baton.engine.checkpoint.widening import integer_layout, open_tensors
+from baton.engine.models.model_parts import ModelPart, class_of
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -155,10 +156,14 @@ def _unquantized(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_causal(
-    checkpoint: Checkpoint, dtype: torch.dtype, given: Mapping[str, Tensor] | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    given: Mapping[str, Tensor] | None = None,
+    part: ModelPart = ModelPart.WHOLE,
 ) -> Any:
     """Return transformers' own model on the CPU in `dtype`; each tensor is read once. `given`: what
-    it is made of instead of the checkpoint's tensors, by the names of its own state.
+    it is made of instead of the checkpoint's tensors, by the names of its own state. `part`: what
+    is read of a model with images.
 
     transformers makes the model without memory, renames and merges tensors as the family needs it,
     makes the buffers that no file holds, and ties weights. It gets lazy tensors, which are still in
@@ -168,10 +173,11 @@ def read_causal(
     tensors that are missing or have another shape.
     """
     family, config = causal_class(_unquantized(checkpoint.config))
-    refuse_layers(family, config)
+    if part is not ModelPart.TOWER:
+        refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
     tensors = _lazy_tensors(checkpoint, dtype) if given is None else dict(given)
-    loaded: Any = family.from_pretrained(
+    loaded: Any = class_of(family, part).from_pretrained(
         None,
         config=config,
         state_dict=tensors,

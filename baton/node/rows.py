@@ -1,0 +1,106 @@
+"""RowFetches: brings the rows of images from encode nodes before a request enters the engine.
+
+    lent(entry)  each encoded image: in the cache, or fetched under its lease, digests checked
+                 -> the engine's images find the rows while the context is open, and read the others
+
+Rows travel as KV does (kv_transfer/), in an exchange of their own: a row is a token. If they cannot
+be fetched, this node encodes the image itself; without a vision tower it refuses with RowsLost, and
+the router asks again. Nothing of this exists before the first encoded image comes. Event loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+from baton.engine.core.images import read_ahead
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.state.images import ROWS_RULE, ImageRows
+from baton.node.requests import NodeRequest
+from baton.protocol.errors import KVError, RowsLost
+from baton.protocol.handles import EncodedImage
+from baton.protocol.kv_spec import layout_fingerprint
+from baton.runtime.digest_locks import DigestLocks
+from kv_transfer.connector import Connector
+from kv_transfer.pool.rows import RowMemory
+
+if TYPE_CHECKING:  # lazy at run time: it takes transformers
+    from baton.engine.vision.images import Images, KnownImage
+
+log = logging.getLogger(__name__)
+# memory, fingerprint -> a connector that only fetches
+MakeRowConnector: TypeAlias = Callable[[RowMemory, str], Connector]
+
+
+class RowFetches:
+    """All fetches of rows of one node."""
+
+    def __init__(self, make_connector: MakeRowConnector) -> None:
+        self._make_connector = make_connector
+        self._exchange: tuple[RowMemory, Connector] | None = None
+        self._turns = DigestLocks()
+
+    @asynccontextmanager
+    async def lent(self, model: LoadedModel | None, entry: NodeRequest) -> AsyncIterator[None]:
+        """Bring the images of a request; while the context is open, the engine can add it.
+
+        Raises InvalidRequest for a broken file, RowsLost for rows that did not come to a node
+        without a vision tower.
+        """
+        images = None if model is None else model.images
+        if model is None or images is None or not entry.encoded:
+            await read_ahead(model, entry.request)
+            yield
+            return
+        known: dict[bytes, KnownImage] = {}
+        for image in entry.encoded:
+            found = await self._brought(model, images, entry, image)
+            if found is not None:
+                known[image.digest] = found
+        with images.lent(known):
+            await read_ahead(model, entry.request)
+            yield
+
+    async def stop(self) -> None:
+        if self._exchange is not None:
+            await self._exchange[1].stop()
+
+    async def _brought(
+        self, model: LoadedModel, images: Images, entry: NodeRequest, image: EncodedImage
+    ) -> KnownImage | None:
+        """Return the image with its rows; None if this node has to encode it."""
+        async with self._turns.of(image.digest):  # one fetch for all requests that have the image
+            known = images.encoded(image.digest)
+            if known is not None:
+                return known
+            try:
+                rows = await self._fetched(model, entry, image)
+            except KVError as error:
+                log.info("an image's rows did not come: %s", error.message)
+                if images.has_tower:
+                    return None
+                raise RowsLost(f"an image's rows did not come: {error.message}") from error
+            return images.keep_fetched(image.digest, (image.height, image.width), rows)
+
+    async def _fetched(
+        self, model: LoadedModel, entry: NodeRequest, image: EncodedImage
+    ) -> ImageRows:
+        memory, connector = self._opened(model)
+        blocks = memory.take(image.handle.num_tokens)
+        try:
+            await connector.fetch(image.handle, entry.request.epoch, blocks)
+        finally:
+            rows = memory.give_back(blocks)
+        rows = rows.to(model.device)
+        return ImageRows(rows[0], rows[1:])
+
+    def _opened(self, model: LoadedModel) -> tuple[RowMemory, Connector]:
+        if self._exchange is None:
+            assert model.images is not None, "the caller has looked"
+            layers = model.images.tower.row_layers
+            memory = RowMemory(layers, model.info.dtype or model.info.kv_dtype)
+            fingerprint = layout_fingerprint(model.info.digest, ROWS_RULE, layers)
+            self._exchange = memory, self._make_connector(memory, fingerprint)
+        return self._exchange

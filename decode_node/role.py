@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import prepared
+from baton.engine.core.images import read_ahead
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.interface import Reservation, Task
 from baton.engine.thread import StepReport
@@ -127,7 +128,9 @@ class DecodeRole:
         seat = Seat(entry, self._context.clock)
         try:
             grammar = await prepared(self.thread.engine.grammars, entry.request.params.guided)
-            async with self._context.rows.lent(self.thread.engine.model, entry):
+            model = self.thread.engine.model
+            rows = await self._context.rows.brought(model, entry) if entry.encoded else None
+            async with read_ahead(model, entry.request, rows):
                 if entry.handle is None:
                     await self.thread.call(seat.add)
                 else:

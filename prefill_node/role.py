@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import prepared
+from baton.engine.core.images import read_ahead
 from baton.engine.state.interface import Task
 from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
@@ -180,7 +181,9 @@ class PrefillRole:
         self._serving[request.id] = entry
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
-            async with self._context.rows.lent(self.thread.engine.model, entry):
+            model = self.thread.engine.model
+            rows = await self._context.rows.brought(model, entry) if entry.encoded else None
+            async with read_ahead(model, request, rows):
                 await self.thread.call(lambda engine: _add(engine, request, self._context.clock))
             del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)

@@ -52,6 +52,7 @@ class Plan:
     router: dict[str, Any] = field(default_factory=dict[str, Any])
     timing: Timing = PATIENT
     elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
+    encode_elsewhere: Sequence[str] = ()  # likewise, of encode nodes
     clock: Clock = field(default_factory=SystemClock)  # the nodes'
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
     lanes: Sequence[str] = ()  # KV lanes, best first; () = shm and grpc, or grpc alone
@@ -174,7 +175,7 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
             grpc_port=0,
             prefill_node=(*(member.node.address for member in prefill), *plan.elsewhere),
             decode_node=tuple(member.node.address for member in decode),
-            encode_node=tuple(member.node.address for member in encode),
+            encode_node=(*(member.node.address for member in encode), *plan.encode_elsewhere),
             timing=plan.timing,
             otlp_traces_endpoint=plan.traces,
             otlp_traces_protocol=plan.traces_protocol,
@@ -191,7 +192,8 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
         stack.push_async_callback(_cancelled, background)
 
         async def registered() -> bool:
-            count = len(prefill) + len(decode) + len(encode) + len(plan.elsewhere)
+            count = len(prefill) + len(decode) + len(encode)
+            count += len(plan.elsewhere) + len(plan.encode_elsewhere)
             return len(router.registry.records()) == count
 
         await eventually(registered)

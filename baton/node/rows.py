@@ -1,7 +1,7 @@
 """RowFetches: brings the rows of images from encode nodes before a request enters the engine.
 
-    lent(entry)  each encoded image: in the cache, or fetched under its lease, digests checked
-                 -> the engine's images find the rows while the context is open, and read the others
+    brought(entry)  each encoded image: in the cache, or fetched under its lease, digests checked
+    read_ahead()    (engine/core/images.py) lends them to the engine's images, and reads the others
 
 Rows travel as KV does (kv_transfer/), in an exchange of their own: a row is a token. If they cannot
 be fetched, this node encodes the image itself; without a vision tower it refuses with RowsLost, and
@@ -11,11 +11,9 @@ the router asks again. Nothing of this exists before the first encoded image com
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from baton.engine.core.images import read_ahead
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.state.images import ROWS_RULE, ImageRows
 from baton.node.requests import NodeRequest
@@ -42,32 +40,29 @@ class RowFetches:
         self._exchange: tuple[RowMemory, Connector] | None = None
         self._turns = DigestLocks()
 
-    @asynccontextmanager
-    async def lent(self, model: LoadedModel | None, entry: NodeRequest) -> AsyncIterator[None]:
-        """Bring the images of a request; while the context is open, the engine can add it.
+    async def brought(
+        self, model: LoadedModel | None, entry: NodeRequest
+    ) -> dict[bytes, KnownImage]:
+        """Return the encoded images of a request by digest, without those that this node has to
+        encode itself.
 
-        Raises InvalidRequest for a broken file, RowsLost for rows that did not come to a node
-        without a vision tower.
+        Raises RowsLost for rows that did not come to a node without a vision tower.
         """
         images = None if model is None else model.images
-        if model is None or images is None or not entry.encoded:
-            await read_ahead(model, entry.request)
-            yield
-            return
         known: dict[bytes, KnownImage] = {}
+        if model is None or images is None:
+            return known  # the engine will refuse the request
         for image in entry.encoded:
-            found = await self._brought(model, images, entry, image)
+            found = await self._image(model, images, entry, image)
             if found is not None:
                 known[image.digest] = found
-        with images.lent(known):
-            await read_ahead(model, entry.request)
-            yield
+        return known
 
     async def stop(self) -> None:
         if self._exchange is not None:
             await self._exchange[1].stop()
 
-    async def _brought(
+    async def _image(
         self, model: LoadedModel, images: Images, entry: NodeRequest, image: EncodedImage
     ) -> KnownImage | None:
         """Return the image with its rows; None if this node has to encode it."""

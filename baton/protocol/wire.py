@@ -45,12 +45,9 @@ from baton.protocol.wire_control import (
     flow_from_wire,
     flow_to_wire,
 )
-from baton.protocol.wire_handles import (
+from baton.protocol.wire_images import (
     encoded_from_wire,
     encoded_to_wire,
-    handle_from_wire,
-    handle_to_bytes,
-    handle_to_wire,
     images_from_wire,
     write_images,
 )
@@ -60,6 +57,9 @@ from baton.protocol.wire_values import (
     endpoint_to_wire,
     failed_from_wire,
     failed_to_wire,
+    handle_from_wire,
+    handle_to_bytes,
+    handle_to_wire,
     pool_task_from_wire,
     pool_task_to_wire,
     pooled_from_wire,
@@ -337,12 +337,12 @@ def _named(message: Any) -> tuple[str, int]:
 def _write_submit(message: node_pb2.Submit, value: messages.Submission, clock: Clock) -> None:
     """Write a submission into an empty message."""
     _write_request(message.request, value.request, clock)
+    if isinstance(value, messages.SubmitPrefill | messages.SubmitDecode) and value.encoded:
+        write_images(message.encoded, value.encoded)
     match value:
         case messages.SubmitPrefill():
             message.prefill.SetInParent()
-            write_images(message.encoded, value.encoded)
         case messages.SubmitDecode():
-            write_images(message.encoded, value.encoded)
             message.decode.prefilling = value.prefilling
             message.decode.SetInParent()
             if value.handle is not None:
@@ -355,7 +355,8 @@ def _write_submit(message: node_pb2.Submit, value: messages.Submission, clock: C
 
 def _submit_from_wire(message: node_pb2.Submit, clock: Clock) -> messages.Submission:
     present(message, "request")
-    request, encoded = request_from_wire(message.request, clock), images_from_wire(message.encoded)
+    request = request_from_wire(message.request, clock)
+    encoded = images_from_wire(message.encoded) if message.encoded else ()
     match message.WhichOneof("task"):
         case "prefill":
             return messages.SubmitPrefill(request, encoded)

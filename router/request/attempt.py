@@ -141,7 +141,8 @@ class NodeAttempts:
     def take_handle(self, handle: KVHandle) -> None:
         """Store the handle of an export that has just been made, and begin to renew its lease."""
         self.handle = handle
-        self._release_images()  # the prompt is admitted, so their rows are there
+        if self.images:
+            self._release_images()  # the prompt is admitted, so their rows are there
         self._timed_out = False
         self._renew_later(handle)
 
@@ -239,7 +240,8 @@ class NodeAttempts:
 
     def _forget(self) -> None:
         self.stop_renewing()
-        self._release_images()
+        if self.images:
+            self._release_images()
         self.prefill = self.decode = self.handle = None
         self.prefilled = self.decoding = self.exporter_suspect = False
         self.shows = None

@@ -46,11 +46,11 @@ from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.log import request_context
 from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.migration import Candidate, MigrationMove, Outcome
-from router.nodes.policy import NodeSnapshot, Route
+from router.nodes.policy import NodeSnapshot
 from router.request import choice
 from router.request.attempt import HopFailed, NodeAttempts
 from router.request.dispatch_parts import DispatchParts
-from router.request.encoding import EncodedImages, ImageEncoding
+from router.request.encoding import ImageEncoding
 from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
 from router.request.timeline import Milestone, TimelineMark
@@ -74,7 +74,9 @@ class Journey:
         self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry, partial(trace.visited, parts.clock))
         self._ask = choice.ask_of(request, trace.terms)
-        self._encoding = ImageEncoding(self._attempts, self._ask, parts, trace, self._mark)
+        self._images: ImageEncoding | None = None
+        if request.images:
+            self._images = ImageEncoding(self._attempts, self._ask, parts, trace, self._mark)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: MigrationMove | None = None  # the migration under way
@@ -140,12 +142,8 @@ class Journey:
 
     def begin_move(self) -> MigrationMove | None:
         """Ask the decode node to let go of the request. None if no other node could take it."""
-        attempt = self._attempts.decode
-        if attempt is None or self.candidate is None:
-            return None
-        try:
-            choice.check_move(self._ask, self._parts, attempt.boot_id)
-        except BatonError:
+        attempt, may_move = self._attempts.decode, choice.may_move
+        if not (attempt and self.candidate and may_move(self._ask, self._parts, attempt.boot_id)):
             return None
         move = self._move = MigrationMove(attempt.boot_id, self._clock.monotonic())
         attempt.send(Migrate(self._request.id, attempt.epoch))
@@ -225,7 +223,7 @@ class Journey:
             else:
                 if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
-                await self._begin(ledger, *await self._encoding.routed(self._request))
+                await self._begin(ledger)
             inbox = self._attempts.inbox
             while not self.output.finished:
                 while not inbox:
@@ -243,8 +241,11 @@ class Journey:
         self._attempts.give_up(why)
         self._end_move("failed")
 
-    async def _begin(self, ledger: RequestLedger, route: Route, encoded: EncodedImages) -> None:
-        """Submit the request to the route's prefill node; without one, to the decode node."""
+    async def _begin(self, ledger: RequestLedger) -> None:
+        """Submit the request to a prefill node; if none is chosen, to the decode node."""
+        images = self._images
+        routed = None if images is None else await images.routed(self._request)
+        route, encoded = routed or (choice.route(self._ask, self._parts, self._trace), ())
         trace, self._planned = self._trace, route.decode
         trace.placed(route)
         at = self._mark(Milestone.PREFILLING)
@@ -333,8 +334,8 @@ class Journey:
         self._attempts.decoding = True
         self._attempts.stop_renewing()
         if self._move is None or not self._move.tokens:
-            if self._trace.handover_at is None:  # else a decode node was lost; the first counts
-                self._trace.handover_at = self._clock.monotonic()
+            # The first counts, if a decode node was lost since.
+            self._trace.handover_at = self._trace.handover_at or self._clock.monotonic()
         else:
             self._trace.migrations += 1
             self._moved_at = self._clock.monotonic()
@@ -381,8 +382,8 @@ class Journey:
         if isinstance(error, GivenBack):
             self._ask.avoid(attempt.boot_id)
             self._end_move("given back")
-        elif isinstance(error, RowsLost):
-            self._encoding.rows_lost()
+        elif self._images is not None and isinstance(error, RowsLost):
+            self._images.rows_lost()
         else:
             self._ask.refused(attempt.boot_id, error)
         raise HopFailed(error)
@@ -479,8 +480,7 @@ class Journey:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
             kept, tokens = self._is_an_end(outcome), str(self.output.num_tokens)
-            why = self.failure
-            error, text = ("", "") if why is None else (why.code, why.message)
+            error, text = (why.code, why.message) if (why := self.failure) else ("", "")
             end = {"error": error, "message": text, "output_tokens": tokens}
             await ledger.finish(outcome, kept=kept, **end)
         trace.outcome = outcome.value

@@ -65,8 +65,6 @@ class ImageEncoding:
         nodes have died of the request.
         """
         ask, parts = self._ask, self._parts
-        if not ask.images:
-            return choice.route(ask, parts, self._trace), ()
         ask.encodes = bool(self._encoders())
         route = choice.route(ask, parts, self._trace)
         wanted = _wanted(ask, route)
@@ -100,7 +98,7 @@ class ImageEncoding:
         while left and (nodes := self._encoders()):
             of_node: defaultdict[str, list[ImageInput]] = defaultdict(list)
             for image in left.values():
-                of_node[_named(nodes, image.digest).boot_id].append(image)
+                of_node[named(nodes, image.digest).boot_id].append(image)
             for some in await together([self._on(b, request, i) for b, i in of_node.items()]):
                 found += some
                 for image in some:
@@ -162,7 +160,7 @@ def _wanted(ask: Ask, route: Route) -> list[ImageInput]:
     return list({image.digest: image for image in needed}.values())
 
 
-def _named(nodes: Sequence[NodeSnapshot], digest: bytes) -> NodeSnapshot:
+def named(nodes: Sequence[NodeSnapshot], digest: bytes) -> NodeSnapshot:
     """Return the node that a digest names: always the same one while it is there (rendezvous
     hashing)."""
 

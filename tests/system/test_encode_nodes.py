@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from baton.node.main import USAGE_ERROR, main
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.images import ImageInput, digest_of
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from decode_node.__main__ import PROGRAM as DECODE
 from tests.cluster import Cluster, Plan, cluster
 from tests.tiny_vision import generated, make_vision_model, picture, prompt_of
 
@@ -74,3 +76,46 @@ async def test_tokens_are_those_of_generate(path: Path, kind: str) -> None:
         with pytest.raises(InvalidRequest, match="cannot be read"):
             await told(c, "broken", (ids, (broken,)))
         await c.settle()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose rows have further rows for its first layers."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return make_vision_model("qwen3_vl", tmp_path_factory.mktemp("deep"))
+
+
+async def test_a_node_with_a_tower_computes_what_nobody_encodes(deep: Path) -> None:
+    prompt = prompt_of("qwen3_vl", [[5], CAT, [9, 10, 11]])
+    expected = generated(deep, "qwen3_vl", *prompt, NEW_TOKENS)
+    blind = {**ROOM, "vision_tower": False}
+    async with cluster(Plan(deep, (blind,), (ROOM,))) as c:  # no encode node
+        assert await told(c, "one", prompt) == expected
+        assert (encoded(c.prefill), encoded(c.decode)) == (0, 1)
+        await c.settle()
+    small = {"image_cache_memory": "1", "block_size": 4}  # no image fits into its pool
+    async with cluster(Plan(deep, (blind,), (ROOM,), encode=(small,))) as c:
+        assert await told(c, "one", prompt) == expected
+        assert (encoded(c.encode), encoded(c.prefill), encoded(c.decode)) == (0, 0, 1)
+        await c.settle()
+
+
+async def test_a_decode_node_takes_rows_too(deep: Path) -> None:
+    prompt = prompt_of("qwen3_vl", [[5], CAT, [9, 10, 11]])
+    expected = generated(deep, "qwen3_vl", *prompt, NEW_TOKENS)
+    async with cluster(Plan(deep, (), (ROOM,), encode=({},))) as c:
+        assert await told(c, "one", prompt) == expected
+        assert (encoded(c.encode), encoded(c.decode)) == (1, 0)
+        assert c.decode[0].stats.num_fetched_images == 1
+        # Behind a prefix hit nothing is asked for.
+        longer = prompt_of("qwen3_vl", [[5], CAT, [9, 10, 11, 12]])
+        assert await told(c, "two", longer) == generated(deep, "qwen3_vl", *longer, NEW_TOKENS)
+        assert (encoded(c.encode), c.encode[0].stats.num_reused_images) == (1, 0)
+        await c.settle()
+
+
+def test_only_a_prefill_node_goes_without_a_tower(
+    deep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(DECODE, ["--model", str(deep), "--no-vision-tower"], {}) == USAGE_ERROR
+    assert "--no-vision-tower is for prefill nodes" in capsys.readouterr().err

@@ -129,7 +129,9 @@ class DecodeRole:
         try:
             grammar = await prepared(self.thread.engine.grammars, entry.request.params.guided)
             model = self.thread.engine.model
-            rows = await self._context.rows.brought(model, entry) if entry.encoded else None
+            rows = None
+            if entry.encoded:
+                rows = await self._context.rows.brought(model, entry.request, entry.encoded)
             async with read_ahead(model, entry.request, rows):
                 if entry.handle is None:
                     await self.thread.call(seat.add)

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from baton.engine.core.engine import Engine
-from baton.engine.core.image_rows import encode, encoder_of, pin_known
 from baton.engine.thread import StepReport
+from baton.engine.vision.image_rows import encode, encoder_of, pin_known
 from baton.node.requests import NodeRequest
 from baton.node.role import MakeThread, RoleContext
 from baton.protocol.errors import UnsupportedFeature
@@ -30,7 +30,7 @@ from baton.protocol.handles import EncodedImage, KVHandle
 from baton.protocol.images import ImageInput
 from baton.protocol.messages import Submission, SubmitEncode
 from baton.protocol.request import Request
-from baton.runtime.digest_locks import DigestLocks
+from baton.runtime.concurrency import DigestLocks
 from baton.runtime.failpoints import FAILPOINTS
 
 

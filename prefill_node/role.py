@@ -182,7 +182,9 @@ class PrefillRole:
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
             model = self.thread.engine.model
-            rows = await self._context.rows.brought(model, entry) if entry.encoded else None
+            rows = None
+            if entry.encoded:
+                rows = await self._context.rows.brought(model, request, entry.encoded)
             async with read_ahead(model, request, rows):
                 await self.thread.call(lambda engine: _add(engine, request, self._context.clock))
             del grammar  # held until the engine has it

@@ -261,6 +261,7 @@ class NodeProcess:
     async def _beat(self) -> None:
         self.shell.ask_engine()
         self.shell.connector.let_go()
+        self.shell.rows.let_go()
         self.shell.control.sweep()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())

@@ -17,7 +17,6 @@ from baton.engine.state.interface import EngineHooks
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.config import NodeConfig
 from baton.node.requests import NodeRequest
-from baton.node.rows import MakeRowConnector, RowFetches
 from baton.node.tracing import NodeTracing
 from baton.protocol.clock import Clock
 from baton.protocol.events import TokenEvent
@@ -27,6 +26,7 @@ from baton.protocol.request import Request
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.protocol.base import KVConnector, OnReleased
+from kv_transfer.row_fetches import MakeRowConnector, RowFetches
 
 # Makes the node's engine and the engine's thread. The engine exports prompts through the hooks;
 # with None it exports none. A role calls it once, in its constructor, and does not keep it, because

@@ -27,7 +27,6 @@ from baton.node.metrics import NodeFigures, NodeMetrics, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, StepNews, failure
 from baton.node.role import NodeParts, RoleContext
-from baton.node.rows import RowFetches
 from baton.node.session import RouterSession
 from baton.protocol.errors import (
     BatonError,
@@ -60,6 +59,7 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.runtime.log import request_context
+from kv_transfer.row_fetches import RowFetches
 
 log = logging.getLogger(__name__)
 

@@ -45,14 +45,10 @@ from baton.protocol.wire_control import (
     flow_from_wire,
     flow_to_wire,
 )
-from baton.protocol.wire_images import (
-    encoded_from_wire,
-    encoded_to_wire,
-    images_from_wire,
-    write_images,
-)
 from baton.protocol.wire_sampling import sampling_from_wire, write_sampling
 from baton.protocol.wire_values import (
+    encoded_from_wire,
+    encoded_to_wire,
     endpoint_from_wire,
     endpoint_to_wire,
     failed_from_wire,
@@ -60,6 +56,7 @@ from baton.protocol.wire_values import (
     handle_from_wire,
     handle_to_bytes,
     handle_to_wire,
+    images_from_wire,
     pool_task_from_wire,
     pool_task_to_wire,
     pooled_from_wire,
@@ -68,6 +65,7 @@ from baton.protocol.wire_values import (
     timings_to_wire,
     token_event_from_wire,
     token_event_to_wire,
+    write_images,
 )
 from protos import node_pb2
 

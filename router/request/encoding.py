@@ -27,13 +27,13 @@ from baton.protocol.handles import EncodedImage
 from baton.protocol.images import ImageInput
 from baton.protocol.messages import SubmitEncode
 from baton.protocol.request import Request
+from baton.runtime.concurrency import together
 from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.policy import Ask, NodeSnapshot, Route
 from router.request import choice
 from router.request.attempt import NodeAttempts
 from router.request.dispatch_parts import DispatchParts
 from router.request.timeline import Milestone
-from router.request.together import together
 from router.request.trace import RequestTrace
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import assemble, load_parts, load_tower_parts
 from baton.engine.core.engine import Engine
-from baton.engine.core.image_rows import PinnedRows, encode, encoder_of, pin_known
+from baton.engine.vision.image_rows import PinnedRows, encode, encoder_of, pin_known
 from baton.protocol.errors import InvalidRequest, ModelRefused, RowsLost, Unavailable
 from baton.protocol.images import digest_of
 from baton.protocol.request import Request

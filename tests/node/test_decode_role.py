@@ -14,7 +14,6 @@ from baton.engine.state.interface import Reservation
 from baton.engine.thread import EngineThread
 from baton.node.config import NodeConfig
 from baton.node.role import RoleContext
-from baton.node.rows import RowFetches
 from baton.protocol.errors import KVLost, KVStale, KVTimeout, Overloaded
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import PoolFormat
@@ -25,6 +24,7 @@ from decode_node.role import DecodeRole
 from kv_transfer.connector import Connector
 from kv_transfer.lanes.memory import MemoryFabric
 from kv_transfer.pool.rows import RowMemory
+from kv_transfer.row_fetches import RowFetches
 from tests.block_lists import held
 from tests.fakes import FakeClock, fake_engine, request
 from tests.node.fakes import PATIENCE_S, PREFILL, connected, running_node

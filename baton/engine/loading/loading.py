@@ -382,7 +382,7 @@ def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) 
 
 def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement) -> _Built:
     # Imported here: transformers takes seconds, and the lean route must start without it.
-    from baton.engine.models.model_parts import ModelPart
+    from baton.engine.models.causal import ModelPart
     from baton.engine.models.universal import load_universal
 
     sees = family_of(checkpoint.config) is not None

@@ -7,6 +7,7 @@ checkpoint  -> read_causal                            (the universal route runs 
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import logging
@@ -30,7 +31,6 @@ from baton.engine.checkpoint.quantized_checkpoint import module_names, widened
 from baton.engine.checkpoint.seeing import FAMILIES, family_of
 from baton.engine.checkpoint.tensors import LazyTensor
 from baton.engine.checkpoint.widening import integer_layout, open_tensors
-from baton.engine.models.model_parts import ModelPart, class_of
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,14 @@ _ENCODER: Final = (
     "it is an encoder, which writes no text, or of a family that is not served (docs/models.md "
     "lists those that are); serve another, or a decoder such as Qwen3-Embedding and Qwen3-Reranker"
 )
+
+
+class ModelPart(enum.Enum):
+    """What is read of a model with images."""
+
+    WHOLE = "whole"
+    TOWER = "tower"  # vision tower and projector
+    TEXT = "text"  # all but these
 
 
 @contextmanager
@@ -177,7 +185,7 @@ def read_causal(
         refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
     tensors = _lazy_tensors(checkpoint, dtype) if given is None else dict(given)
-    loaded: Any = class_of(family, part).from_pretrained(
+    loaded: Any = _class_of(family, part).from_pretrained(
         None,
         config=config,
         state_dict=tensors,
@@ -194,6 +202,33 @@ def read_causal(
         logger.warning("tensors of %s not used: %s", checkpoint.path, unused[:3])
     _refuse_transposed(checkpoint, causal)
     return causal
+
+
+def _class_of(family: Any, part: ModelPart) -> Any:
+    """Return the class `family` of a model with images, of which only `part` is kept.
+
+    transformers makes a model without memory and can leave no part out. This class drops one as
+    soon as the model is made, so that its weights are never read.
+    """
+    if part is ModelPart.WHOLE:
+        return family
+
+    def make(self: Any, config: Any) -> None:
+        family.__init__(self, config)
+        base = self.base_model
+        if part is ModelPart.TOWER:
+            self.lm_head = nn.Identity()
+        for name, _ in list(base.named_children()):
+            if (name == "language_model") == (part is ModelPart.TOWER):
+                setattr(base, name, nn.Identity())
+
+    # By its name and module transformers finds how it renames the family's tensors.
+    named = {
+        "__init__": make,
+        "__module__": family.__module__,
+        "_keys_to_ignore_on_load_unexpected": [".*"],  # those of what is dropped
+    }
+    return type(family.__name__, (family,), named)
 
 
 def _lazy_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[str, LazyTensor]:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.weight_file import ReadingFile, WritingFile
-from baton.engine.models.causal import read_causal
-from baton.engine.models.model_parts import ModelPart
+from baton.engine.models.causal import ModelPart, read_causal
 from baton.protocol.errors import ModelRefused
 from baton.runtime import heap
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.seeing import Family, family_of
-from baton.engine.models.causal import named_refusals, read_causal
-from baton.engine.models.model_parts import ModelPart
+from baton.engine.models.causal import ModelPart, named_refusals, read_causal
 from baton.engine.state.images import ImageRows
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
@@ -23,7 +22,7 @@ class VisionTower:
     """The tower and projector of `causal`, transformers' model. It only reads weights."""
 
     def __init__(self, causal: Any, family: Family) -> None:
-        """`causal` may lack its language model or the weights of the tower (model_parts.py)."""
+        """`causal` may lack its language model or the weights of the tower (causal.py)."""
         self.family = family
         self.token: int = causal.config.image_token_id  # the placeholder
         self._causal = causal

@@ -1,6 +1,6 @@
 """RowFetches: brings the rows of images from encode nodes before a request enters the engine.
 
-    brought(entry)  each encoded image: in the cache, or fetched under its lease, digests checked
+    brought(...)    each encoded image: in the cache, or fetched under its lease, digests checked
     read_ahead()    (engine/core/images.py) lends them to the engine's images, and reads the others
 
 Rows travel as KV does (kv_transfer/), in an exchange of their own: a row is a token. If they cannot
@@ -11,16 +11,16 @@ the router asks again. Nothing of this exists before the first encoded image com
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.state.images import ROWS_RULE, ImageRows
-from baton.node.requests import NodeRequest
 from baton.protocol.errors import KVError, RowsLost
 from baton.protocol.handles import EncodedImage
 from baton.protocol.kv_spec import layout_fingerprint
-from baton.runtime.digest_locks import DigestLocks
+from baton.protocol.request import Request
+from baton.runtime.concurrency import DigestLocks
 from kv_transfer.connector import Connector
 from kv_transfer.pool.rows import RowMemory
 
@@ -41,7 +41,7 @@ class RowFetches:
         self._turns = DigestLocks()
 
     async def brought(
-        self, model: LoadedModel | None, entry: NodeRequest
+        self, model: LoadedModel | None, request: Request, encoded: Sequence[EncodedImage]
     ) -> dict[bytes, KnownImage]:
         """Return the encoded images of a request by digest, without those that this node has to
         encode itself.
@@ -52,18 +52,23 @@ class RowFetches:
         known: dict[bytes, KnownImage] = {}
         if model is None or images is None:
             return known  # the engine will refuse the request
-        for image in entry.encoded:
-            found = await self._image(model, images, entry, image)
+        for image in encoded:
+            found = await self._image(model, images, request.epoch, image)
             if found is not None:
                 known[image.digest] = found
         return known
+
+    def let_go(self) -> None:
+        """Close old idle connections. Called at each heartbeat."""
+        if self._exchange is not None:
+            self._exchange[1].let_go()
 
     async def stop(self) -> None:
         if self._exchange is not None:
             await self._exchange[1].stop()
 
     async def _image(
-        self, model: LoadedModel, images: Images, entry: NodeRequest, image: EncodedImage
+        self, model: LoadedModel, images: Images, epoch: int, image: EncodedImage
     ) -> KnownImage | None:
         """Return the image with its rows; None if this node has to encode it."""
         async with self._turns.of(image.digest):  # one fetch for all requests that have the image
@@ -71,7 +76,7 @@ class RowFetches:
             if known is not None:
                 return known
             try:
-                rows = await self._fetched(model, entry, image)
+                rows = await self._fetched(model, epoch, image)
             except KVError as error:
                 log.info("an image's rows did not come: %s", error.message)
                 if images.has_tower:
@@ -79,13 +84,11 @@ class RowFetches:
                 raise RowsLost(f"an image's rows did not come: {error.message}") from error
             return images.keep_fetched(image.digest, (image.height, image.width), rows)
 
-    async def _fetched(
-        self, model: LoadedModel, entry: NodeRequest, image: EncodedImage
-    ) -> ImageRows:
+    async def _fetched(self, model: LoadedModel, epoch: int, image: EncodedImage) -> ImageRows:
         memory, connector = self._opened(model)
         blocks = memory.take(image.handle.num_tokens)
         try:
-            await connector.fetch(image.handle, entry.request.epoch, blocks)
+            await connector.fetch(image.handle, epoch, blocks)
         finally:
             rows = memory.give_back(blocks)
         rows = rows.to(model.device)

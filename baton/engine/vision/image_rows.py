@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from baton.engine.core.engine import Engine
 from baton.engine.state.images import ImageRows
 from baton.engine.vision.encoder import ImageEncoder, keys_of
 from baton.protocol.errors import InternalError, Unavailable
 from baton.protocol.kv_spec import BlockLists, HeldBlocks
+
+if TYPE_CHECKING:  # it lies above this package
+    from baton.engine.core.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

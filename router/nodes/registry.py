@@ -187,16 +187,10 @@ class NodeRegistry:
 
     # ---- what is known ----
 
-    def snapshots(self) -> list[NodeSnapshot]:
-        """Return snapshots of the connected prefill and decode nodes."""
-        return self._snapshots(self._known().computing)
-
-    def encoders(self) -> list[NodeSnapshot]:
-        """Return snapshots of the connected encode nodes."""
-        return self._snapshots(self._known().encoding)
-
-    def _snapshots(self, nodes: Sequence[tuple[NodeSession, NodeRecord]]) -> list[NodeSnapshot]:
+    def snapshots(self, *, encoding: bool = False) -> list[NodeSnapshot]:
+        """Return snapshots of the connected prefill and decode nodes, or of the encode nodes."""
         health, links = self.health, self._known()
+        nodes = links.encoding if encoding else links.computing
         if not (health.holds_any or links.broken):
             return [session.snapshot(record) for session, record in nodes]
         panic = health.panicking(self._seen)

@@ -85,7 +85,7 @@ class ImageEncoding:
         """Return the encode nodes that may be asked."""
         return [
             node
-            for node in self._parts.registry.encoders()
+            for node in self._parts.registry.snapshots(encoding=True)
             if node.takes_requests
             and node.boot_id not in self._avoided
             and self._ask.model_digest in (None, node.model_digest)

@@ -57,7 +57,7 @@ async def told(c: Cluster, name: str, prompt: Prompt) -> list[int]:
 
 def picture_for(c: Cluster, name: str) -> bytes:
     """A file that goes to the encode node `name`."""
-    nodes = c.router.registry.encoders()
+    nodes = c.router.registry.snapshots(encoding=True)
     files = (picture(seed) for seed in itertools.count())
     return next(file for file in files if named(nodes, digest_of(file)).node_id == name)
 

@@ -84,8 +84,8 @@ class TokenStreams:
             raise InvalidRequest(f"request {request.id} already runs here", field="request_id")
         stream = self._streams[request.id] = _Stream(request)
         try:
-            await read_ahead(self.thread.engine.model, request)
-            await self.thread.call(lambda engine: engine.add(request))
+            async with read_ahead(self.thread.engine.model, request):
+                await self.thread.call(lambda engine: engine.add(request))
             while not stream.done:
                 event = await stream.next()
                 if event.finish_reason is not None:

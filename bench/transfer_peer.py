@@ -37,7 +37,7 @@ from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec, layout_fingerprint
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from baton.protocol.wire import handle_from_bytes, handle_to_bytes
+from baton.protocol.wire_values import handle_from_bytes, handle_to_bytes
 from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing

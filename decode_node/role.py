@@ -36,7 +36,7 @@ from baton.protocol.clock import Clock
 from baton.protocol.errors import InvalidRequest, KVTimeout, UnsupportedFeature
 from baton.protocol.events import FirstToken, NodeStep, SpanName, Subscribed, TokenEvent
 from baton.protocol.handles import KVHandle
-from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.messages import Submission, SubmitDecode, SubmitEncode, SubmitPrefill
 from baton.protocol.request import Request
 from baton.runtime.failpoints import FAILPOINTS
 from decode_node.admission import FetchAdmission, FetchTicket
@@ -115,9 +115,10 @@ class DecodeRole:
     def fetching(self) -> int:
         return self._admission.num_active
 
-    def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
-        if isinstance(message, SubmitPrefill):
-            raise UnsupportedFeature("a decode node does not export prompts", field="task")
+    def check(self, message: Submission) -> None:
+        if isinstance(message, SubmitPrefill | SubmitEncode):
+            text = "a decode node exports neither prompts nor images"
+            raise UnsupportedFeature(text, field="task")
         if isinstance(message, SubmitDecode) and message.handle is not None:
             check_handle(message.request, message.handle)
 
@@ -127,11 +128,15 @@ class DecodeRole:
         seat = Seat(entry, self._context.clock)
         try:
             grammar = await prepared(self.thread.engine.grammars, entry.request.params.guided)
-            await read_ahead(self.thread.engine.model, entry.request)
-            if entry.handle is None:
-                await self.thread.call(seat.add)
-            else:
-                await self._hand_over(entry, entry.handle, seat)
+            model = self.thread.engine.model
+            rows = None
+            if entry.encoded:
+                rows = await self._context.rows.brought(model, entry.request, entry.encoded)
+            async with read_ahead(model, entry.request, rows):
+                if entry.handle is None:
+                    await self.thread.call(seat.add)
+                else:
+                    await self._hand_over(entry, entry.handle, seat)
             del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)
         finally:

@@ -4,6 +4,7 @@ A module that only one command needs is imported by that command.
 
 baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
+baton encode                     likewise, for images
 baton chat | status              talk to a running router
 baton console                    the pages of a router's console, in the browser
 baton trace                      where the time of one request went
@@ -60,6 +61,7 @@ PROCESSES = {
     "router": "router",
     "prefill": "prefill_node",
     "decode": "decode_node",
+    "encode": "encode_node",
     "convert": "baton.engine.checkpoint.convert",
     "estimate": "baton.engine.performance.estimate",
     "kernels": "baton.engine.kernels.cpu",
@@ -79,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(
         commands.add_parser("up", help="serve a model on this machine: every process, one command")
     )
-    for name in ("router", "prefill", "decode"):
+    for name in ("router", "prefill", "decode", "encode"):
         text = f"run one {name} process (python -m {PROCESSES[name]})"
         commands.add_parser(name, help=text, add_help=False)
     _add_chat(commands.add_parser("chat", help="chat with a running server in the terminal"))

@@ -21,7 +21,7 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.config import add_config, add_options, given
 from router.config import RouterConfig
 
-_OWN_NODES: Final = "`baton up` starts the nodes itself: --prefill N --decode M"
+_OWN_NODES: Final = "`baton up` starts the nodes itself: --prefill N --decode M --encode E"
 _NO_TLS: Final = "nodes of `baton up` meet on this machine alone, without TLS"
 _NAMES: Final = "`baton up` names its nodes itself: prefill-0, decode-0, ..."
 _ONE_PORT: Final = "several nodes cannot share a port; each takes a free one, and `up` says which"
@@ -38,7 +38,7 @@ ROUTER: Final = option_names(RouterConfig)
 _SINGLE_PORTS: Final = frozenset(name for name in NODE if name.endswith("port"))
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(_SINGLE_PORTS - ROUTER, _ONE_PORT),
-    **dict.fromkeys(("prefill_node", "decode_node"), _OWN_NODES),
+    **dict.fromkeys(("prefill_node", "decode_node", "encode_node"), _OWN_NODES),
     **dict.fromkeys(("node_tls_cert", "node_tls_key", "node_tls_ca"), _NO_TLS),
     **dict.fromkeys(("kv_tls_cert", "kv_tls_key", "kv_tls_ca"), _NO_TLS),
     "advertise_host": "nodes of `baton up` meet on this machine alone",

@@ -49,6 +49,7 @@ class UpOptions:
 
     prefill: int = option(1, "number of prefill nodes")
     decode: int = option(1, "number of decode nodes")
+    encode: int = option(0, "number of encode nodes, for a model that reads images")
     colocated: bool = option(False, "no prefill node: the decode nodes do prefill and decode")
     prefill_placement: str = option(
         "auto",
@@ -112,6 +113,8 @@ class UpOptions:
             raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
         if not self.colocated and not 1 <= self.prefill <= MAX_NODES:
             raise ConfigError(f"--prefill must be from 1 to {MAX_NODES}", field="prefill")
+        if not 0 <= self.encode <= MAX_NODES:
+            raise ConfigError(f"--encode must be from 0 to {MAX_NODES}", field="encode")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"--workers must be from 1 to {MAX_WORKERS}", field="workers")
         ports = {"port": self.port, "grpc_port": self.grpc_port, "admin_port": self.admin_port}
@@ -136,6 +139,8 @@ class UpOptions:
             name = "colocated" if self.colocated else "decode"
             message = f"--{name}: an encoder writes no text, so it has prefill nodes only"
             raise ConfigError(message, field=name)
+        if task is not None and self.encode:
+            raise ConfigError("--encode: this model reads no images", field="encode")
         return self if task is None else replace(self, decode=0)
 
     @property
@@ -168,7 +173,7 @@ class NodePlan:
     """One node process. A port is 0 (any free one) until the node has announced it."""
 
     name: str
-    role: str  # "prefill" | "decode"
+    role: str  # "prefill" | "decode" | "encode"
     cores: tuple[int, ...]
     port: int = 0
     metrics_port: int = 0
@@ -218,10 +223,9 @@ def plan_cluster(
     options: UpOptions, cores: Sequence[int], router_port: int, grpc_port: int
 ) -> ClusterPlan:
     """Plan the nodes and their cores. The ports are those of the router; 0 = any free one."""
-    num_nodes = options.num_prefill + options.decode
-    names = [("prefill", index) for index in range(options.num_prefill)]
-    names += [("decode", index) for index in range(options.decode)]
-    shares = split_cores(cores, num_nodes)
+    counts = {"prefill": options.num_prefill, "decode": options.decode, "encode": options.encode}
+    names = [(role, index) for role, count in counts.items() for index in range(count)]
+    shares = split_cores(cores, len(names))
     nodes = tuple(
         NodePlan(f"{role}-{index}", role, share)
         for (role, index), share in zip(names, shares, strict=True)
@@ -266,13 +270,16 @@ def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> 
     values = {name: value for name, value in flags.items() if name in FOR_NODES}
     if role == "prefill" and options.prefill_block_size is not None:
         values["block_size"] = options.prefill_block_size
+    if role != "prefill":  # the others need their vision tower
+        values.pop("vision_tower", None)
     given = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if given == (None, None) and options.num_prefill:
         if role == "decode":
             values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
         elif computes_on_cpu(flags):
             values["max_num_batched_tokens"] = PREFILL_STEP_TOKENS
-    if options.decode and options.num_prefill + options.decode > 1:  # else nothing is handed over
+    num_nodes = options.num_prefill + options.decode + options.encode
+    if options.decode and num_nodes > 1:  # else nothing is handed over
         values["kv_lanes"] = options.kv_lanes
     own = {
         "host": LOOPBACK,
@@ -344,6 +351,6 @@ def router_command(
         "cpu_cores": ",".join(str(core) for core in plan.router_cores),
     }
     if redis_url is None:
-        for role in ("prefill", "decode"):
+        for role in ("prefill", "decode", "encode"):
             values[f"{role}_node"] = [node.address for node in plan.nodes if node.role == role]
     return [sys.executable, "-m", "router", *to_flags(values)]

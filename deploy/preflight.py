@@ -47,7 +47,7 @@ def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
     router.admin_ring()  # reads both files of keys
     if router.tls is not None:
         router.tls.server_context()
-    for role in ("prefill", "decode"):
+    for role in ("prefill", "decode", "encode"):
         told = node_options(role, options, flags)
         load(NodeConfig, told, {**os.environ, **NO_TLS}).check()
         load(EngineConfig, told, os.environ)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Replaces the containers of a service one at a time, with the image and options of now:
 #
-#   deploy/roll.sh router|prefill|decode [--no-build]
+#   deploy/roll.sh router|prefill|decode|encode [--no-build]
 #
 # A new container is healthy before an old one is told to end; that one hands its requests over, or
 # lets them finish within its grace period. COMPOSE says how compose is called

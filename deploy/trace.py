@@ -40,6 +40,7 @@ COLORS: Final = {
     "elsewhere": "bright_black",
     "gate": "bright_black",
     "placement": "yellow",
+    "encoding": "green",
     "prefill": "green",
     "hand-over": "cyan",
     "decode": "blue",

@@ -31,7 +31,7 @@ from baton.protocol.errors import BatonError, KVStale, UnsupportedFeature
 from baton.protocol.events import FirstToken, HandleReady, NodeStep, TokenEvent
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import BlockLists
-from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.messages import Submission, SubmitDecode, SubmitEncode
 from baton.protocol.request import Request
 from baton.runtime.failpoints import FAILPOINTS
 from kv_transfer.protocol.base import KVConnector
@@ -169,9 +169,10 @@ class PrefillRole:
     def fetching(self) -> int:
         return 0
 
-    def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
-        if isinstance(message, SubmitDecode):
-            raise UnsupportedFeature("a prefill node does not decode", field="task")
+    def check(self, message: Submission) -> None:
+        if isinstance(message, SubmitDecode | SubmitEncode):
+            text = "a prefill node neither decodes nor encodes for others"
+            raise UnsupportedFeature(text, field="task")
 
     async def serve(self, entry: NodeRequest) -> None:
         if entry.pool is not None:
@@ -180,8 +181,12 @@ class PrefillRole:
         self._serving[request.id] = entry
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
-            await read_ahead(self.thread.engine.model, request)
-            await self.thread.call(lambda engine: _add(engine, request, self._context.clock))
+            model = self.thread.engine.model
+            rows = None
+            if entry.encoded:
+                rows = await self._context.rows.brought(model, request, entry.encoded)
+            async with read_ahead(model, request, rows):
+                await self.thread.call(lambda engine: _add(engine, request, self._context.clock))
             del grammar  # held until the engine has it
             await asyncio.shield(entry.ended)
             entry.export = None  # from now on the export outlives the request

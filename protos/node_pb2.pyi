@@ -13,9 +13,11 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_ENCODE: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_ENCODE: Role
 
 class GuidedDecoding(_message.Message):
     __slots__ = ("kind", "grammar", "backend", "whitespace", "starts_after", "most_thought", "thought_start")
@@ -207,7 +209,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
-    __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "group", "rank", "encodes", "leaving_adapters")
+    __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "group", "rank", "encodes", "needs_rows", "leaving_adapters")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +230,7 @@ class NodeRecord(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ENCODES_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_ROWS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: str
@@ -249,8 +252,9 @@ class NodeRecord(_message.Message):
     group: str
     rank: int
     encodes: bool
+    needs_rows: bool
     leaving_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., encodes: bool = ..., leaving_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., encodes: bool = ..., needs_rows: bool = ..., leaving_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
     __slots__ = ("kind", "hashes", "parent", "states")
@@ -283,20 +287,40 @@ class SessionHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "prefill", "decode", "pool")
+    __slots__ = ("request", "prefill", "decode", "pool", "encode", "encoded")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_FIELD_NUMBER: _ClassVar[int]
     request: Request
     prefill: PrefillTask
     decode: DecodeTask
     pool: PoolTask
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTask, _Mapping]] = ..., decode: _Optional[_Union[DecodeTask, _Mapping]] = ..., pool: _Optional[_Union[PoolTask, _Mapping]] = ...) -> None: ...
+    encode: EncodeTask
+    encoded: _containers.RepeatedCompositeFieldContainer[EncodedImage]
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTask, _Mapping]] = ..., decode: _Optional[_Union[DecodeTask, _Mapping]] = ..., pool: _Optional[_Union[PoolTask, _Mapping]] = ..., encode: _Optional[_Union[EncodeTask, _Mapping]] = ..., encoded: _Optional[_Iterable[_Union[EncodedImage, _Mapping]]] = ...) -> None: ...
 
 class PrefillTask(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class EncodeTask(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EncodedImage(_message.Message):
+    __slots__ = ("digest", "height", "width", "handle")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    height: int
+    width: int
+    handle: _kv_pb2.KVHandle
+    def __init__(self, digest: _Optional[bytes] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., handle: _Optional[_Union[_kv_pb2.KVHandle, _Mapping]] = ...) -> None: ...
 
 class PoolTask(_message.Message):
     __slots__ = ("lengths", "kind", "normalize", "dimensions", "yes_id", "no_id", "second_from")
@@ -518,6 +542,16 @@ class Pooled(_message.Message):
     vectors: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., vectors: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class Encoded(_message.Message):
+    __slots__ = ("request_id", "epoch", "images")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    images: _containers.RepeatedCompositeFieldContainer[EncodedImage]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., images: _Optional[_Iterable[_Union[EncodedImage, _Mapping]]] = ...) -> None: ...
+
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "epoch", "code", "message", "retryable", "field")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -575,7 +609,7 @@ class KvFlow(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., lane: _Optional[str] = ..., bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., faults: _Optional[int] = ..., ms_p50: _Optional[float] = ..., ms_p99: _Optional[float] = ...) -> None: ...
 
 class NodeStep(_message.Message):
-    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters", "flows", "no_logprobs", "timings")
+    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters", "flows", "no_logprobs", "timings", "encoded")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
@@ -590,6 +624,7 @@ class NodeStep(_message.Message):
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     NO_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
     handles: _containers.RepeatedCompositeFieldContainer[HandleReady]
     subscribed: _containers.RepeatedCompositeFieldContainer[Subscribed]
@@ -604,7 +639,8 @@ class NodeStep(_message.Message):
     flows: _containers.RepeatedCompositeFieldContainer[KvFlow]
     no_logprobs: bool
     timings: _containers.RepeatedCompositeFieldContainer[NodeTimings]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[KvFlow, _Mapping]]] = ..., no_logprobs: bool = ..., timings: _Optional[_Iterable[_Union[NodeTimings, _Mapping]]] = ...) -> None: ...
+    encoded: _containers.RepeatedCompositeFieldContainer[Encoded]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[KvFlow, _Mapping]]] = ..., no_logprobs: bool = ..., timings: _Optional[_Iterable[_Union[NodeTimings, _Mapping]]] = ..., encoded: _Optional[_Iterable[_Union[Encoded, _Mapping]]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "step")

@@ -8,6 +8,7 @@ from typing import Final, get_args
 
 from baton.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from baton.protocol.errors import ConfigError
+from baton.protocol.handles import Role
 from baton.protocol.request import Resume
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
@@ -162,6 +163,7 @@ class RouterConfig:
     )
     prefill_node: tuple[str, ...] = option((), "HOST:PORT of a prefill node (repeatable)")
     decode_node: tuple[str, ...] = option((), "HOST:PORT of a decode node (repeatable)")
+    encode_node: tuple[str, ...] = option((), "HOST:PORT of an encode node (repeatable)")
     api_key: tuple[str, ...] = option((), "key that clients must present (repeatable)")
     api_keys: str | None = option(
         None, "file (TOML, or JSON by its name) of keys with tenant, weight and limits of each"
@@ -283,6 +285,16 @@ class RouterConfig:
     secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
     secret_file: str | None = option(None, SECRET_FILE_HELP)
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def node_addresses(self) -> dict[str, Role]:
+        """The nodes of the command line, with their roles."""
+        given = {
+            Role.PREFILL: self.prefill_node,
+            Role.DECODE: self.decode_node,
+            Role.ENCODE: self.encode_node,
+        }
+        return {address: role for role, addresses in given.items() for address in addresses}
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, for values that no router may start with."""

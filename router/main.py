@@ -147,8 +147,7 @@ class Router:
                 timing=replace(config.timing, stall_s=config.stall_s),
                 clock=clock,
                 log=self.guard,
-                addresses=dict.fromkeys(config.prefill_node, Role.PREFILL)
-                | dict.fromkeys(config.decode_node, Role.DECODE),
+                addresses=config.node_addresses,
                 directory=None if self._redis is None else RedisDirectory(self._redis, patience_s),
                 tls=config.node_tls,
                 store_away=lambda: self.guard.stats.away,
@@ -491,7 +490,8 @@ def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
 
     def expected_s(pooled: bool) -> float:
-        return registry.expected_s(lambda node: pooled or node.role is Role.DECODE)
+        roles = (Role.PREFILL, Role.DECODE) if pooled else (Role.DECODE,)
+        return registry.expected_s(lambda node: node.role in roles)
 
     gate = Gate(SystemClock(), settings, registry.snapshots, expected_s)
     registry.watch_reports(gate.poke)

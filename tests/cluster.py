@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from baton.client import AsyncClient, Generation
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import load_parts
 from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
@@ -25,6 +24,7 @@ from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
 from decode_node.__main__ import PROGRAM as DECODE
+from encode_node.__main__ import PROGRAM as ENCODE
 from prefill_node.__main__ import PROGRAM as PREFILL
 from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
@@ -43,14 +43,16 @@ PATIENT = Timing(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start. `prefill` and `decode` hold EngineConfig options, one dict per node."""
+    """What to start. `prefill`, `decode`, `encode`: EngineConfig options, one dict per node."""
 
     model: Path
     prefill: Sequence[dict[str, Any]] = ({},)
     decode: Sequence[dict[str, Any]] = ({},)
+    encode: Sequence[dict[str, Any]] = ()
     router: dict[str, Any] = field(default_factory=dict[str, Any])
     timing: Timing = PATIENT
     elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
+    encode_elsewhere: Sequence[str] = ()  # likewise, of encode nodes
     clock: Clock = field(default_factory=SystemClock)  # the nodes'
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
     lanes: Sequence[str] = ()  # KV lanes, best first; () = shm and grpc, or grpc alone
@@ -80,12 +82,13 @@ class Member:
 class Cluster:
     prefill: list[Member]
     decode: list[Member]
+    encode: list[Member]
     router: Router
     client: AsyncClient
 
     @property
     def members(self) -> list[Member]:
-        return [*self.prefill, *self.decode]
+        return [*self.prefill, *self.decode, *self.encode]
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -165,12 +168,14 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
     async with AsyncExitStack() as stack:
         prefill = [await member_of(stack, PREFILL, plan, options) for options in plan.prefill]
         decode = [await member_of(stack, DECODE, plan, options) for options in plan.decode]
+        encode = [await member_of(stack, ENCODE, plan, options) for options in plan.encode]
         config = RouterConfig(
             model=str(plan.model),
             port=0,
             grpc_port=0,
             prefill_node=(*(member.node.address for member in prefill), *plan.elsewhere),
             decode_node=tuple(member.node.address for member in decode),
+            encode_node=(*(member.node.address for member in encode), *plan.encode_elsewhere),
             timing=plan.timing,
             otlp_traces_endpoint=plan.traces,
             otlp_traces_protocol=plan.traces_protocol,
@@ -187,12 +192,13 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
         stack.push_async_callback(_cancelled, background)
 
         async def registered() -> bool:
-            count = len(prefill) + len(decode) + len(plan.elsewhere)
-            return len(router.registry.snapshots()) == count
+            count = len(prefill) + len(decode) + len(encode)
+            count += len(plan.elsewhere) + len(plan.encode_elsewhere)
+            return len(router.registry.records()) == count
 
         await eventually(registered)
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
-        yield Cluster(prefill, decode, router, client)
+        yield Cluster(prefill, decode, encode, router, client)
         assert router.services.timelines is not None
         for entry in router.services.timelines.newest():
             assert_whole(entry)
@@ -207,7 +213,7 @@ async def member_of(
     names = plan.lanes or (("shm", "grpc") if plan.shared else ("grpc",))
     place = PoolPlace(names, plan.shared or Path("/dev/shm"))
     stack.callback(place.close)
-    parts = load_parts(engine_config, memory=place.memory)
+    parts = program.load(engine_config, place.memory, None)
     config = NodeConfig(
         kv_lanes=",".join(names),
         kv_adopt=plan.adopt,

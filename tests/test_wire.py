@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.protocol import messages, wire, wire_sampling
+from baton.protocol import messages, wire, wire_sampling, wire_values
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import NodeStep, Pooled, TokenEvent, TokenLogprob
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeRecord, Role
@@ -100,7 +100,7 @@ def test_node_message_round_trip(value: NodeRecord | NodeStep) -> None:
 @given(records, handles)
 def test_bytes_for_the_store_round_trip(record: NodeRecord, handle: KVHandle) -> None:
     assert wire.record_from_bytes(wire.record_to_bytes(record)) == record
-    assert wire.handle_from_bytes(wire.handle_to_bytes(handle)) == handle
+    assert wire_values.handle_from_bytes(wire_values.handle_to_bytes(handle)) == handle
 
 
 def a_request(**changes: object) -> Request:
@@ -187,10 +187,10 @@ def a_handle() -> KVHandle:
     "name", ["boot_id", "request_id", "epoch", "num_tokens", "secret", "endpoint", "lease_ms"]
 )
 def test_a_handle_without_a_field_is_refused(name: str) -> None:
-    message = wire.handle_to_wire(a_handle())
+    message = wire_values.handle_to_wire(a_handle())
     message.ClearField(name)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest):
-        wire.handle_from_wire(message)
+        wire_values.handle_from_wire(message)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_garbage_from_the_store_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         wire.record_from_bytes(b"\xff\xff\xff")
     with pytest.raises(InvalidRequest):
-        wire.handle_from_bytes(b"\xff\xff\xff")
+        wire_values.handle_from_bytes(b"\xff\xff\xff")
 
 
 def test_session_mac_depends_on_secret_and_router() -> None:

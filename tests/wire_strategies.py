@@ -14,6 +14,7 @@ from baton.protocol.events import (
     BlockEvent,
     BlockEventKind,
     Controlled,
+    Encoded,
     HandleReady,
     KVFlow,
     NodeSpan,
@@ -25,7 +26,15 @@ from baton.protocol.events import (
     TokenEvent,
     TokenLogprob,
 )
-from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.protocol.handles import (
+    EncodedImage,
+    Endpoint,
+    KVHandle,
+    LaneAddress,
+    NodeLoad,
+    NodeRecord,
+    Role,
+)
 from baton.protocol.images import ImageInput, digest_of
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import FinishReason, Request
@@ -206,6 +215,18 @@ handles = struct(
     lease_ms=positive,
     sample=counts,
 )
+encoded = st.lists(
+    st.builds(
+        lambda digest, height, width, handle: EncodedImage(
+            digest, height, width, replace(handle, num_tokens=height * width)
+        ),
+        st.binary(min_size=16, max_size=16),
+        st.integers(1, 100),
+        st.integers(1, 100),
+        handles,
+    ),
+    max_size=2,
+).map(tuple)
 floats = st.floats(0, 1e9)
 loads = struct(
     NodeLoad,
@@ -262,6 +283,7 @@ records = struct(
     group=texts,
     rank=st.integers(0, 2**31),
     encodes=st.booleans(),
+    needs_rows=st.booleans(),
 )
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3
@@ -349,8 +371,11 @@ steps = struct(
         st.builds(KVFlow, names, names, counts, counts, counts, floats, floats), max_size=2
     ).map(tuple),
     timings=st.lists(timings, max_size=2).map(tuple),
+    encoded=st.lists(st.builds(Encoded, names, epochs, encoded), max_size=2).map(tuple),
 )
-SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool)
+SUBMISSIONS = (
+    messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool, messages.SubmitEncode,
+)  # fmt: skip
 
 
 @st.composite
@@ -375,9 +400,10 @@ def pool_submission(draw: st.DrawFn) -> messages.SubmitPool:
 pool_submissions = pool_submission()
 router_messages = st.one_of(
     st.builds(messages.SessionHello, names, counts, st.binary(max_size=16)),
-    st.builds(messages.SubmitPrefill, requests),
-    st.builds(messages.SubmitDecode, requests),
+    st.builds(messages.SubmitPrefill, requests, encoded),
+    st.builds(messages.SubmitDecode, requests, encoded=encoded),
     st.builds(messages.SubmitDecode, requests, handles, st.booleans()),
+    st.builds(messages.SubmitEncode, requests),
     st.builds(messages.Prefilled, names, epochs),
     pool_submissions,
     st.builds(messages.AbortRequest, names, epochs),

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = (
-    "baton", "bench", "decode_node", "deploy", "kv_transfer", "prefill_node", "router"
+    "baton", "bench", "decode_node", "deploy", "encode_node", "kv_transfer", "prefill_node",
+    "router",
 )  # fmt: skip
 MAX_FILES: Final = 20  # of a folder, __init__.py and __main__.py left out
 SMALL_LINES: Final = 60  # a small module has fewer

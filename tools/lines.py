@@ -17,8 +17,8 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60  # a function has fewer
 MAX_PARAMETERS = 6
 FOLDERS = (
-    "baton", "bench", "decode_node", "deploy", "examples", "kv_transfer", "prefill_node", "protos",
-    "router", "tests", "tools",
+    "baton", "bench", "decode_node", "deploy", "encode_node", "examples", "kv_transfer",
+    "prefill_node", "protos", "router", "tests", "tools",
 )  # fmt: skip
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 

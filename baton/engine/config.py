@@ -134,6 +134,9 @@ class EngineConfig:
     language_model_only: bool = option(
         False, "serve a model that reads images for text alone (Gemma 3: by the lean route)"
     )
+    vision_tower: bool = option(
+        True, "load the vision tower; without it a prefill node takes images from encode nodes only"
+    )
     image_cache_memory: str = option(
         "256MB", "memory for images that were read: pixels, and what the vision tower made of them"
     )

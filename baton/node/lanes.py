@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 SHM: Final = "shm"
 AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
+# Rows of images are sent in frames: nobody reads the memory in which they lie.
+ROW_LANES: Final = ("stream", "grpc")
 # The distance of a lane's port from that of the stream lane.
 AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}
 
@@ -234,6 +236,12 @@ def parse_lanes(text: str) -> tuple[str, ...]:
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"kv_lanes {text!r} must name each lane once", field="kv_lanes")
     return names
+
+
+def row_lanes(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the lanes of an encode node: those of `names` that rows of images take, or all of
+    them if `names` has none."""
+    return tuple(name for name in names if name in ROW_LANES) or ROW_LANES
 
 
 def make_lanes(names: Sequence[str], settings: LaneSettings) -> list[Lane]:

@@ -1,4 +1,4 @@
-"""A node process, of either role: start, serve, drain, stop.
+"""A node process, of any role: start, serve, drain, stop.
 
 Life of the process: options -> cores -> signal handlers -> model (loaded on a thread, so that a
 signal is handled meanwhile) -> NodeProcess.start() -> the READY line on stdout -> SIGTERM or SIGINT
@@ -24,11 +24,21 @@ from typing import Any, Final
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.core.assembly import EngineParts, load_parts
 from baton.engine.core.engine import Engine
+from baton.engine.memory.kv_cache import MakeMemory
+from baton.engine.parallel.data_rank import DataRank
 from baton.engine.parallel.messages import Gone
 from baton.node.config import NodeConfig, join_address
 from baton.node.data_ranks import RANK, Alone, FirstRank, NodeGroup, OtherRank, end
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
-from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
+from baton.node.lanes import (
+    AUTO,
+    ROW_LANES,
+    LaneSettings,
+    PoolPlace,
+    make_lanes,
+    parse_lanes,
+    row_lanes,
+)
 from baton.node.metrics_server import MetricsPlace, metrics_tokens, start_metrics
 from baton.node.profiling import EngineProfiler
 from baton.node.role import MakeThread, NodeParts, NodeRole, RoleContext
@@ -37,8 +47,8 @@ from baton.node.shell import NodeShell
 from baton.node.tracing import NodeTracing
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import ConfigError
-from baton.protocol.handles import Role
-from baton.protocol.kv_spec import layout_fingerprint
+from baton.protocol.handles import KVHandle, Role
+from baton.protocol.kv_spec import BlockLists, layout_fingerprint
 from baton.runtime import config as options
 from baton.runtime import log as logs
 from baton.runtime.addresses import is_loopback
@@ -53,7 +63,8 @@ from baton.runtime.vllm_flags import add_idle
 from baton.runtime.wsgi_server import RunningServer
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.pool.device_copies import memory_of
-from kv_transfer.protocol.base import Lane, OnReleased
+from kv_transfer.pool.rows import RowMemory
+from kv_transfer.protocol.base import KVMemory, Lane, OnReleased
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +74,12 @@ LOADER: Final = "load"
 
 @dataclass(frozen=True, slots=True)
 class NodeProgram:
-    """What distinguishes a prefill node's command from a decode node's."""
+    """What distinguishes the command of one role from another's. `load`: as load_parts()."""
 
     role: Role
     description: str
     make_role: Callable[[RoleContext, MakeThread], NodeRole]
+    load: Callable[[EngineConfig, MakeMemory | None, DataRank | None], EngineParts] = load_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +92,51 @@ class Surroundings:
     group: str = ""  # the data-parallel group's name
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Makes the connectors of one node."""
+
+    boot_id: str
+    config: NodeConfig
+    around: Surroundings
+
+    def of_kv(self, memory: KVMemory, fingerprint: str, on_released: OnReleased) -> Connector:
+        """Return the connector of the node's pool."""
+        lanes, options = self.around.lanes, _transfer_options(self.config)
+        return self._make(memory, fingerprint, lanes, on_released, options)
+
+    def of_rows(self, memory: RowMemory, fingerprint: str) -> Connector:
+        """Return a connector that only fetches rows of images. Its lanes are never started."""
+        lanes = make_lanes(ROW_LANES, LaneSettings.of(self.config, self.around.timing))
+        return self._make(memory, fingerprint, lanes, _nothing_exported, TransferOptions())
+
+    def _make(
+        self,
+        memory: KVMemory,
+        fingerprint: str,
+        lanes: Sequence[Lane],
+        on_released: OnReleased,
+        options: TransferOptions,
+    ) -> Connector:
+        return Connector(
+            memory=memory,
+            boot_id=self.boot_id,
+            fingerprint=fingerprint,
+            secrets=self.config.secrets,
+            lanes=lanes,
+            timing=self.around.timing,
+            clock=self.around.clock,
+            on_released=on_released,
+            options=options,
+        )
+
+
+def _nothing_exported(handle: KVHandle, blocks: BlockLists, why: str) -> None:
+    """Do nothing: there is no such export."""
+
+
 class NodeProcess:
-    """One node of either role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
+    """One node of any role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
 
     def __init__(
         self, program: NodeProgram, config: NodeConfig, parts: EngineParts, around: Surroundings
@@ -96,18 +151,13 @@ class NodeProcess:
         boot_id = secrets.token_hex(16)
         node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
 
+        exchange = _Exchange(boot_id, config, around)
+
         def make_connector(on_released: OnReleased) -> Connector:
             info = parts.info
-            return Connector(
-                memory=memory_of(parts.arena, around.timing.kv_progress_s),
-                boot_id=boot_id,
-                fingerprint=layout_fingerprint(info.digest, info.rope, info.layers),
-                secrets=config.secrets,
-                lanes=around.lanes,
-                timing=around.timing,
-                clock=around.clock,
-                on_released=on_released,
-                options=_transfer_options(config),
+            memory = memory_of(parts.arena, around.timing.kv_progress_s)
+            return exchange.of_kv(
+                memory, layout_fingerprint(info.digest, info.rope, info.layers), on_released
             )
 
         self.shell = NodeShell(
@@ -122,6 +172,7 @@ class NodeProcess:
                 group=(around.group, rank),
                 make_connector=make_connector,
                 make_role=program.make_role,
+                make_row_connector=exchange.of_rows,
                 tracing=NodeTracing.of(config, program.role, node_id, around.clock),
             )
         )
@@ -212,6 +263,7 @@ class NodeProcess:
     async def _beat(self) -> None:
         self.shell.ask_engine()
         self.shell.connector.let_go()
+        self.shell.rows.let_go()
         self.shell.control.sweep()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
@@ -228,6 +280,7 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             config, engine_config = rank.options.config, rank.options.engine
         else:
             config, engine_config = _configured(prog, program.description, argv, environ)
+            _check_tower(program.role, engine_config)
         logs.setup(config.node_id or program.role.value, config.log_level, config.log_format)
         FAILPOINTS.arm(environ)
         if config.cpu_cores is not None:
@@ -279,6 +332,16 @@ def _configured(
     return config, options.load(EngineConfig, arguments, environ)
 
 
+def _check_tower(role: Role, config: EngineConfig) -> None:
+    """Raise ConfigError for a node that cannot go without a vision tower."""
+    if role is not Role.PREFILL and not config.vision_tower:
+        raise ConfigError(
+            "--no-vision-tower is for prefill nodes: a decode node may have to compute a prompt "
+            "again by itself, and an encode node is nothing else",
+            field="vision_tower",
+        )
+
+
 async def _watched(
     program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, group: NodeGroup
 ) -> int:
@@ -302,6 +365,8 @@ async def _run(
     program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, life: Life
 ) -> int:
     names, group = parse_lanes(config.kv_lanes), life.group
+    if program.role is Role.ENCODE:
+        names = row_lanes(names)
     optional = config.kv_lanes.strip() == AUTO
     place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
     group.on_death(place.remove_all)
@@ -311,7 +376,7 @@ async def _run(
 
     def load() -> EngineParts:
         FAILPOINTS.hit("loading")
-        parts = load_parts(engine_config, place.memory, group.data)
+        parts = program.load(engine_config, place.memory, group.data)
         group.meet()
         return parts
 

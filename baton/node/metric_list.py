@@ -84,6 +84,7 @@ NODE: Final = MetricList(
     ),
     counter("baton_encoded_images", "Images that the vision tower read", "images", OF_NODE),
     counter("baton_reused_images", "Images it had read for others", "images", OF_NODE),
+    counter("baton_fetched_images", "Images that encode nodes had read", "images", OF_NODE),
     counter("baton_replayed_tokens", "Output tokens computed again", "tokens", OF_NODE),
     counter("baton_engine_requests", "Requests that came to the engine", "requests", OF_NODE),
     counter(

@@ -170,6 +170,7 @@ def _engine_counters(engine: EngineStats) -> Mapping[str, float]:
         "baton_first_step_draft_tokens": engine.num_first_step_drafts,
         "baton_encoded_images": engine.num_encoded_images,
         "baton_reused_images": engine.num_reused_images,
+        "baton_fetched_images": engine.num_fetched_images,
         "baton_replayed_tokens": engine.num_replayed_tokens,
         "baton_engine_requests": engine.num_requests,
         "baton_queue_seconds": engine.queue_seconds,

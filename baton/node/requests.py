@@ -25,7 +25,7 @@ from baton.protocol.events import (
     SpanName,
     TokenEvent,
 )
-from baton.protocol.handles import KVHandle, NodeLoad
+from baton.protocol.handles import EncodedImage, KVHandle, NodeLoad
 from baton.protocol.messages import SubmitPool
 from baton.protocol.request import Request
 
@@ -54,6 +54,7 @@ class NodeRequest:
     leaving: bool = False
     pool: SubmitPool | None = None  # set if the request asks for vectors, not for tokens
     export: KVHandle | None = None
+    encoded: tuple[EncodedImage, ...] = ()  # images whose rows an encode node holds
     spans: RequestSpans | None = None  # None: no trace of it is wanted
     live: set[int] = field(init=False)  # samples (results, for beams) that have not ended here
     stopped: set[int] = field(default_factory=set[int])  # samples that nobody wants any more

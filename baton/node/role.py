@@ -21,11 +21,12 @@ from baton.node.tracing import NodeTracing
 from baton.protocol.clock import Clock
 from baton.protocol.events import TokenEvent
 from baton.protocol.handles import KVHandle, Role
-from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.messages import Submission
 from baton.protocol.request import Request
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.protocol.base import KVConnector, OnReleased
+from kv_transfer.row_fetches import MakeRowConnector, RowFetches
 
 # Makes the node's engine and the engine's thread. The engine exports prompts through the hooks;
 # with None it exports none. A role calls it once, in its constructor, and does not keep it, because
@@ -38,7 +39,8 @@ class RoleContext:
     """What the shell gives its role.
 
     `spawn` runs a coroutine as a task that the shell keeps, logs and ends. `observe_fetch` takes
-    the seconds of a successful KV fetch. `traced`: some requests have spans.
+    the seconds of a successful KV fetch. `rows` brings images from encode nodes. `traced`: some
+    requests have spans.
     """
 
     connector: KVConnector
@@ -48,6 +50,7 @@ class RoleContext:
     clock: Clock
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     observe_fetch: Callable[[float], None]
+    rows: RowFetches
     traced: bool = False
 
 
@@ -66,11 +69,12 @@ class NodeParts:
     group: tuple[str, int]
     make_connector: Callable[[OnReleased], Connector]
     make_role: Callable[[RoleContext, MakeThread], NodeRole]
+    make_row_connector: MakeRowConnector
     tracing: NodeTracing | None = None  # None: traces are off
 
 
 class NodeRole(Protocol):
-    """The role of a node: PrefillRole or DecodeRole."""
+    """The role of a node: PrefillRole, DecodeRole or EncodeRole."""
 
     @property
     def thread(self) -> EngineThread:
@@ -82,7 +86,7 @@ class NodeRole(Protocol):
         """The number of KV fetches under way or queued."""
         ...
 
-    def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
+    def check(self, message: Submission) -> None:
         """Raise BatonError for a task that this role does not take. Event loop."""
         ...
 

@@ -52,11 +52,14 @@ from baton.protocol.messages import (
     RouterMessage,
     SessionHello,
     StopSample,
+    Submission,
     SubmitDecode,
+    SubmitEncode,
     SubmitPool,
     SubmitPrefill,
 )
 from baton.runtime.log import request_context
+from kv_transfer.row_fetches import RowFetches
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class NodeShell:
         self.metrics = NodeMetrics(
             parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
         )
+        self.rows = RowFetches(parts.make_row_connector)
         self.role = parts.make_role(
             RoleContext(
                 connector=self.connector,
@@ -96,6 +100,7 @@ class NodeShell:
                 clock=parts.clock,
                 spawn=self._spawn,
                 observe_fetch=self.metrics.observe_fetch,
+                rows=self.rows,
                 traced=self.tracing is not None,
             ),
             lambda hooks: EngineThread(assemble(parts.engine, hooks, parts.clock), self._on_step),
@@ -180,6 +185,7 @@ class NodeShell:
         if tasks:
             await asyncio.wait(tasks, timeout=self.timing.connect_s)
         await self.control.stop()
+        await self.rows.stop()
         await self.connector.stop()
         await asyncio.to_thread(self.thread.stop)
 
@@ -211,6 +217,7 @@ class NodeShell:
             group=self._group[0],
             rank=self._group[1],
             encodes=info.encodes,
+            needs_rows=info.sees and not config.vision_tower,
         )
 
     def load(self) -> NodeLoad:
@@ -272,7 +279,7 @@ class NodeShell:
     def receive(self, session: RouterSession, message: RouterMessage) -> None:
         """Act on one message of a router. Raises InvalidRequest if it breaks the protocol."""
         match message:
-            case SubmitPrefill() | SubmitDecode() | SubmitPool():
+            case SubmitPrefill() | SubmitDecode() | SubmitPool() | SubmitEncode():
                 self._submit(session, message)
             case RenewExport():
                 self._spawn(self._leaving.renew(message.handle))
@@ -309,9 +316,7 @@ class NodeShell:
             case _:
                 pass  # the request is of a newer epoch, or is leaving already
 
-    def _submit(
-        self, session: RouterSession, message: SubmitPrefill | SubmitDecode | SubmitPool
-    ) -> None:
+    def _submit(self, session: RouterSession, message: Submission) -> None:
         request = message.request
         handle = message.handle if isinstance(message, SubmitDecode) else None
         try:
@@ -324,6 +329,8 @@ class NodeShell:
             self.role.check(message)
             entry = NodeRequest(request, handle, session)
             entry.pool = message if isinstance(message, SubmitPool) else None
+            if isinstance(message, SubmitPrefill | SubmitDecode):
+                entry.encoded = message.encoded
             if self.tracing is not None:
                 entry.spans = self.tracing.begin(request, handle is not None)
             if not (isinstance(message, SubmitDecode) and message.prefilling):

@@ -16,6 +16,7 @@ BatonError
 ├── Cancelled                 499  CANCELLED            the client went away
 ├── NodeLost                  503  UNAVAILABLE          a session broke (retryable)
 ├── GivenBack                 503  UNAVAILABLE          asked to, its node gave it back without KV
+├── RowsLost                  503  UNAVAILABLE          an encoded image did not come (retryable)
 ├── KVError                   503  UNAVAILABLE          hand-over failed (retryable)
 │   ├── KVStale               export or epoch no longer valid
 │   ├── KVLost                exporter died or the connection broke
@@ -137,6 +138,13 @@ class GivenBack(BatonError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "given_back"
+    retryable = True
+
+
+class RowsLost(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "rows_lost"
     retryable = True
 
 

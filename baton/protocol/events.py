@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.protocol.handles import KVHandle, NodeLoad
+from baton.protocol.handles import EncodedImage, KVHandle, NodeLoad
 from baton.protocol.request import FinishReason
 
 
@@ -126,6 +126,15 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """The rows of a SubmitEncode's images, one for each file, in the order of the files."""
+
+    request_id: str
+    epoch: int
+    images: tuple[EncodedImage, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     request_id: str
     epoch: int
@@ -217,3 +226,4 @@ class NodeStep:
     adapters: AdapterList | None = None
     flows: tuple[KVFlow, ...] = ()
     timings: tuple[NodeTimings, ...] = ()
+    encoded: tuple[Encoded, ...] = ()

@@ -51,9 +51,21 @@ class KVHandle:
     encoded: list[bytes] = field(default_factory=list[bytes], init=False, repr=False, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """The rows of one image, exported by an encode node: `handle` has `height * width` tokens, each
+    of them a row of the model's input. `digest`: of the file."""
+
+    digest: bytes
+    height: int
+    width: int
+    handle: KVHandle
+
+
 class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODE = "encode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +154,4 @@ class NodeRecord:
     group: str = ""  # of data-parallel ranks, which end together; "" = it is in none
     rank: int = 0  # among them
     encodes: bool = False  # it computes vectors and classes, and no tokens
+    needs_rows: bool = False  # it has no vision tower: images come from encode nodes alone

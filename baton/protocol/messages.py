@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from baton.protocol.handles import KVHandle
+from baton.protocol.handles import EncodedImage, KVHandle
 from baton.protocol.kv_spec import PROTOCOL_VERSION
 from baton.protocol.request import Request
 
@@ -31,21 +31,33 @@ class SessionHello:
 
 @dataclass(frozen=True, slots=True)
 class SubmitPrefill:
-    """Compute the prompt (and the tokens of earlier epochs), sample one token, export the KV."""
+    """Compute the prompt (and the tokens of earlier epochs), sample one token, export the KV.
+
+    `encoded`: images of the request whose rows an encode node holds; the node encodes others."""
 
     request: Request
+    encoded: tuple[EncodedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitDecode:
     """Decode from the KV behind `handle`; None = compute the prompt here (local prefill).
 
-    `prefilling`: token 1 is not computed yet; a Prefilled follows when it is.
+    `prefilling`: token 1 is not computed yet; a Prefilled follows when it is. `encoded`: as in
+    SubmitPrefill.
     """
 
     request: Request
     handle: KVHandle | None = None
     prefilling: bool = False
+    encoded: tuple[EncodedImage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitEncode:
+    """Export the rows of the request's images, each file once; the answer is Encoded."""
+
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +177,11 @@ class ControlNode:
     mode: str = ""
 
 
+Submission = SubmitPrefill | SubmitDecode | SubmitPool | SubmitEncode
 RouterMessage = (
     SessionHello
-    | SubmitPrefill
-    | SubmitDecode
+    | Submission
     | Prefilled
-    | SubmitPool
     | AbortRequest
     | RenewExport
     | ReleaseExport

@@ -24,7 +24,7 @@ from baton.protocol.events import (
     NodeStep,
     Subscribed,
 )
-from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.images import ImageInput, check_images
 from baton.protocol.request import Request, Resume
 from baton.protocol.wire_checks import (
@@ -47,11 +47,16 @@ from baton.protocol.wire_control import (
 )
 from baton.protocol.wire_sampling import sampling_from_wire, write_sampling
 from baton.protocol.wire_values import (
+    encoded_from_wire,
+    encoded_to_wire,
     endpoint_from_wire,
-    endpoint_to_bytes,
     endpoint_to_wire,
     failed_from_wire,
     failed_to_wire,
+    handle_from_wire,
+    handle_to_bytes,
+    handle_to_wire,
+    images_from_wire,
     pool_task_from_wire,
     pool_task_to_wire,
     pooled_from_wire,
@@ -60,15 +65,20 @@ from baton.protocol.wire_values import (
     timings_to_wire,
     token_event_from_wire,
     token_event_to_wire,
+    write_images,
 )
-from protos import kv_pb2, node_pb2
+from protos import node_pb2
 
 RESUME: Final = ("fast", "exact")
 # What begins a field of messages on the wire (its number, and that its length follows).
 _BATCH: Final = bytes([node_pb2.RouterMessage.BATCH_FIELD_NUMBER << 3 | 2])
 _ONE: Final = bytes([node_pb2.RouterBatch.MESSAGES_FIELD_NUMBER << 3 | 2])
 
-_ROLES: Final = {Role.PREFILL: node_pb2.ROLE_PREFILL, Role.DECODE: node_pb2.ROLE_DECODE}
+_ROLES: Final = {
+    Role.PREFILL: node_pb2.ROLE_PREFILL,
+    Role.DECODE: node_pb2.ROLE_DECODE,
+    Role.ENCODE: node_pb2.ROLE_ENCODE,
+}
 _ROLE_OF: Final = {number: role for role, number in _ROLES.items()}
 _BLOCK_KINDS: Final = {
     BlockEventKind.STORED: node_pb2.BlockEvent.STORED,
@@ -81,6 +91,7 @@ _PLAIN_RECORD: Final = (
     "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
     "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs",
     "precision", "deterministic", "leaving_adapters", "group", "rank", "encodes",
+    "needs_rows",
 )  # fmt: skip
 
 
@@ -159,64 +170,6 @@ def _images_from_wire(message: node_pb2.Request) -> tuple[ImageInput, ...]:
     return images
 
 
-# ---- handles ----
-
-
-def handle_to_wire(value: KVHandle) -> kv_pb2.KVHandle:
-    message = kv_pb2.KVHandle()
-    message.MergeFromString(handle_to_bytes(value))
-    return message
-
-
-def _write_handle(message: kv_pb2.KVHandle, value: KVHandle) -> None:
-    """Write a handle into an empty message."""
-    message.boot_id = value.boot_id
-    message.export_seq = value.export_seq
-    message.request_id = value.request_id
-    message.sample = value.sample
-    message.epoch = value.epoch
-    message.num_tokens = value.num_tokens
-    message.secret = value.secret
-    message.lease_ms = value.lease_ms
-    message.endpoint.MergeFromString(endpoint_to_bytes(value.endpoint))
-
-
-def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
-    identifier(message.boot_id, "boot_id")
-    identifier(message.request_id, "request_id")
-    epoch_of(message.epoch)
-    present(message, "endpoint")
-    if message.num_tokens < 1 or message.lease_ms < 1 or not message.secret:
-        raise InvalidRequest("a handle needs num_tokens, lease_ms and secret", field="handle")
-    return KVHandle(
-        boot_id=message.boot_id,
-        export_seq=message.export_seq,
-        request_id=message.request_id,
-        sample=message.sample,
-        epoch=message.epoch,
-        num_tokens=message.num_tokens,
-        secret=message.secret,
-        lease_ms=message.lease_ms,
-        endpoint=endpoint_from_wire(message.endpoint),
-    )
-
-
-def handle_to_bytes(value: KVHandle) -> bytes:
-    """Serialize a handle, once for all messages that carry it. Mutates `value.encoded`."""
-    if not value.encoded:
-        message = kv_pb2.KVHandle()
-        _write_handle(message, value)
-        value.encoded.append(message.SerializeToString())
-    return value.encoded[0]
-
-
-def handle_from_bytes(data: bytes) -> KVHandle:
-    try:
-        return handle_from_wire(kv_pb2.KVHandle.FromString(data))
-    except DecodeError as error:
-        raise InvalidRequest("not a KV handle", field="handle") from error
-
-
 # ---- node record and load ----
 
 
@@ -278,7 +231,12 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
     match value:
         case messages.SessionHello():
             return node_pb2.RouterMessage(hello=node_pb2.SessionHello(**asdict(value)))
-        case messages.SubmitPrefill() | messages.SubmitDecode() | messages.SubmitPool():
+        case (
+            messages.SubmitPrefill()
+            | messages.SubmitDecode()
+            | messages.SubmitPool()
+            | messages.SubmitEncode()
+        ):
             message = node_pb2.RouterMessage()
             _write_submit(message.submit, value, clock)
             return message
@@ -374,13 +332,11 @@ def _named(message: Any) -> tuple[str, int]:
     return identifier(message.request_id, "request_id"), epoch_of(message.epoch)
 
 
-def _write_submit(
-    message: node_pb2.Submit,
-    value: messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool,
-    clock: Clock,
-) -> None:
+def _write_submit(message: node_pb2.Submit, value: messages.Submission, clock: Clock) -> None:
     """Write a submission into an empty message."""
     _write_request(message.request, value.request, clock)
+    if isinstance(value, messages.SubmitPrefill | messages.SubmitDecode) and value.encoded:
+        write_images(message.encoded, value.encoded)
     match value:
         case messages.SubmitPrefill():
             message.prefill.SetInParent()
@@ -391,21 +347,24 @@ def _write_submit(
                 message.decode.handle.MergeFromString(handle_to_bytes(value.handle))
         case messages.SubmitPool():
             message.pool.CopyFrom(pool_task_to_wire(value))
+        case messages.SubmitEncode():
+            message.encode.SetInParent()
 
 
-def _submit_from_wire(
-    message: node_pb2.Submit, clock: Clock
-) -> messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool:
+def _submit_from_wire(message: node_pb2.Submit, clock: Clock) -> messages.Submission:
     present(message, "request")
     request = request_from_wire(message.request, clock)
+    encoded = images_from_wire(message.encoded) if message.encoded else ()
     match message.WhichOneof("task"):
         case "prefill":
-            return messages.SubmitPrefill(request)
+            return messages.SubmitPrefill(request, encoded)
         case "decode" if message.decode.HasField("handle"):
             handle = handle_from_wire(message.decode.handle)
-            return messages.SubmitDecode(request, handle, message.decode.prefilling)
+            return messages.SubmitDecode(request, handle, message.decode.prefilling, encoded)
         case "decode":
-            return messages.SubmitDecode(request)
+            return messages.SubmitDecode(request, encoded=encoded)
+        case "encode":
+            return messages.SubmitEncode(request)
         case "pool":
             return pool_task_from_wire(request, message.pool)
         case _:
@@ -458,6 +417,7 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
         adapters=adapters_to_wire(value.adapters),
         flows=map(flow_to_wire, value.flows),
         timings=map(timings_to_wire, value.timings),
+        encoded=map(encoded_to_wire, value.encoded),
         no_logprobs=not any(event.logprobs or event.prompt_logprobs for event in value.tokens),
     )
 
@@ -478,6 +438,7 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
         adapters=adapters_from_wire(message),
         flows=tuple(map(flow_from_wire, message.flows)),
         timings=tuple(map(timings_from_wire, message.timings)),
+        encoded=tuple(map(encoded_from_wire, message.encoded)),
     )
 
 

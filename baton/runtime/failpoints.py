@@ -40,6 +40,7 @@ STAGES: Final = (
     "kv.first", "kv.half", "kv.last", "kv.acked", "d.reserved", "d.step1", "d.step_n",
     "sampled_not_logged", "logged_not_sent", "finishing",
 )  # fmt: skip
+IMAGE_STAGES: Final = ("e.encoding", "e.encoded")  # of encode nodes
 STARTS: Final = ("loading",)  # stages of a node's start, before its model is there
 DATA_STAGES: Final = ("kv.first", "kv.half")  # stages with data that can be damaged
 ACTIONS: Final = ("kill9", "stop", "raise", "delay", "corrupt")
@@ -62,8 +63,9 @@ class Fault:
             raise _refused(f"{text!r} is not name:nth:action")
         name, count, word = parts
         action, _, amount = word.partition("=")
-        if name not in STAGES + STARTS:
-            raise _refused(f"no failpoint {name!r}; there are {', '.join(STAGES + STARTS)}")
+        known = STAGES + IMAGE_STAGES + STARTS
+        if name not in known:
+            raise _refused(f"no failpoint {name!r}; there are {', '.join(known)}")
         if action not in ACTIONS or bool(amount) != (action == "delay"):
             raise _refused(f"no action {word!r}; there are kill9, stop, raise, delay=MS, corrupt")
         if action == "corrupt" and name not in DATA_STAGES:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a container runs: entrypoint.sh router|prefill_node|decode_node [FLAGS].
+# What a container runs: entrypoint.sh router|prefill_node|decode_node|encode_node [FLAGS].
 #
 # It adds to the image's environment what only the container knows: the name that other containers
 # reach it by, and how long it may take to end. BATON_GRACE_S is the time between SIGTERM and SIGKILL

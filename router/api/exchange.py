@@ -22,12 +22,12 @@ from typing import Final, Protocol
 from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import BatonError, Cancelled
+from baton.runtime.concurrency import together
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
 from router.api.receipt import with_receipt
 from router.request.completion import CallRunner, Completion, Delta
 from router.request.failures import as_baton_error, log_failure
-from router.request.together import together
 from router.request.trace import TRACES_KEY
 
 GRACE_S: Final = 5.0  # the dispatcher keeps the deadline; so much later this file does, if it fails

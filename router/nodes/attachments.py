@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.protocol.events import (
+    Encoded,
     HandleReady,
     NodeStep,
     NodeTimings,
@@ -44,7 +45,9 @@ class SessionLost:
     suspect: bool = False
 
 
-RequestEvent = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed | NodeTimings
+RequestEvent = (
+    TokenEvent | HandleReady | Subscribed | Pooled | Encoded | RequestFailed | NodeTimings
+)
 NodeEvent = RequestEvent | SessionLost
 
 
@@ -180,5 +183,6 @@ def in_order(step: NodeStep) -> tuple[RequestEvent, ...]:
     """Return the events of a step in the order of delivery: of each request first its handle, then
     its times, its tokens, then its failure."""
     return (
-        *step.handles, *step.subscribed, *step.pooled, *step.timings, *step.tokens, *step.failed,
+        *step.handles, *step.subscribed, *step.pooled, *step.encoded, *step.timings, *step.tokens,
+        *step.failed,
     )  # fmt: skip

@@ -61,6 +61,7 @@ class NodeSnapshot:
     pooling: int = 0
     adapters: tuple[str, ...] = ()
     max_num_seqs: int = 0  # 0 = not reported
+    needs_rows: bool = False  # it computes no image unless encode nodes have encoded it
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
 
     @staticmethod
@@ -76,6 +77,7 @@ class NodeSnapshot:
             kv_dtype=record.endpoint.format.dtype,
             adapters=record.adapters,
             max_num_seqs=record.max_num_seqs,
+            needs_rows=record.needs_rows,
         )
 
     @property
@@ -96,6 +98,7 @@ class Ask:
     the model that the request began with, None at first. `session_boot`: the decode node that
     served its session last, "" for none. `width`: sequences that decode at once. `local`: the KV
     must not travel, so the decode node computes the prompt. `images`: those of the prompt.
+    `encodes`: encode nodes can be asked for their rows.
     """
 
     known_ids: tuple[int, ...]
@@ -114,6 +117,7 @@ class Ask:
     width: int = 1
     local: bool = False
     images: tuple[ImageInput, ...] = ()
+    encodes: bool = False
 
     def refused(self, boot_id: str, error: BatonError) -> None:
         """Exclude a node that refused the request; `error` becomes the `refusal`."""
@@ -290,6 +294,7 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
         and ask.model_digest in (None, node.model_digest)
         and (not ask.adapter or ask.adapter in node.adapters)
         and not narrow
+        and not (node.needs_rows and ask.images and not ask.encodes)
     )
 
 

@@ -83,11 +83,14 @@ class NodeStatus:
 @dataclass(frozen=True, slots=True)
 class _Links:
     """The sessions that are up, with their nodes' records, and the same sessions by boot id.
+    `computing`: those of prefill and decode nodes; `encoding`: those of encode nodes.
 
     `broken`: the groups of data-parallel ranks of which a session is down: all their nodes end.
     """
 
     connected: Sequence[tuple[NodeSession, NodeRecord]]
+    computing: Sequence[tuple[NodeSession, NodeRecord]]
+    encoding: Sequence[tuple[NodeSession, NodeRecord]]
     by_boot: Mapping[str, NodeSession]
     broken: frozenset[str]
 
@@ -185,14 +188,15 @@ class NodeRegistry:
 
     # ---- what is known ----
 
-    def snapshots(self) -> list[NodeSnapshot]:
-        """Return snapshots of the connected nodes."""
+    def snapshots(self, *, encoding: bool = False) -> list[NodeSnapshot]:
+        """Return snapshots of the connected prefill and decode nodes, or of the encode nodes."""
         health, links = self.health, self._known()
+        nodes = links.encoding if encoding else links.computing
         if not (health.holds_any or links.broken):
-            return [session.snapshot(record) for session, record in links.connected]
+            return [session.snapshot(record) for session, record in nodes]
         panic = health.panicking(self._seen)
         found: list[NodeSnapshot] = []
-        for session, record in links.connected:
+        for session, record in nodes:
             snapshot = session.snapshot(record)
             held = record.role not in panic and health.in_quarantine(session.keys)
             if held or record.group in links.broken:
@@ -327,6 +331,8 @@ class NodeRegistry:
                 )
             if other.role is record.role:
                 self._compare_precision(record, other)
+            if Role.ENCODE in (other.role, record.role):
+                continue  # it has no KV
             if other.endpoint.layout_fingerprint != record.endpoint.layout_fingerprint:
                 logger.warning(
                     "nodes %s and %s cannot exchange KV: their layouts differ",
@@ -362,7 +368,10 @@ class NodeRegistry:
             by_boot = {record.boot_id: session for session, record in reversed(connected)}
             known = [each for each in self._sessions.values() if each.record is not None]
             groups = (each.record.group for each in known if each.record and not each.connected)
-            self._links = _Links(connected, by_boot, frozenset(groups) - {""})
+            encoding = [each for each in connected if each[1].role is Role.ENCODE]
+            computing = [each for each in connected if each[1].role is not Role.ENCODE]
+            broken = frozenset(groups) - {""}
+            self._links = _Links(connected, computing, encoding, by_boot, broken)
             self._model = _model_of([record for _, record in connected]) or self._model
         return self._links
 
@@ -400,7 +409,8 @@ def _computes(record: NodeRecord) -> str:
 
 
 def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:
-    """Return the model that the nodes serve; None without nodes."""
+    """Return the model that the nodes serve; None without nodes that write text or vectors."""
+    records = [record for record in records if record.role is not Role.ENCODE]
     if not records:
         return None
     first = records[0]

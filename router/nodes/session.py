@@ -2,8 +2,7 @@
 
 The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
 stream breaks -> every attached request gets SessionLost -> back-off -> again, until run() is
-cancelled. The next session of the node knows nothing of the broken one. Above this module there is
-no protobuf (baton/protocol/wire.py).
+cancelled. The next session of the node knows nothing of the broken one. Above: no protobuf.
 
 Steps are routed in one pass. The tokens of all waiting steps are appended to the log in one call.
 Then each event goes to the request that it names, if that request is attached in the same epoch.
@@ -167,6 +166,7 @@ class NodeSession:
                 kv_dtype=record.endpoint.format.dtype,
                 adapters=record.adapters,
                 max_num_seqs=record.max_num_seqs,
+                needs_rows=record.needs_rows,
                 load=self._load,
                 prefix=self.prefix.hashes,
                 checkpoints=self.prefix.checkpoints,

@@ -46,7 +46,8 @@ class NodeAttempts:
     `visited` takes where the time went on a node. `inbox`: the nodes' other events, for the
     journey. `handle`: the KV export, None before there is one. `prefilled`: the prompt is computed.
     `decoding`: the decode node has sent an event, so it needs the export no more.
-    `exporter_suspect`: the exporter was lost, and this request may be the cause.
+    `exporter_suspect`: the exporter was lost, and this request may be the cause. `images`: exports
+    of encode nodes for the node that computes the prompt, each with the attempt that made it.
     """
 
     def __init__(self, registry: NodeRegistry, visited: Callable[[str, NodeTimings], None]) -> None:
@@ -63,6 +64,7 @@ class NodeAttempts:
         self.decoding = False
         self._timed_out = False  # a fetch of this export has timed out before
         self.exporter_suspect = False
+        self.images: list[tuple[Attempt, KVHandle]] = []
         # Shows a decode node's event without the journey's task, if the event only continues its
         # sample. None: all events go to the inbox.
         self.shows: Callable[[TokenEvent], bool] | None = None
@@ -139,6 +141,8 @@ class NodeAttempts:
     def take_handle(self, handle: KVHandle) -> None:
         """Store the handle of an export that has just been made, and begin to renew its lease."""
         self.handle = handle
+        if self.images:
+            self._release_images()  # the prompt is admitted, so their rows are there
         self._timed_out = False
         self._renew_later(handle)
 
@@ -229,8 +233,15 @@ class NodeAttempts:
                 attempt.leave(abort=False)
         self._forget()
 
+    def _release_images(self) -> None:
+        for attempt, handle in self.images:
+            attempt.send(ReleaseExport(handle, "fetched or not needed"))
+        self.images = []
+
     def _forget(self) -> None:
         self.stop_renewing()
+        if self.images:
+            self._release_images()
         self.prefill = self.decode = self.handle = None
         self.prefilled = self.decoding = self.exporter_suspect = False
         self.shows = None

@@ -12,6 +12,7 @@ import random
 from dataclasses import replace
 from typing import Final
 
+from baton.protocol.errors import BatonError
 from baton.protocol.handles import KVHandle, Role
 from baton.protocol.request import MAX_NODE_DEATHS, Request
 from router.nodes.policy import Ask, NodeSnapshot, Route, choose_decode, choose_route, is_usable
@@ -68,15 +69,16 @@ def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandl
     return node
 
 
-def check_move(ask: Ask, parts: DispatchParts, leaving: str) -> None:
-    """Check that another decode node could take a request over from the boot `leaving`.
-
-    Raises the same exceptions as `decode_node`. Mutates nothing.
-    """
+def may_move(ask: Ask, parts: DispatchParts, leaving: str) -> bool:
+    """Whether another decode node could take a request over from the boot `leaving`."""
     nodes = parts.registry.snapshots()
     layout = next((node.fingerprint for node in nodes if node.boot_id == leaving), "")
     others = [node for node in nodes if node.boot_id != leaving]
-    choose_decode(ask, others, layout, parts.settings, tie=0.0)
+    try:
+        choose_decode(ask, others, layout, parts.settings, tie=0.0)
+    except BatonError:
+        return False
+    return True
 
 
 def serve(ask: Ask, registry: NodeRegistry) -> bool:

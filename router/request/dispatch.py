@@ -34,6 +34,7 @@ from baton.protocol.errors import (
     KVLost,
     KVTimeout,
     NodeLost,
+    RowsLost,
     Unavailable,
     error_from_code,
 )
@@ -45,10 +46,11 @@ from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.log import request_context
 from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.migration import Candidate, MigrationMove, Outcome
-from router.nodes.policy import NodeSnapshot, Route
+from router.nodes.policy import NodeSnapshot
 from router.request import choice
 from router.request.attempt import HopFailed, NodeAttempts
 from router.request.dispatch_parts import DispatchParts
+from router.request.encoding import ImageEncoding
 from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
 from router.request.timeline import Milestone, TimelineMark
@@ -72,6 +74,9 @@ class Journey:
         self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry, partial(trace.visited, parts.clock))
         self._ask = choice.ask_of(request, trace.terms)
+        self._images: ImageEncoding | None = None
+        if request.images:
+            self._images = ImageEncoding(self._attempts, self._ask, parts, trace, self._mark)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: MigrationMove | None = None  # the migration under way
@@ -86,10 +91,9 @@ class Journey:
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
         self._task.add_done_callback(partial(self._over, ended))
-        deadline = self._request.deadline
+        deadline, late = self._request.deadline, "the request's deadline has passed"
         assert deadline is not None, "Dispatcher.run sets one"
-        left_s = max(0.0, deadline - self._clock.monotonic())
-        late, loop = "the request's deadline has passed", asyncio.get_running_loop()
+        left_s, loop = max(0.0, deadline - self._clock.monotonic()), asyncio.get_running_loop()
         self._timer = loop.call_later(left_s, lambda: self.cancel(DeadlineExceeded(late)))
 
     def _over(self, ended: Callable[[], object], task: asyncio.Task[None]) -> None:
@@ -138,12 +142,8 @@ class Journey:
 
     def begin_move(self) -> MigrationMove | None:
         """Ask the decode node to let go of the request. None if no other node could take it."""
-        attempt = self._attempts.decode
-        if attempt is None or self.candidate is None:
-            return None
-        try:
-            choice.check_move(self._ask, self._parts, attempt.boot_id)
-        except BatonError:
+        attempt, may_move = self._attempts.decode, choice.may_move
+        if not (attempt and self.candidate and may_move(self._ask, self._parts, attempt.boot_id)):
             return None
         move = self._move = MigrationMove(attempt.boot_id, self._clock.monotonic())
         attempt.send(Migrate(self._request.id, attempt.epoch))
@@ -223,7 +223,7 @@ class Journey:
             else:
                 if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
-                await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
+                await self._begin(ledger)
             inbox = self._attempts.inbox
             while not self.output.finished:
                 while not inbox:
@@ -241,23 +241,23 @@ class Journey:
         self._attempts.give_up(why)
         self._end_move("failed")
 
-    async def _begin(self, ledger: RequestLedger, route: Route) -> None:
-        """Submit the request to the route's prefill node; without one, to the decode node."""
+    async def _begin(self, ledger: RequestLedger) -> None:
+        """Submit the request to a prefill node; if none is chosen, to the decode node."""
+        images = self._images
+        routed = None if images is None else await images.routed(self._request)
+        route, encoded = routed or (choice.route(self._ask, self._parts, self._trace), ())
         trace, self._planned = self._trace, route.decode
-        trace.local_prefill = route.prefill is None
-        trace.decode_node = route.decode.node_id
-        trace.prefill_node = None if route.prefill is None else route.prefill.node_id
+        trace.placed(route)
         at = self._mark(Milestone.PREFILLING)
-        if trace.dispatched_at is None:
-            trace.dispatched_at = at
+        trace.dispatched_at = trace.dispatched_at or at
         known, attempts = len(self._request.known_ids), self._attempts
         if route.prefill is None:
-            message = SubmitDecode(self._request)
+            message = SubmitDecode(self._request, encoded=encoded)
             attempts.decode = attempts.submit(route.decode, message, known - route.decode_cached)
             await self._accepted(ledger)
             ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            message, cached = SubmitPrefill(self._request), route.prefill_cached
+            message, cached = SubmitPrefill(self._request, encoded), route.prefill_cached
             attempts.prefill = attempts.submit(route.prefill, message, known - cached)
             await self._accepted(ledger)
             ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
@@ -327,15 +327,15 @@ class Journey:
             case HandleReady():
                 await self._move_on(ledger, event.handle)
             case _:
-                pass  # Pooled: asked for by router/request/pool.py alone
+                pass  # Pooled, Encoded: other modules of this package ask for them
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """Note the decode node's first event: it has all of the KV, the export is not needed."""
         self._attempts.decoding = True
         self._attempts.stop_renewing()
         if self._move is None or not self._move.tokens:
-            if self._trace.handover_at is None:  # else a decode node was lost; the first counts
-                self._trace.handover_at = self._clock.monotonic()
+            # The first counts, if a decode node was lost since.
+            self._trace.handover_at = self._trace.handover_at or self._clock.monotonic()
         else:
             self._trace.migrations += 1
             self._moved_at = self._clock.monotonic()
@@ -382,6 +382,8 @@ class Journey:
         if isinstance(error, GivenBack):
             self._ask.avoid(attempt.boot_id)
             self._end_move("given back")
+        elif self._images is not None and isinstance(error, RowsLost):
+            self._images.rows_lost()
         else:
             self._ask.refused(attempt.boot_id, error)
         raise HopFailed(error)
@@ -478,8 +480,7 @@ class Journey:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
             kept, tokens = self._is_an_end(outcome), str(self.output.num_tokens)
-            why = self.failure
-            error, text = ("", "") if why is None else (why.code, why.message)
+            error, text = (why.code, why.message) if (why := self.failure) else ("", "")
             end = {"error": error, "message": text, "output_tokens": tokens}
             await ledger.finish(outcome, kept=kept, **end)
         trace.outcome = outcome.value

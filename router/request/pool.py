@@ -32,13 +32,13 @@ from baton.protocol.handles import Role
 from baton.protocol.messages import PoolKind, SubmitPool
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.concurrency import together
 from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.placement import queued_tokens
 from router.nodes.policy import Ask, NodeSnapshot, is_usable
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import NodeSession
 from router.request.choice import is_guilty
-from router.request.together import together
 from router.request.trace import RequestTrace
 from router.tenants.keys import EVERYBODY, Grant
 from router.tenants.turns import Turns
@@ -282,7 +282,9 @@ class PoolDispatcher:
             error = wanted.refusal or Unavailable("no node is available")
             if not isinstance(error, Unavailable | NodeLost):
                 raise error
-            if not await self._registry.may_come(lambda node: is_usable(node, anybody)):
+            if not await self._registry.may_come(
+                lambda node: node.role is not Role.ENCODE and is_usable(node, anybody)
+            ):
                 raise error
 
     def _least_loaded(self, wanted: Ask) -> NodeSnapshot | None:

@@ -20,6 +20,7 @@ from baton.protocol.errors import (
     KVLost,
     KVStale,
     NodeLost,
+    RowsLost,
     Unavailable,
 )
 
@@ -40,7 +41,7 @@ def is_free(error: BatonError) -> bool:
     True if a node was lost, gave the request back, or could not be reached by another node: that is
     no sign of overload. False for a KV time-out, which is one.
     """
-    gone = GivenBack | KVLost | KVStale | NodeLost | Unavailable
+    gone = GivenBack | KVLost | KVStale | NodeLost | RowsLost | Unavailable
     return isinstance(error, gone)
 
 

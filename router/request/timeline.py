@@ -8,6 +8,7 @@ without an overlap:
     ENTERED    -> gate       waits to be let in
     ADOPTED    -> placement  this router goes on with a request of a router that is gone
     ADMITTED   -> placement  nodes are chosen; if there is none, the request waits for one
+    ENCODING   -> encoding   encode nodes turn its images into rows of the model's input
     PREFILLING -> prefill    a node computes the prompt: a prefill node, or the decode node itself
     PREFILLED  -> hand-over  token 1 is out; the decode node does not have all of the KV yet
     FETCHING   -> hand-over  another decode node fetches an export that is still there
@@ -49,6 +50,7 @@ class Milestone(StrEnum):
     ENTERED = "entered"
     ADOPTED = "adopted"
     ADMITTED = "admitted"
+    ENCODING = "encoding"
     PREFILLING = "prefilling"
     EXPORTED = "exported"
     SUBSCRIBED = "subscribed"
@@ -70,6 +72,7 @@ STAGES: Final = {
     Milestone.ENTERED: GATE,
     Milestone.ADOPTED: "placement",
     Milestone.ADMITTED: "placement",
+    Milestone.ENCODING: "encoding",
     Milestone.PREFILLING: PREFILL,
     Milestone.PREFILLED: "hand-over",
     Milestone.FETCHING: "hand-over",

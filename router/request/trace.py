@@ -14,6 +14,7 @@ from baton.protocol.errors import BatonError
 from baton.protocol.events import NodeSpan, NodeTimings, SpanName, TokenEvent
 from baton.protocol.request import Request
 from baton.runtime.tracing.spans import TraceContext
+from router.nodes.policy import Route
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
 from router.request.timeline import POOLING, Milestone, NodeWork, TimelineMark
@@ -65,10 +66,16 @@ class RequestTrace:
 
     def node_at(self, milestone: Milestone) -> str:
         """Return the node of the stage that `milestone` begins; "" if it has none."""
-        if milestone is Milestone.FAILED:
+        if milestone in (Milestone.ENCODING, Milestone.FAILED):
             return ""
         prefills = milestone is Milestone.PREFILLING and self.prefill_node
         return prefills or self.decode_node or ""
+
+    def placed(self, route: Route) -> None:
+        """Note the nodes that were chosen."""
+        self.local_prefill = route.prefill is None
+        self.decode_node = route.decode.node_id
+        self.prefill_node = None if route.prefill is None else route.prefill.node_id
 
     def joined(self, request: Request) -> Request:
         """Return `request` with the span of its epoch as the one above its nodes' spans."""

@@ -45,7 +45,7 @@ DELAY_S: Final = 0.25  # the most that a request waits for others
 OPERATIONS: Final = {"chatcmpl": "chat", "cmpl": "text_completion", "msg": "chat", "resp": "chat"}
 ROUTER_GONE: Final = "its router is gone or gave it up"
 ANY_OPERATION: Final = "text_completion"
-_OF_ATTEMPTS: Final = frozenset({"prefill", "hand-over", "decode"})
+_OF_ATTEMPTS: Final = frozenset({"encoding", "prefill", "hand-over", "decode"})
 _ENDS: Final = (Milestone.FAILED, Milestone.MOVING)  # of an epoch
 
 

@@ -32,11 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]
-SERVICES = ("router", "prefill", "decode")
+SERVICES = ("router", "prefill", "decode", "encode")
 CONFIGS: dict[str, tuple[type, ...]] = {
     "router": (RouterConfig,),
     "prefill_node": (NodeConfig, EngineConfig),
     "decode_node": (NodeConfig, EngineConfig),
+    "encode_node": (NodeConfig, EngineConfig),
 }
 CACHE = "/var/cache/baton"
 
@@ -204,7 +205,7 @@ def test_requests_have_what_the_grace_period_leaves(
     environ = {} if grace is None else {"BATON_GRACE_S": grace}
     (front,) = parse(*started("router", tmp_path, [], environ))
     assert (front.drain_s, front.shutdown_s) == router
-    for stage in ("prefill", "decode"):
+    for stage in ("prefill", "decode", "encode"):
         config, _ = parse(*started(stage, tmp_path, ["--model", "m"], environ))
         assert config.drain_s == node
         kept, _ = parse(*started(stage, tmp_path, ["--model", "m"], {"BATON_DRAIN_S": "3"}))
@@ -232,7 +233,7 @@ def test_nodes_of_one_host_share_memory_that_only_they_may_enter(tmp_path: Path)
     assert options["type"] == "tmpfs"
     mount = expand(options["o"]).split(",")
     assert {f"uid={last('USER', 'decode')}", "mode=0700", "size=50%"} <= set(mount)
-    for service in ("prefill", "decode"):
+    for service in ("prefill", "decode", "encode"):
         (config, _) = configured(service, tmp_path)
         shared = Path(config.kv_shm_dir)
         assert f"kv:{shared}" in described["services"][service]["volumes"]
@@ -271,7 +272,8 @@ def test_every_package_of_a_role_is_copied() -> None:
     copied = {(stage, rest.split()[0]) for stage, rest in instructions("COPY") if "/src/" in rest}
     for package in ("baton", "bench", "deploy", "kv_transfer", "protos", "router"):
         assert ("router", package) in copied
-    for package in ("baton", "decode_node", "deploy", "kv_transfer", "prefill_node", "protos"):
+    roles = ("decode_node", "encode_node", "prefill_node")
+    for package in ("baton", "deploy", "kv_transfer", "protos", *roles):
         assert ("node", package) in copied
 
 

@@ -21,7 +21,10 @@ from baton.protocol.messages import RenewExport
 from baton.runtime.timing import Timing
 from decode_node.admission import FetchAdmission
 from decode_node.role import DecodeRole
+from kv_transfer.connector import Connector
 from kv_transfer.lanes.memory import MemoryFabric
+from kv_transfer.pool.rows import RowMemory
+from kv_transfer.row_fetches import RowFetches
 from tests.block_lists import held
 from tests.fakes import FakeClock, fake_engine, request
 from tests.node.fakes import PATIENCE_S, PREFILL, connected, running_node
@@ -152,6 +155,10 @@ class FakeConnector:
             raise self.errors.pop(0)
 
 
+def no_connector(memory: RowMemory, fingerprint: str) -> Connector:
+    raise AssertionError("there are no images")
+
+
 def role_over(connector: FakeConnector) -> DecodeRole:
     engine, _ = fake_engine()
     context = RoleContext(
@@ -162,6 +169,7 @@ def role_over(connector: FakeConnector) -> DecodeRole:
         clock=connector.clock,
         spawn=lambda work: None,
         observe_fetch=lambda seconds: None,
+        rows=RowFetches(no_connector),
     )
     return DecodeRole(context, lambda hooks: EngineThread(engine, lambda report: None))
 

@@ -25,6 +25,7 @@ from baton.protocol.errors import InternalError
 
 if TYPE_CHECKING:  # lazy at run time: it takes transformers, which takes seconds
     from baton.engine.encoders.encoder import Encoder
+    from baton.engine.vision.encoder import ImageEncoder
 
 
 class NoModel:
@@ -44,8 +45,8 @@ class ActiveModel:
     `runner` runs the steps. The other fields are None without a real model: `pooler` is for
     embeddings and reranking, `proposer` for speculation, `when_idle` is called once the work has
     ended. `utilization`: where `runner` counts how much of the machine the steps use. `lockstep`:
-    in which the forwards meet those of other ranks. `encoder`: set if the model is one; then no
-    step runs.
+    in which the forwards meet those of other ranks. `encoder`: set if the model is one, and
+    `image_encoder` if only its vision tower is loaded; then no step runs.
     """
 
     runner: Runner
@@ -56,6 +57,7 @@ class ActiveModel:
     utilization: Utilization = field(default_factory=Utilization)
     lockstep: Lockstep | None = None
     encoder: Encoder | None = None
+    image_encoder: ImageEncoder | None = None
 
 
 def activate(

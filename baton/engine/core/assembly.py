@@ -1,6 +1,7 @@
 """Assembly: puts an engine together from complete parts; nothing is set on it afterwards.
 
-load_parts()    weights, KV arena and grammars of a configured model
+load_parts()    weights, KV arena and grammars of a configured model; load_tower_parts(): of its
+                vision tower alone
 assemble()      scheduler, steps and all that lies around them, over the parts of any runner
 build_engine()  both at once
 
@@ -31,7 +32,7 @@ from baton.engine.loading.loading import load_model
 from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
-from baton.engine.memory.kv_cache import KVArena, MakeMemory
+from baton.engine.memory.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.memory.layer_groups import MIN_BLOCKS
 from baton.engine.memory.pins import Pins
 from baton.engine.memory.state_checkpoints import StateCheckpoints
@@ -112,6 +113,36 @@ def _encoder_parts(config: EngineConfig, memory: MakeMemory | None) -> EnginePar
     config = replace(config, block_size=block_size, num_kv_blocks=num_blocks)
     active = ActiveModel(NoModel(), encoder=encoder)
     return EngineParts(config, active, arena, info)
+
+
+def load_tower_parts(
+    config: EngineConfig, memory: MakeMemory | None = None, data: DataRank | None = None
+) -> EngineParts:
+    """Load the vision tower of `config.model`, without the language model. The arena holds rows of
+    images, as much as `config.image_cache_memory` says; peers do not read it in place, so `memory`
+    is not used.
+
+    Raises ConfigError (ModelRefused for a checkpoint that reads no images).
+    """
+    from baton.engine.loading.tower import load_image_encoder  # lazy: transformers takes seconds
+
+    if data is not None:
+        raise ConfigError("an encode node has one rank", field="data_parallel_size")
+    config = as_stored(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    encoder = load_image_encoder(config)
+    info, device = encoder.info, choose_device(config.device)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    page_bytes = bytes_per_block(info.layers, block_size, info.kv_dtype)
+    num_blocks = max(MIN_BLOCKS, config.image_cache_bytes // page_bytes)
+    arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device)
+    info = replace(info, max_model_len=max(2, min(info.max_model_len, num_blocks * block_size)))
+    config = replace(
+        config, block_size=block_size, num_kv_blocks=num_blocks, max_model_len=None,
+        enable_prefix_caching=True, async_scheduling=False,
+    )  # fmt: skip
+    return EngineParts(config, ActiveModel(NoModel(), image_encoder=encoder), arena, info)
 
 
 def assemble(

@@ -347,9 +347,10 @@ class Engine:
             self.requests.step_ended()
         self.steps.count(flight)
         if self.model is not None and self.model.images is not None:
-            encoded, reused = self.model.images.take_counts()
+            encoded, reused, fetched = self.model.images.take_counts()
             self.stats.num_encoded_images += encoded
             self.stats.num_reused_images += reused
+            self.stats.num_fetched_images += fetched
         self.begun = self.steps.note_begun(plan)
         if self.config.check_invariants:
             self.check()

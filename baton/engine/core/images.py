@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel
@@ -10,12 +13,23 @@ from baton.engine.state.images import PromptImages
 from baton.protocol.errors import InvalidRequest, Unavailable, UnsupportedFeature
 from baton.protocol.request import Request
 
+if TYPE_CHECKING:  # lazy at run time: it takes transformers
+    from baton.engine.vision.images import KnownImage
 
-async def read_ahead(model: LoadedModel | None, request: Request) -> None:
-    """Read the images of a request on another thread, so that the engine's finds them read. Raises
-    InvalidRequest. From asyncio."""
-    if request.images and model is not None and model.images is not None:
+
+@asynccontextmanager
+async def read_ahead(
+    model: LoadedModel | None, request: Request, fetched: Mapping[bytes, KnownImage] | None = None
+) -> AsyncIterator[None]:
+    """Read the images of a request on another thread, so that the engine's finds them read; the
+    caller adds the request within the context. `fetched`: images that encode nodes have encoded, by
+    digest. Raises InvalidRequest; RowsLost without a vision tower. From asyncio."""
+    if not request.images or model is None or model.images is None:
+        yield
+        return
+    with model.images.lent(fetched or {}):
         await asyncio.to_thread(model.images.read, request)
+        yield
 
 
 def images_of(

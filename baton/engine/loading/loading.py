@@ -28,6 +28,7 @@ from baton.engine.checkpoint.shared_weights import (
     WeightsKey,
     WeightSource,
     WeightsPart,
+    shared_file,
     shared_weights,
 )
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
@@ -149,7 +150,7 @@ def load_model(
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=_digest(checkpoint, config, lean=is_lean),
+        digest=model_digest(checkpoint, config, lean=is_lean),
         layers=(*model.layers, *(() if built.head is None else built.head.config.layers)),
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
@@ -189,7 +190,7 @@ def _read_as(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool) -> str
     return f"{'integers of' if lean and keeps_integers(kind, config) else 'widened'} {kind}"
 
 
-def _digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) -> str:
+def model_digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) -> str:
     """Return a digest of the checkpoint and of how its weights were read and rounded. `lean`: by
     the lean route.
 
@@ -365,7 +366,7 @@ def _once_per_host(
     `part`: what is read of them."""
     if not _shares(config, checkpoint, weights.device):
         return nullcontext(weights)
-    key = WeightsKey(_digest(checkpoint, config), weights.dtype, part=part)
+    key = WeightsKey(model_digest(checkpoint, config), weights.dtype, part=part)
     ranks = at.group if at.group is not None else at.data
     if ranks is not None and part != WeightsPart.DENSE:
         place, whole = ranks.place, config.enable_expert_parallel
@@ -381,22 +382,26 @@ def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) 
 
 def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement) -> _Built:
     # Imported here: transformers takes seconds, and the lean route must start without it.
+    from baton.engine.models.causal import ModelPart
     from baton.engine.models.universal import load_universal
 
-    if config.deterministic and family_of(checkpoint.config) is not None:
+    sees = family_of(checkpoint.config) is not None
+    if config.deterministic and sees:
         raise ModelRefused(
             "deterministic: not with images (--language-model-only: text alone)",
             field="deterministic",
         )
-    key = None
+    part = ModelPart.TEXT if sees and not config.vision_tower else ModelPart.WHOLE
+    shared = None
     if _shares(config, checkpoint, at.device):
         made_by = (
-            f"{_digest(checkpoint, config, lean=False)} transformers {version('transformers')}"
+            f"{model_digest(checkpoint, config, lean=False)} transformers {version('transformers')}"
         )
+        if part is not ModelPart.WHOLE:
+            made_by += f" {part.value}"
         key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
-    model = load_universal(
-        checkpoint, at.dtype, at.device, config.deterministic, key, config.kept_weight_bytes
-    )
+        shared = shared_file(key, config.kept_weight_bytes)
+    model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, shared, part)
     if config.speculates and model.steps_differ:
         raise ModelRefused(
             "speculation would change its tokens: transformers bounds the time step of its "
@@ -407,7 +412,9 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         from baton.engine.vision.images import Images
         from baton.engine.vision.pixels import ImageReader
 
-        reader = ImageReader(checkpoint.path, model.tower.reading)
+        reader = None
+        if config.vision_tower:
+            reader = ImageReader(checkpoint.path, model.tower.reading)
         images = Images(reader, model.tower, config.image_cache_bytes)
         return _Built("transformers", model, model.weight_bytes, images=images)
     if not config.deterministic:

@@ -7,6 +7,7 @@ checkpoint  -> read_causal                            (the universal route runs 
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import logging
@@ -50,6 +51,14 @@ _ENCODER: Final = (
     "it is an encoder, which writes no text, or of a family that is not served (docs/models.md "
     "lists those that are); serve another, or a decoder such as Qwen3-Embedding and Qwen3-Reranker"
 )
+
+
+class ModelPart(enum.Enum):
+    """What is read of a model with images."""
+
+    WHOLE = "whole"
+    TOWER = "tower"  # vision tower and projector
+    TEXT = "text"  # all but these
 
 
 @contextmanager
@@ -155,10 +164,14 @@ def _unquantized(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_causal(
-    checkpoint: Checkpoint, dtype: torch.dtype, given: Mapping[str, Tensor] | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    given: Mapping[str, Tensor] | None = None,
+    part: ModelPart = ModelPart.WHOLE,
 ) -> Any:
     """Return transformers' own model on the CPU in `dtype`; each tensor is read once. `given`: what
-    it is made of instead of the checkpoint's tensors, by the names of its own state.
+    it is made of instead of the checkpoint's tensors, by the names of its own state. `part`: what
+    is read of a model with images.
 
     transformers makes the model without memory, renames and merges tensors as the family needs it,
     makes the buffers that no file holds, and ties weights. It gets lazy tensors, which are still in
@@ -168,10 +181,11 @@ def read_causal(
     tensors that are missing or have another shape.
     """
     family, config = causal_class(_unquantized(checkpoint.config))
-    refuse_layers(family, config)
+    if part is not ModelPart.TOWER:
+        refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
     tensors = _lazy_tensors(checkpoint, dtype) if given is None else dict(given)
-    loaded: Any = family.from_pretrained(
+    loaded: Any = _class_of(family, part).from_pretrained(
         None,
         config=config,
         state_dict=tensors,
@@ -188,6 +202,33 @@ def read_causal(
         logger.warning("tensors of %s not used: %s", checkpoint.path, unused[:3])
     _refuse_transposed(checkpoint, causal)
     return causal
+
+
+def _class_of(family: Any, part: ModelPart) -> Any:
+    """Return the class `family` of a model with images, of which only `part` is kept.
+
+    transformers makes a model without memory and can leave no part out. This class drops one as
+    soon as the model is made, so that its weights are never read.
+    """
+    if part is ModelPart.WHOLE:
+        return family
+
+    def make(self: Any, config: Any) -> None:
+        family.__init__(self, config)
+        base = self.base_model
+        if part is ModelPart.TOWER:
+            self.lm_head = nn.Identity()
+        for name, _ in list(base.named_children()):
+            if (name == "language_model") == (part is ModelPart.TOWER):
+                setattr(base, name, nn.Identity())
+
+    # By its name and module transformers finds how it renames the family's tensors.
+    named = {
+        "__init__": make,
+        "__module__": family.__module__,
+        "_keys_to_ignore_on_load_unexpected": [".*"],  # those of what is dropped
+    }
+    return type(family.__name__, (family,), named)
 
 
 def _lazy_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[str, LazyTensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.weight_file import ReadingFile, WritingFile
-from baton.engine.models.causal import read_causal
+from baton.engine.models.causal import ModelPart, read_causal
 from baton.protocol.errors import ModelRefused
 from baton.runtime import heap
 
@@ -25,16 +25,19 @@ NAMES: Final = "names"  # no tensor of a model has a name without a dot
 
 
 def causal_once(
-    checkpoint: Checkpoint, dtype: torch.dtype, file: ReadingFile | WritingFile | None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    file: ReadingFile | WritingFile | None,
+    part: ModelPart = ModelPart.WHOLE,
 ) -> Any:
     """Return what read_causal returns, with its parameters in `file`; None = in its own memory.
 
     Raises what read_causal does.
     """
     if isinstance(file, ReadingFile):
-        mapped = _mapped(checkpoint, dtype, file)
-        return read_causal(checkpoint, dtype) if mapped is None else mapped
-    causal = read_causal(checkpoint, dtype)
+        mapped = _mapped(checkpoint, dtype, file, part)
+        return read_causal(checkpoint, dtype, part=part) if mapped is None else mapped
+    causal = read_causal(checkpoint, dtype, part=part)
     if file is not None:
         _move(causal, file)
     return causal
@@ -61,7 +64,9 @@ def _move(causal: nn.Module, file: WritingFile) -> None:
     heap.trim()
 
 
-def _mapped(checkpoint: Checkpoint, dtype: torch.dtype, file: ReadingFile) -> Any | None:
+def _mapped(
+    checkpoint: Checkpoint, dtype: torch.dtype, file: ReadingFile, part: ModelPart
+) -> Any | None:
     """Return the model made of the file's tensors; None if transformers does not take all of them
     as they are."""
     parts: dict[str, Tensor] = {}
@@ -70,7 +75,7 @@ def _mapped(checkpoint: Checkpoint, dtype: torch.dtype, file: ReadingFile) -> An
         if tensor is not None:
             parts[name] = tensor
     try:
-        causal = read_causal(checkpoint, dtype, parts)
+        causal = read_causal(checkpoint, dtype, parts, part)
     except ModelRefused as reason:
         logger.info("weights are not shared: %s", reason)
         return None

@@ -1,4 +1,7 @@
-"""VisionTower: the part of transformers' model that turns the pixels of an image into rows."""
+"""VisionTower: the part of transformers' model that turns the pixels of an image into rows.
+
+A node whose rows come from encode nodes has no weights of it: it only asks what the rows are like.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.seeing import Family, family_of
+from baton.engine.models.causal import ModelPart, named_refusals, read_causal
 from baton.engine.state.images import ImageRows
 from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 
 
 class VisionTower:
     """The tower and projector of `causal`, transformers' model. It only reads weights."""
 
     def __init__(self, causal: Any, family: Family) -> None:
+        """`causal` may lack its language model or the weights of the tower (causal.py)."""
         self.family = family
         self.token: int = causal.config.image_token_id  # the placeholder
         self._causal = causal
@@ -28,6 +35,10 @@ class VisionTower:
         )
         self._merge = merge
         self._patch: int = vision.patch_size
+        deep = getattr(vision, "deepstack_visual_indexes", None) or ()
+        row = LayerSpec(1, causal.config.get_text_config().hidden_size, 0, kind="mla")
+        # ImageRows as layers of KV: `embeds`, then each of `deep`; a token of it is a row.
+        self.row_layers: tuple[LayerSpec, ...] = (row,) * (1 + len(deep))
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -40,6 +51,20 @@ class VisionTower:
         """Return the tower of `causal`; None if it has none."""
         family = family_of(causal.config.to_dict())
         return None if family is None else cls(causal, family)
+
+    @classmethod
+    @torch.inference_mode()
+    def alone(
+        cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> VisionTower | None:
+        """Load the tower without the language model; None if the checkpoint reads no images. Raises
+        ModelRefused."""
+        with named_refusals(checkpoint.config):
+            if family_of(checkpoint.config) is None:
+                return None
+            causal = read_causal(checkpoint, dtype, part=ModelPart.TOWER)
+            causal.requires_grad_(False).eval().to(device)
+            return cls.of(causal)
 
     def grid(self, pixels: dict[str, Tensor]) -> tuple[int, int]:
         """Return how many rows and columns of tokens an image has. `pixels`: what the image

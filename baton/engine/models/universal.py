@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,9 @@ from transformers import AttentionInterface, DynamicCache
 from baton.engine.attention.indexed import Chosen, index_of, with_index
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
-from baton.engine.checkpoint.shared_weights import WeightsKey, shared_file
+from baton.engine.checkpoint.weight_file import ReadingFile, WritingFile
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.causal import decoder_name, named_refusals
+from baton.engine.models.causal import ModelPart, decoder_name, named_refusals
 from baton.engine.models.causal_once import causal_once
 from baton.engine.models.config import NO_ATTENTION, latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
@@ -58,6 +58,7 @@ from baton.protocol.errors import InternalError, ModelRefused
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 
 IMPLEMENTATION: Final = "baton_paged"
+HostFile: TypeAlias = AbstractContextManager[ReadingFile | WritingFile | None]
 # Keywords that models hand to attention and that change nothing once dropout and caches are off.
 _HARMLESS: Final = {
     "dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions",
@@ -366,15 +367,15 @@ def load_universal(
     dtype: torch.dtype,
     device: torch.device,
     fixed_shapes: bool = False,
-    key: WeightsKey | None = None,
-    keep_bytes: int = 0,
+    shared: HostFile | None = None,
+    part: ModelPart = ModelPart.WHOLE,
 ) -> UniversalModel:
-    """Load a checkpoint. `key`: of the file in which this host holds the weights once, None = they
-    are this process's own; `keep_bytes`: see WeightFolder. Raises ModelRefused with the
-    architecture and the reason."""
+    """Load a checkpoint. `shared`: the file in which this host holds the weights once, None = they
+    are this process's own. `part`: not the tower alone. Raises ModelRefused with the architecture
+    and the reason."""
     with named_refusals(checkpoint.config):
-        with nullcontext() if key is None else shared_file(key, keep_bytes) as file:
-            causal = causal_once(checkpoint, dtype, file)
+        with nullcontext() if shared is None else shared as file:
+            causal = causal_once(checkpoint, dtype, file, part)
         return _checked(causal, dtype, device, fixed_shapes)
 
 

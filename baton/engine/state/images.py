@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.protocol.images import ImageInput
+
+ROWS_RULE: Final = "rows of images"  # in the place of the RoPE rule, in fingerprints of rows
 
 
 @dataclass(frozen=True, slots=True)

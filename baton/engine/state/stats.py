@@ -62,6 +62,7 @@ class EngineStats:
     num_generated_tokens: int = 0  # sampled
     num_encoded_images: int = 0  # that the vision tower ran over
     num_reused_images: int = 0  # whose rows another request's had made
+    num_fetched_images: int = 0  # whose rows an encode node had made
     num_replayed_tokens: int = 0  # known output tokens computed again one by one (exact resumes)
     num_prefill_chunks: int = 0  # rows that computed part of a prompt
     num_chunked_prompts: int = 0  # prompts that took more than one chunk

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import BatonError
+from baton.runtime.concurrency import together
 from router.api.exchange import Frames, respond
 from router.api.http.web_errors import error_object
 from router.api.openai.bodies import ChatBody, CompletionBody
@@ -40,7 +41,6 @@ from router.api.openai.reply_ids import pin_of
 from router.api.openai.text_choices import CompletionFrames, WholeText
 from router.api.receipt import receipt_frame
 from router.request.completion import CallRunner, Completion, Delta
-from router.request.together import together
 from router.services import RouterServices
 
 # The usage in a chunk (OpenAIExchange.chunk). Quotes within JSON strings are escaped, so no text of

@@ -1,10 +1,11 @@
-"""together: several coroutines run side by side."""
+"""Work of one event loop side by side: all of it at once, or once for equal digests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -22,3 +23,19 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     return [task.result() for task in tasks]
+
+
+class DigestLocks:
+    """A lock for each digest that somebody works on, so that equal work is done once. It lives as
+    long as somebody holds it or waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, digest: bytes) -> asyncio.Lock:
+        """Return the lock of a digest, for `async with`."""
+        lock = self._locks.get(digest)
+        if lock is None:
+            lock = self._locks[digest] = asyncio.Lock()
+        return lock

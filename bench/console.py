@@ -104,7 +104,7 @@ class ConsoleRegistry:
             for index in range(half)
         ]
 
-    def model(self) -> None:
+    def model(self, _: str) -> None:
         return None
 
 
@@ -175,8 +175,7 @@ class Simulated:
             "dispatcher": ConsoleDispatcher(Gate(clock, GateSettings()), live),
             "registry": registry,
             "store": StoreGuard(MemoryStore("router", Timing(), clock), Timing()),
-            "tokenizer": None,
-            "chat_template": None,
+            "models": (),
             "metrics": RouterMetrics(),
             "aborts": None,
             "timelines": ring,

@@ -35,6 +35,9 @@ class RouterConfig:
     model: str = option(
         "", "model directory: the router reads tokenizer and chat template only", also=("-m",)
     )
+    models: str | None = option(
+        None, "YAML or TOML file of several models behind this router, instead of --model"
+    )
     served_model_name: tuple[str, ...] = option(
         (),
         "names in the API (several: answers say the first; default: what the nodes say)",

@@ -20,7 +20,6 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, cast
 
 import uvicorn
@@ -39,10 +38,6 @@ from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis_connections import ROUTER_CALL, check_redis
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
-from baton.text.chat_template import ChatTemplate
-from baton.text.generation_config import SamplingDefaults, sampling_defaults
-from baton.text.sentence_files import sentence_files
-from baton.text.tokenizer import Tokenizer
 from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
@@ -52,12 +47,12 @@ from router.events import EventRing
 from router.metrics.parts import WatchedParts, watch_failures, watch_gate
 from router.metrics.resumable import watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
+from router.models import Models
 from router.nodes.directory import RedisDirectory
 from router.nodes.migration import Migrator, MigratorParts
 from router.nodes.placement import Placement
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
-from router.prompts.images import images_of
 from router.request.aborts import Aborts
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
@@ -65,7 +60,7 @@ from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.request.texts import TextRing
 from router.request.timeline import TimelineRing
-from router.request.tracing import RouterTracing, tracing_of
+from router.request.tracing import tracing_of
 from router.resumable.adoption import Adopter
 from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
@@ -126,8 +121,9 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         """Build all parts. Raises ConfigError for bad options, ModelRefused for a bad model."""
         config.check()
-        if not config.model:
+        if not (config.model or config.models):
             raise ConfigError("--model is needed: its tokenizer and chat template", field="model")
+        models = Models.load(config)
         clock, events = SystemClock(), EventRing()
         timelines = TimelineRing(config.timeline_requests)
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
@@ -153,11 +149,11 @@ class Router:
                 node_wait_s=config.node_wait_s,
                 exact=config.resume == "exact",
                 events=events,
+                model_of=models.key_of,
             )
         )
-        tokenizer = Tokenizer.load(config.model, config.tokenizer_cache_mb << 20)
-        metrics, tracing = RouterMetrics(), tracing_of(config, router_id, self.registry)
-        dispatcher = _dispatcher(config, self.registry, self.guard, timelines, tracing, events)
+        metrics = RouterMetrics()
+        dispatcher = _dispatcher(config, models, self.registry, self.guard, timelines, events)
         self.aborts = Aborts(dispatcher, self._redis)
         kept = config.max_resumable_mb
         parts = RunParts(dispatcher, self.guard, metrics, clock, max_kept_mb=kept)
@@ -166,17 +162,13 @@ class Router:
             dispatcher=dispatcher,
             registry=self.registry,
             store=self.guard,
-            tokenizer=tokenizer,
-            images=images_of(config.model, tokenizer),
-            chat_template=_chat_template(config),
+            models=models,
             metrics=metrics,
-            sampling_defaults=_sampling_defaults(config),
             clock=clock,
             aborts=self.aborts,
             timelines=timelines,
             events=events,
             batches=BatchRunner.of(config),
-            encoder=sentence_files(Path(config.model)),
             runs=Runs(parts),
         )
         self.adopter = _adopter(self.services)
@@ -425,8 +417,8 @@ def _watch(services: RouterServices) -> None:
     metrics, dispatcher = services.metrics, services.dispatcher
     metrics.watch_migrations(lambda: dispatcher.migrations)
     watch_gate(metrics.registry, dispatcher.gate)
-    if services.tokenizer.pieces is not None:
-        watch_pieces(metrics.registry, services.tokenizer.pieces.stats)
+    pieces = [model.tokenizer.pieces for model in services.models]
+    watch_pieces(metrics.registry, [each.stats for each in pieces if each is not None])
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)
     watched = WatchedParts(services.store, services.registry, dispatcher.retries)
@@ -435,10 +427,10 @@ def _watch(services: RouterServices) -> None:
 
 def _dispatcher(
     config: RouterConfig,
+    models: Models,
     registry: NodeRegistry,
     guard: StoreGuard,
     timelines: TimelineRing,
-    tracing: RouterTracing | None,
     events: EventRing,
 ) -> Dispatcher:
     return Dispatcher(
@@ -449,11 +441,11 @@ def _dispatcher(
             settings=policy_settings(config),
             max_live=config.max_live_requests,
             timeout_s=config.request_timeout_s,
-            gate=_gate(config, registry),
+            gate=_gate(config, models, registry),
             slow_request_s=config.slow_request_s,
             timelines=timelines,
             texts=TextRing(config.timeline_requests) if config.keeps_text else None,
-            tracing=tracing,
+            tracing=tracing_of(config, lambda key: models.name_of(key, registry)),
             events=events,
         )
     )
@@ -465,10 +457,6 @@ def _adopter(services: RouterServices) -> Adopter:
     return Adopter(services.runs, services.store, lambda: services.ready)
 
 
-def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
-    return sampling_defaults(config.model) if config.generation_config == "auto" else {}
-
-
 def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> RequestStore:
     if redis is None:
         log.warning("no --redis-url: requests and logs live in this process only")
@@ -476,21 +464,18 @@ def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> Request
     return RedisStore(redis, router_id, config.timing, SystemClock(), config.store_timeout_s)
 
 
-def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
+def _gate(config: RouterConfig, models: Models, registry: NodeRegistry) -> Gate:
     """Return the gate between the APIs and the dispatcher; it looks again at each node report."""
     most = config.max_live_image_mb << 20
-    bounds = Bounds(config.max_live_requests, config.max_queued_requests, most)
-    settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
+    live, tokens = models.limits("max_live_requests"), models.limits("max_request_tokens")
+    bounds = Bounds(config.max_live_requests, config.max_queued_requests, most, live)
+    settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s, tokens)
 
-    def expected_s(pooled: bool) -> float:
-        return registry.expected_s(lambda node: pooled or node.role is Role.DECODE)
+    def expected_s(model: str, pooled: bool) -> float:
+        return registry.expected_s(
+            lambda node: node.model == model and (pooled or node.role is Role.DECODE)
+        )
 
     gate = Gate(SystemClock(), settings, registry.snapshots, expected_s)
     registry.watch_reports(gate.poke)
     return gate
-
-
-def _chat_template(config: RouterConfig) -> ChatTemplate | None:
-    """Return the template of --chat-template, else the model's own, else None."""
-    template = ChatTemplate.load(config.model, config.chat_template)
-    return template if template.present else None

@@ -42,7 +42,8 @@ class NodeSnapshot:
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
     given the node; they are known at once, while `load` is one step old. `unreported_tokens`: those
     of `assigned_tokens` that were sent after the node's last load report. `pooling`: groups of
-    inputs that the node pools for this router.
+    inputs that the node pools for this router. `model`: the key of the model that it serves, which
+    is "" where there is one model (router/models.py).
     """
 
     node_id: str
@@ -62,9 +63,10 @@ class NodeSnapshot:
     adapters: tuple[str, ...] = ()
     max_num_seqs: int = 0  # 0 = not reported
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
+    model: str = ""
 
     @staticmethod
-    def of(record: NodeRecord) -> NodeSnapshot:
+    def of(record: NodeRecord, model: str = "") -> NodeSnapshot:
         """The node as its record describes it, idle and empty."""
         return NodeSnapshot(
             node_id=record.node_id,
@@ -76,6 +78,7 @@ class NodeSnapshot:
             kv_dtype=record.endpoint.format.dtype,
             adapters=record.adapters,
             max_num_seqs=record.max_num_seqs,
+            model=model,
         )
 
     @property
@@ -92,8 +95,9 @@ class Ask:
     failed the request, so they serve it only if no other can. `refusal`: the error if no node is
     left. `deaths`: boots that may have died of the request and have not come back, with whether
     they hung. `num_deaths`: how often a boot was blamed in all. `guilty`: by the last verdict too
-    many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model_digest`:
-    the model that the request began with, None at first. `session_boot`: the decode node that
+    many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model`: the key
+    of the model that the client named. `model_digest`: the weights that the request began with,
+    None at first. `session_boot`: the decode node that
     served its session last, "" for none. `width`: sequences that decode at once. `local`: the KV
     must not travel, so the decode node computes the prompt. `images`: those of the prompt.
     """
@@ -101,6 +105,7 @@ class Ask:
     known_ids: tuple[int, ...]
     tenant_salt: str = ""
     adapter: str = ""
+    model: str = ""
     model_digest: str | None = None
     excluded: AbstractSet[str] = frozenset()
     avoided: AbstractSet[str] = frozenset()
@@ -286,6 +291,7 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
     narrow = node.role is Role.DECODE and 0 < node.max_num_seqs < ask.width
     return (
         node.takes_requests
+        and node.model == ask.model
         and node.boot_id not in ask.excluded
         and ask.model_digest in (None, node.model_digest)
         and (not ask.adapter or ask.adapter in node.adapters)

@@ -19,14 +19,13 @@ from router.nodes.registry import NodeRegistry
 from router.request.dispatch_parts import DispatchParts
 from router.request.scores import scores_of
 from router.request.sessions import tie_of
-from router.request.terms import Terms
 from router.request.trace import RequestTrace
 
 # Most log-probabilities of token 1 that a hand-over carries (its END frame has 1 MiB).
 MOST_LOGPROBS: Final = 1 << 15
 
 
-def ask_of(request: Request, terms: Terms) -> Ask:
+def ask_of(request: Request, trace: RequestTrace) -> Ask:
     """Return what a new request needs of its nodes.
 
     If token 1 has more log-probabilities than a hand-over carries, the decode node has to compute
@@ -37,7 +36,8 @@ def ask_of(request: Request, terms: Terms) -> Ask:
         known_ids=request.known_ids,
         tenant_salt=request.tenant_salt,
         adapter=request.adapter,
-        slo=terms.slo,
+        model=trace.model,
+        slo=trace.terms.slo,
         width=params.width,
         local=params.num_samples * ((params.logprobs or 0) + 1) > MOST_LOGPROBS,
         images=request.images,

@@ -71,7 +71,7 @@ class Journey:
         self._clock = parts.clock
         self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry, partial(trace.visited, parts.clock))
-        self._ask = choice.ask_of(request, trace.terms)
+        self._ask = choice.ask_of(request, trace)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: MigrationMove | None = None  # the migration under way

@@ -417,7 +417,7 @@ def _watch(services: RouterServices) -> None:
     metrics, dispatcher = services.metrics, services.dispatcher
     metrics.watch_migrations(lambda: dispatcher.migrations)
     watch_gate(metrics.registry, dispatcher.gate)
-    pieces = [model.tokenizer.pieces for model in services.models]
+    pieces = [model.tokenizer.pieces for model in services.models.all]
     watch_pieces(metrics.registry, [each.stats for each in pieces if each is not None])
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)

@@ -21,7 +21,7 @@ that its record fits. What nodes say of a model is in the registry, under the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -123,7 +123,8 @@ class Models:
     """The models of a router, in the order of the file; at least one. Immutable."""
 
     def __init__(self, *models: ServedModel) -> None:
-        self._models = {model.key: model for model in models}
+        self.all = models
+        self._by_key = {model.key: model for model in models}
 
     @staticmethod
     def load(config: RouterConfig) -> Models:
@@ -134,24 +135,17 @@ class Models:
             return Models(ServedModel.load(config))
         return Models(*(ServedModel.load(**each) for each in read_entries(config)))
 
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
-
-    def __len__(self) -> int:
-        return len(self._models)
-
     def __getitem__(self, key: str) -> ServedModel:
-        return self._models[key]
+        return self._by_key[key]
 
     @property
     def only(self) -> ServedModel | None:
         """The model, if there is one; None if there are several."""
-        [first, *others] = self._models.values()
-        return None if others else first
+        return self.all[0] if len(self.all) == 1 else None
 
     def key_of(self, record: NodeRecord) -> str | None:
         """Return the key of the model that a node serves; None if it is none of these."""
-        for model in self:
+        for model in self.all:
             if model.nodes is None or model.nodes.fits(record):
                 return model.key
         return None
@@ -163,29 +157,26 @@ class Models:
     def limits(self, option: str) -> dict[str, int]:
         """Return an option of each model of a file, by key; nothing for the model of `--model`,
         whose limits are the router's own."""
-        return {model.key: getattr(model.config, option) for model in self if model.key}
+        return {model.key: getattr(model.config, option) for model in self.all if model.key}
 
 
 class PromptReaders:
-    """The prompt reader of each model, by its key. All share threads and child processes, which
-    `close` ends; calling it twice is safe."""
+    """`of`: the prompt reader of each model, by its key. All share threads and child processes,
+    which `close` ends; calling it twice is safe."""
 
     def __init__(self, config: RouterConfig, models: Models) -> None:
         self._workers, checker = PromptWorkers(), ImageChecker()
         fetcher = MediaFetcher(config.image_limits())
-        self._of: dict[str, PromptReader] = {}
-        for each in models:
+        self.of: dict[str, PromptReader] = {}
+        for each in models.all:
             images = ImageReader(each.images, each.config.image_limits(), fetcher, checker)
             trusts = each.config.trust_request_chat_template
-            self._of[each.key] = PromptReader(
+            self.of[each.key] = PromptReader(
                 each.tokenizer, each.chat_template, trusts, images, self._workers
             )
 
-    def __getitem__(self, key: str) -> PromptReader:
-        return self._of[key]
-
     def close(self) -> None:
-        for reader in self._of.values():
+        for reader in self.of.values():
             reader.close()
 
 

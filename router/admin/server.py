@@ -125,7 +125,7 @@ class AdminApi:
 
     async def server_info(self, _: HttpRequest) -> Response:
         services = self._services
-        infos = [services.registry.model(model.key) for model in services.models]
+        infos = [services.registry.model(model.key) for model in services.models.all]
         models = [asdict(info) for info in infos if info is not None]
         config = services.config
         options = {

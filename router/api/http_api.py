@@ -106,7 +106,7 @@ class HttpApi:
         id_ = reply_id("cmpl-", request, body.request_id)
         check_common(body)
         served = served_model(self._services, body.model, writes=True)
-        model, prompts = served.info, self._prompts[served.model.key]
+        model, prompts = served.info, self._prompts.of[served.model.key]
         terms = terms_of(request).with_body(body, self._services.config.receipts)
         guided = await prompts.checked(asked_of(body), terms.grant)
         special = body.add_special_tokens is not False
@@ -141,7 +141,7 @@ class HttpApi:
         By default max_tokens is what the model's context leaves. Raises InvalidRequest, naming the
         field of /v1/completions."""
         served = served_model(self._services, body.model, writes=True)
-        model, prompts = served.info, self._prompts[served.model.key]
+        model, prompts = served.info, self._prompts.of[served.model.key]
         token_ids_below(ids, model.vocab_size, "token_ids")
         prompts.refuse_markers(ids, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
@@ -160,7 +160,7 @@ class HttpApi:
     async def tokenize(self, request: HttpRequest) -> Response:
         body = parse(await read_body(request), TokenizeBody)
         served = served_model(self._services, body.model)
-        model, prompts = served.info, self._prompts[served.model.key]
+        model, prompts = served.info, self._prompts.of[served.model.key]
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         terms, length = terms_of(request), countable(model.max_model_len)
@@ -196,7 +196,7 @@ class HttpApi:
         body = parse(raw, DetokenizeBody)
         served = served_model(self._services, body.model)
         ids = token_ids_below(tuple(body.tokens), served.info.vocab_size, "tokens")
-        text = await self._prompts[served.model.key].decode(ids, terms_of(request).grant)
+        text = await self._prompts.of[served.model.key].decode(ids, terms_of(request).grant)
         return _json({"prompt": text})
 
     # ---- about the server ----

@@ -119,7 +119,7 @@ class Intake:
     def __init__(self, services: RouterServices, prompts: PromptReaders) -> None:
         self._services = services
         self._prompts = prompts
-        for model in services.models:
+        for model in services.models.all:
             _ = model.formats  # found, logged or refused at the start
 
     async def chat(
@@ -135,7 +135,11 @@ class Intake:
         if isinstance(body.tool_choice, dict):
             apply_allowed(body)
         served = served_model(services, body.model, writes=True)
-        model, formats, prompts = served.info, served.model.formats, self._prompts[served.model.key]
+        model, formats, prompts = (
+            served.info,
+            served.model.formats,
+            self._prompts.of[served.model.key],
+        )
         tools = tool_format(body, formats)  # refused before anything is rendered
         terms = terms_of(request).with_body(body, services.config.receipts)
         chat, images = conversation_of(body)
@@ -176,7 +180,7 @@ class Intake:
         terms, length = terms_of(request), countable(served.info.max_model_len)
         chat, images = conversation_of(body)
         salt, special = terms.salt(body.cache_salt or ""), body.add_special_tokens is True
-        prompt = await self._prompts[served.model.key].chat(
+        prompt = await self._prompts.of[served.model.key].chat(
             ChatInputs(chat, length, terms.grant, salt, special, body.chat_template, images)
         )
         end_preparing(request.scope, len(prompt.ids))

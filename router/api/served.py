@@ -47,12 +47,12 @@ def served_model(services: RouterServices, asked: str | None, *, writes: bool = 
     there is no name and several models; UnsupportedFeature if an encoder should write text;
     Unavailable if no node is there to say."""
     registry = services.registry
-    for model in services.models:
+    for model in services.models.all:
         info = registry.model(model.key)
         names = model.names(info)
         adapter = ""
         if asked is None:
-            if len(services.models) > 1:
+            if len(services.models.all) > 1:
                 raise _unnamed(services)
         elif asked not in names:
             adapter = adapter_of(services, model, asked)
@@ -68,14 +68,14 @@ def served_model(services: RouterServices, asked: str | None, *, writes: bool = 
             )
         return Served(model, info, names[0], adapter)
     if not registry.records():  # nobody can say which adapters there are
-        unknown_yet = all(registry.model(model.key) is None for model in services.models)
+        unknown_yet = all(registry.model(model.key) is None for model in services.models.all)
         raise Unavailable("no node has registered yet" if unknown_yet else "no node is connected")
     raise unknown(asked or "", known_names(services))
 
 
 def longest_context(services: RouterServices) -> int:
     """Return the longest context of all models, in tokens. Raises Unavailable without nodes."""
-    infos = [services.registry.model(model.key) for model in services.models]
+    infos = [services.registry.model(model.key) for model in services.models.all]
     found = [info.max_model_len for info in infos if info is not None]
     if not found:
         raise Unavailable("no node has registered yet")
@@ -92,13 +92,13 @@ def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotF
 
 def model_names(services: RouterServices) -> list[str]:
     """Return the names of all models, in the order of the file."""
-    infos = [(model, services.registry.model(model.key)) for model in services.models]
+    infos = [(model, services.registry.model(model.key)) for model in services.models.all]
     return [name for model, info in infos for name in model.names(info)]
 
 
 def known_names(services: RouterServices) -> list[str]:
     """Return the names of all models, and those of their adapters."""
-    found = [name for model in services.models for name in adapters(services, model)]
+    found = [name for model in services.models.all for name in adapters(services, model)]
     return list(dict.fromkeys([*model_names(services), *found]))
 
 
@@ -151,7 +151,7 @@ def cards(services: RouterServices, created: int) -> list[Model]:
     names, then the adapters."""
     own: list[Model] = []
     more: dict[str, Model] = {}
-    for model in services.models:
+    for model in services.models.all:
         info = services.registry.model(model.key)
         if info is None:
             continue

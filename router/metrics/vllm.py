@@ -96,7 +96,7 @@ def watch(services: RouterServices) -> None:
     def nodes() -> list[NodeRecord]:
         return [
             replace(record, model=models.name_of(model.key, registry))
-            for model in models
+            for model in models.all
             for record in registry.records(model.key)
         ]
 

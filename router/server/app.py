@@ -102,7 +102,7 @@ def all_routes(services: RouterServices, prompts: PromptReaders) -> list[Route]:
     every = StoredApi(services, resumable).routes(resumable.routes())
     if services.config.strict_fields:
         every = [strict(route) for route in every]
-    if any(model.images is not None for model in services.models):
+    if any(model.images is not None for model in services.models.all):
         every = [
             with_body_limit(route, MAX_BODY_BYTES) if route.path in WITH_IMAGES else route
             for route in every

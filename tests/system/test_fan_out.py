@@ -211,7 +211,7 @@ async def test_beams_over_http(model: Path) -> None:
         )
         assert reply.status_code == 200, reply.text
         choices = reply.json()["choices"]
-        [served] = c.router.services.models
+        [served] = c.router.services.models.all
         texts = [served.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
         assert [choice["text"] for choice in choices] == texts
         assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [12] * 4
@@ -319,7 +319,7 @@ async def test_a_draining_node_hands_on_the_kv_that_all_share(
 async def test_a_stop_string_ends_its_sample_and_frees_its_steps(model: Path) -> None:
     (plain,) = one_engine(model, PROMPTS[2:3], LONG)
     async with cluster(plan(model)) as c, http(c) as client:
-        [served] = c.router.services.models
+        [served] = c.router.services.models.all
         texts = [served.tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
         stop = next(
             piece

@@ -119,7 +119,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
         """List the served models, each once a node of it has registered."""
-        infos = [(it, self._services.registry.model(it.key)) for it in self._services.models]
+        infos = [(it, self._services.registry.model(it.key)) for it in self._services.models.all]
         return serve_pb2.ModelsReply(
             models=[
                 serve_pb2.ModelInfo(
@@ -200,7 +200,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         Raises InvalidRequest, naming the field; ModelNotFound; Unavailable."""
         now = self._services.clock.monotonic()
         served = served_model(self._services, message.model or None, writes=True)
-        own, model, prompts = served.model, served.info, self._prompts[served.model.key]
+        own, model, prompts = served.model, served.info, self._prompts.of[served.model.key]
         if len(request_id) > MAX_NAME_CHARS or not request_id.isprintable():
             raise InvalidRequest(
                 f"request_id: at most {MAX_NAME_CHARS} printable characters", field="request_id"
@@ -365,7 +365,7 @@ def _server_options(services: RouterServices) -> list[tuple[str, int]]:
     # Keepalive: the server pings clients as Baton's clients ping servers, and accepts their pings.
     own = dict(server_options(config.timing)) | dict(channel_options(CLIENT_TIMING))
     own["grpc.so_reuseport"] = int(config.reuse_port)
-    sees = any(model.images is not None for model in services.models)
+    sees = any(model.images is not None for model in services.models.all)
     most = limits.MAX_BODY_BYTES if sees else MAX_BODY_BYTES
     own["grpc.max_receive_message_length"] = most  # as HTTP's
     # An old connection is closed when its calls have ended, so none stays open for ever.

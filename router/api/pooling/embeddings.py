@@ -109,18 +109,18 @@ class PoolingApis:
 
     def __init__(self, services: RouterServices, prompts: PromptReaders, pools: Pools) -> None:
         self._services, self._prompts, self._pools = services, prompts, pools
-        self._settings = {it.key: PoolingSettings.of(it.config) for it in services.models}
+        self._settings = {it.key: PoolingSettings.of(it.config) for it in services.models.all}
 
     def of(self, asked: str | None) -> PoolingParts:
         """Return the parts of the model that a body names. Raises the errors of served_model."""
         served = served_model(self._services, asked)
         key = served.model.key
-        prompts, settings = self._prompts[key], self._settings[key]
+        prompts, settings = self._prompts.of[key], self._settings[key]
         return PoolingParts(self._services, prompts, self._pools, settings, served)
 
     def classifies(self, asked: object) -> bool:
         """Whether the model that a body names is a classifier; False if there is no such model."""
-        for model in self._services.models:
+        for model in self._services.models.all:
             mine = model.names(self._services.registry.model(model.key))
             if asked in mine or self._services.models.only is not None:
                 return bool(self._settings[model.key].labels)

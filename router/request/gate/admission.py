@@ -83,6 +83,7 @@ class Ticket:
     request: Request
     trace: RequestTrace
     grant: Grant = field(init=False)
+    model: str = field(init=False)  # the key of its model
     prompt_tokens: int = field(init=False)
     room_tokens: int = field(init=False)  # prompt tokens for which nodes must have room at first
     max_tokens: int = field(init=False)  # most output tokens of each sample
@@ -99,7 +100,7 @@ class Ticket:
 
     def __post_init__(self) -> None:
         request, params, pooled = self.request, self.request.params, self.trace.pooled
-        self.grant = self.trace.terms.grant
+        self.grant, self.model = self.trace.terms.grant, self.trace.model
         self.prompt_tokens = len(request.prompt_ids)
         # Inputs that are pooled go out one group after another (router/request/pool.py).
         self.room_tokens = min(POOLED_TOKENS, self.prompt_tokens) if pooled else self.prompt_tokens
@@ -111,10 +112,6 @@ class Ticket:
     @property
     def id(self) -> str:
         return self.request.id
-
-    @property
-    def model(self) -> str:
-        return self.trace.model
 
     @property
     def priority(self) -> int:

@@ -177,7 +177,7 @@ class Gate:
         now = trace.entered_at = self._clock.monotonic()
         if request.id in self._tickets:
             raise InvalidRequest("this request id is in use", field="request_id")
-        nodes = self._capacity(self._nodes(), trace.model)
+        nodes = Capacity(self._nodes(), self._settings.prefill_window_s, trace.model)
         if nodes.pause == "refuse":
             raise self._refused(Reason.PAUSED, RETRY_PAUSED_S)
         ticket = Ticket(request, trace)
@@ -277,11 +277,6 @@ class Gate:
             return _unavailable(refusal)
         return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
 
-    def _capacity(self, nodes: Sequence[NodeSnapshot], model: str) -> Capacity:
-        """Return what the nodes of a model can take. `nodes`: of all models."""
-        mine = [node for node in nodes if node.model == model]
-        return Capacity(mine, self._settings.prefill_window_s)
-
     def _take_room(self, nodes: Capacity, ticket: Ticket) -> bool:
         """Take room on the nodes of its model for a ticket; return False if there is none.
 
@@ -348,8 +343,13 @@ class Gate:
 
     def _pump(self) -> None:
         """Let in or refuse the requests whose turn it is."""
-        now, nodes = self._clock.monotonic(), self._nodes()
-        waiting = {model: self._capacity(nodes, model) for model in self.queue.waiting_models()}
+        now, nodes, window_s = (
+            self._clock.monotonic(),
+            self._nodes(),
+            self._settings.prefill_window_s,
+        )
+        models = self.queue.waiting_models()
+        waiting = {model: Capacity(nodes, window_s, model) for model in models}
         for model, capacity in waiting.items():
             self._note_pause(model, capacity, now)
 

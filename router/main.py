@@ -53,6 +53,7 @@ from router.nodes.migration import Migrator, MigratorParts
 from router.nodes.placement import Placement
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
+from router.picker.service import PickerServer
 from router.request.aborts import Aborts
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
@@ -171,23 +172,35 @@ class Router:
             batches=BatchRunner.of(config),
             runs=Runs(parts),
         )
+        self.picker: PickerServer | None = None
+        self.picker_port: int | None = None  # the bound one
         self.adopter = _adopter(self.services)
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
         _watch(self.services)
 
-    async def start(self) -> None:
+    async def start(self, own_address: str = "") -> None:
+        """`own_address`: HOST:PORT of this router's HTTP server, for the picker.
+
+        Raises ConfigError if the picker's port is taken."""
         watch_process(self.services.metrics.registry, asyncio.get_running_loop())
+        if self.config.picker_port is not None:
+            self.picker = PickerServer(self.services, own_address)
+            self.picker_port = self.picker.bind()
         await self.guard.start()
         await self.registry.start()
+        if self.picker is not None:
+            await self.picker.start()
 
     async def run_background(self) -> None:
-        """Run heartbeats to the store, node records, migrations, aborts and batches, until
-        cancelled."""
+        """Run heartbeats to the store, node records, migrations, aborts, batches and the picker's
+        health, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.guard.run())
             group.create_task(self.registry.run())
             group.create_task(self.migrator.run())
             group.create_task(self.aborts.run())
+            if self.picker is not None:
+                group.create_task(self.picker.watch())
             if self.services.batches is not None:
                 group.create_task(self.services.batches.run())
 
@@ -195,6 +208,8 @@ class Router:
         """Leave resumable requests to other routers, cancel all other requests, close every part.
         Calling it twice is safe."""
         await self.adopter.stop()
+        if self.picker is not None:
+            await self.picker.stop()
         if self.services.runs is not None:
             await self.services.runs.stop()
         await self.services.dispatcher.stop()
@@ -210,6 +225,7 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
         local_prefill_tokens=config.local_prefill_tokens,
         placement=cast(Placement, config.prefill_placement),  # one of its choices
         two_choices=config.power_of_two,
+        named_nodes=config.named_nodes,
     )
 
 
@@ -238,7 +254,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
     admin = AdminServer(config, router.services, app)
     grpc_server = GrpcServer(router.services)
     grpc_port = grpc_server.bind()
-    await router.start()
+    await router.start(join(config.host, listener.getsockname()[1]) if config.uds is None else "")
     await grpc_server.start()
     serving = asyncio.create_task(
         http.serve([listener] if own is None else [listener, own]), name="http"
@@ -253,9 +269,8 @@ async def serve(config: RouterConfig, health: Health) -> None:
         await until(http.began, tasks)
         settle()
         health.started(lambda: True, lambda: router.services.ready)
-        announce(
-            config, listener, grpc_port, own, admin_address=admin.address, health_port=health.port
-        )
+        ports = {"health_port": health.port, "picker_port": router.picker_port}
+        announce(config, listener, grpc_port, own, admin_address=admin.address, **ports)
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True
         health.look()

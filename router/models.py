@@ -44,7 +44,7 @@ from router.prompts.images import ImageReader, images_of
 from router.prompts.reader import PromptReader, PromptWorkers
 
 # The router's options that an entry of the file may set for its model.
-MODEL_OPTIONS: Final = API_OPTIONS | {
+MODEL_OPTIONS: Final = API_OPTIONS - {"responses_drop_builtin_tools"} | {
     "limit_mm_per_prompt", "max_live_requests", "max_request_tokens", "model",
 }  # fmt: skip
 LEAST_DIGEST: Final = 8  # hexadecimal digits

@@ -153,12 +153,14 @@ class PolicySettings:
     node. "auto": the cheaper of the two (router/nodes/placement.py). `two_choices`: among nodes
     with equal prefixes only two random ones are compared. That is better where many routers share
     nodes that seldom report, and worse elsewhere (docs/admission.md has the figures).
+    `named_nodes`: a request may name its nodes, as an endpoint picker chose them (docs/gateway.md).
     """
 
     prefix_weight: float = 1.0
     local_prefill_tokens: int = 0
     placement: Placement = "threshold"
     two_choices: bool = False
+    named_nodes: bool = False
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -297,6 +299,22 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
         and (not ask.adapter or ask.adapter in node.adapters)
         and not narrow
     )
+
+
+def preferred(
+    ask: Ask, nodes: Sequence[NodeSnapshot], names: Collection[str]
+) -> list[NodeSnapshot]:
+    """Return the nodes without those for which a named node of the same role stands in.
+
+    A named node that cannot serve the request, or has failed it, stands in for none.
+    """
+    named = [
+        node
+        for node in nodes
+        if node.node_id in names and node.boot_id not in ask.avoided and is_usable(node, ask)
+    ]
+    roles = {node.role for node in named}
+    return [node for node in nodes if node in named or node.role not in roles]
 
 
 def is_full(node: NodeSnapshot) -> bool:

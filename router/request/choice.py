@@ -14,7 +14,15 @@ from typing import Final
 
 from baton.protocol.handles import KVHandle, Role
 from baton.protocol.request import MAX_NODE_DEATHS, Request
-from router.nodes.policy import Ask, NodeSnapshot, Route, choose_decode, choose_route, is_usable
+from router.nodes.policy import (
+    Ask,
+    NodeSnapshot,
+    Route,
+    choose_decode,
+    choose_route,
+    is_usable,
+    preferred,
+)
 from router.nodes.registry import NodeRegistry
 from router.request.dispatch_parts import DispatchParts
 from router.request.scores import scores_of
@@ -50,10 +58,18 @@ def route(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
     Mutates `ask` and `trace`. Raises the same exceptions as `choose_route`.
     """
     nodes = parts.registry.snapshots()
+    if trace.terms.nodes and parts.settings.named_nodes:
+        nodes = preferred(ask, nodes, trace.terms.nodes)
     chosen = choose_route(ask, nodes, parts.settings, _tie(ask, parts, trace.terms.session))
     ask.model_digest = chosen.decode.model_digest
     _note_choice(ask, parts, trace, nodes, chosen)
     return chosen
+
+
+def preview(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
+    """Return the route that a request would get now; nothing is noted. Raises as `route`."""
+    nodes, tie = parts.registry.snapshots(), _tie(ask, parts, trace.terms.session)
+    return choose_route(ask, nodes, parts.settings, tie)
 
 
 def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandle) -> NodeSnapshot:

@@ -214,8 +214,12 @@ async def test_a_dead_node_of_one_model_is_no_others_business(
 
 
 async def test_limits_and_options_are_the_models_own(reference: Reference, tmp_path: Path) -> None:
-    small = {"max_request_tokens": 64, "max_logprobs": 2}
+    small = {"max_request_tokens": 64, "max_logprobs": 2, "response_role": "narrator"}
     async with two(reference, tmp_path, small=small) as it:
+        for name, role in (("small", "narrator"), ("other", "assistant")):
+            body = {**GREEDY, "model": name, "messages": MESSAGES, "max_tokens": 1}
+            reply = await it.http.post("/v1/chat/completions", json=body)
+            assert reply.json()["choices"][0]["message"]["role"] == role
         for name, status in (("small", 400), ("other", 200)):
             for more in ({"max_tokens": 60}, {"max_tokens": 1, "logprobs": 3}):
                 body = {**GREEDY, "model": name, "prompt": TEXT, **more}

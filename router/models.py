@@ -120,7 +120,7 @@ class ServedModel:
 
 
 class Models:
-    """The models of a router, in the order of the file; at least one. Immutable."""
+    """The models of a router, in the order of the file. Immutable."""
 
     def __init__(self, *models: ServedModel) -> None:
         self.all = models

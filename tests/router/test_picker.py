@@ -424,8 +424,8 @@ async def test_keys_are_checked_before_any_work() -> None:
     async with gateway(api_key=("secret",)) as it:
         it.nodes.now = made_up(random.Random(1), (1, 2, 3))
         body = {"prompt": [1, 2, 3]}
-        for headers in ({}, {"authorization": "Bearer wrong"}):
-            status, _ = refusal_of(await it.post(body, **headers))
+        for given in ("", "Bearer wrong"):
+            status, _ = refusal_of(await it.post(body, authorization=given))
             assert status == 401
         assert headers_of((await it.post(body, authorization="Bearer secret"))[0])
 

@@ -62,8 +62,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     texts, chats = dict[str, str](), dict[str, str]()
     for name, folder in folders.items():
         llm = LLM(model=str(folder), num_kv_blocks=64, threads=1)
-        texts[name] = llm.generate([TEXT], PARAMS)[0].text
-        chats[name] = llm.chat(MESSAGES, PARAMS)[0].text  # pyright: ignore[reportArgumentType]
+        texts[name] = llm.generate([TEXT], PARAMS)[0].text or ""
+        chats[name] = llm.chat(MESSAGES, PARAMS)[0].text or ""  # pyright: ignore[reportArgumentType]
     assert texts["small"] != texts["other"]
     return Reference(folders, texts, chats)
 

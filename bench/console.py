@@ -39,6 +39,7 @@ from router.config import RouterConfig
 from router.console.stream import StateFeed
 from router.events import EventRing
 from router.metrics.router import RouterMetrics
+from router.models import Models
 from router.nodes.flows import FlowRate
 from router.nodes.registry import NodeStatus
 from router.request.gate.gate import Gate, GateSettings
@@ -104,7 +105,7 @@ class ConsoleRegistry:
             for index in range(half)
         ]
 
-    def model(self) -> None:
+    def model(self, _: str) -> None:
         return None
 
 
@@ -175,8 +176,7 @@ class Simulated:
             "dispatcher": ConsoleDispatcher(Gate(clock, GateSettings()), live),
             "registry": registry,
             "store": StoreGuard(MemoryStore("router", Timing(), clock), Timing()),
-            "tokenizer": None,
-            "chat_template": None,
+            "models": Models(),
             "metrics": RouterMetrics(),
             "aborts": None,
             "timelines": ring,

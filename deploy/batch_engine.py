@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, cast
 
 from starlette.types import ASGIApp
@@ -29,13 +28,10 @@ from baton.protocol.handles import Endpoint, NodeRecord, Role
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import Request
 from baton.runtime.timing import Timing
-from baton.text.chat_template import ChatTemplate
-from baton.text.generation_config import sampling_defaults
-from baton.text.sentence_files import sentence_files
-from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
-from router.nodes.registry import NodeRegistry, ServedModel
+from router.models import Models, ServedModel
+from router.nodes.registry import ModelInfo, NodeRegistry
 from router.request.aborts import Aborts
 from router.request.dispatcher import Dispatcher
 from router.request.gate.gate import Gate, GateSettings
@@ -140,21 +136,21 @@ class EngineRegistry:
     There is one model, and one node, which can serve the model and its adapters.
     """
 
-    def __init__(self, model: ServedModel, record: NodeRecord) -> None:
+    def __init__(self, model: ModelInfo, record: NodeRecord) -> None:
         self._model = model
         self._record = record
 
-    def model(self) -> ServedModel:
+    def model(self, _: str = "") -> ModelInfo:
         return self._model
 
     def can_serve(self) -> bool:
         return True
 
-    def records(self) -> list[NodeRecord]:
+    def records(self, _: str | None = None) -> list[NodeRecord]:
         return [self._record]
 
 
-def record_of(engine: Engine, model: ServedModel) -> NodeRecord:
+def record_of(engine: Engine, model: ModelInfo) -> NodeRecord:
     """Return the record of a decode node with this engine. Nobody ever fetches its KV."""
     block_size = engine.pool.block_size
     return NodeRecord(
@@ -182,10 +178,9 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
     engine = await asyncio.to_thread(build_engine, config)
     dispatcher = EngineDispatcher(engine)
     info = engine.info
-    model = ServedModel(
+    model = ModelInfo(
         config.model_name, info.digest, info.max_model_len, info.vocab_size, info.eos_token_ids
     )
-    template = ChatTemplate.load(api.model, api.chat_template)
     clock = SystemClock()
     known = cast(Dispatcher, dispatcher)  # it has the methods that front doors use
     services = RouterServices(
@@ -193,14 +188,11 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
         dispatcher=known,
         registry=cast(NodeRegistry, EngineRegistry(model, record_of(engine, model))),
         store=StoreGuard(MemoryStore(NODE, Timing(), clock), Timing()),
-        tokenizer=Tokenizer.load(api.model),
-        chat_template=template if template.present else None,
+        models=Models(replace(ServedModel.load(api), images=None)),
         metrics=RouterMetrics(),
         aborts=Aborts(known),
-        sampling_defaults=sampling_defaults(api.model) if api.generation_config == "auto" else {},
         clock=clock,
         pools=dispatcher.pools,
-        encoder=sentence_files(Path(api.model)),
     )
     app: Any = create_app(services)
     dispatcher.thread.start()

@@ -44,6 +44,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "advertise_host": "nodes of `baton up` meet on this machine alone",
     "break_socket": "`baton up --demo` makes it",
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",
+    "models": "`baton up` serves one model; docs/several_models.md starts several",
     "node_id": _NAMES,
     "secret_file": "it draws a secret at each start, for its own processes",
     "reuse_port": "routers of one `baton up` share its ports by --workers",

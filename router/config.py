@@ -35,12 +35,16 @@ API_OPTIONS: Final = frozenset({
     "trust_request_chat_template",
 })  # fmt: skip
 MAX_KEPT_MB: Final = 256
+_WILDCARDS: Final = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     model: str = option(
         "", "model directory: the router reads tokenizer and chat template only", also=("-m",)
+    )
+    models: str | None = option(
+        None, "YAML or TOML file of several models behind this router, instead of --model"
     )
     served_model_name: tuple[str, ...] = option(
         (),
@@ -206,6 +210,17 @@ class RouterConfig:
     power_of_two: bool = option(
         False, "compare two drawn nodes instead of all: for many routers and slow reports"
     )
+    picker_port: int | None = option(
+        None,
+        "gRPC port of an endpoint picker for gateways (Envoy's ext-proc, docs/gateway.md), 0 = any"
+        " free one (default: none)",
+    )
+    picker_router: tuple[str, ...] = option(
+        (), "HOST:PORT of a router that the picker may choose (repeatable; default: this one)"
+    )
+    named_nodes: bool = option(
+        False, "let requests name their nodes by x-baton-nodes, as the picker chose them"
+    )
     max_live_requests: int = option(1024, "requests under way; more wait")
     max_queued_requests: int = option(
         512, "requests that wait for room; more are refused with 429; 0 = none waits"
@@ -306,6 +321,7 @@ class RouterConfig:
             ("batch_concurrency", 1), ("stored_responses_mb", 0), ("node_wait_s", 0),
             ("slow_request_s", 0), ("timeline_requests", 0), ("max_image_mb", 1),
             ("max_image_megapixels", 1), ("max_live_image_mb", 1), ("store_replicas", 0),
+            ("picker_port", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -349,6 +365,10 @@ class RouterConfig:
         return int(parse_redis_url(self.redis_url).kind is not RedisKind.SINGLE)
 
     def _check_place(self) -> None:
+        own = self.uds is None and self.host not in _WILDCARDS  # a gateway can connect to it
+        if self.picker_port is not None and not (self.picker_router or own):
+            message = "--picker-port needs --picker-router, addresses that a gateway can connect to"
+            raise ConfigError(message, field="picker_router")
         if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
             message = "root_path must be like /llm, without a slash at its end"
             raise ConfigError(message, field="root_path")

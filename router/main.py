@@ -20,7 +20,6 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, cast
 
 import uvicorn
@@ -40,10 +39,6 @@ from baton.runtime.redis.connections import check_router_redis, connect
 from baton.runtime.rotation.file_metrics import watch_files
 from baton.runtime.task_metrics import watch_process
 from baton.runtime.vllm_flags import add_idle
-from baton.text.chat_template import ChatTemplate
-from baton.text.generation_config import SamplingDefaults, sampling_defaults
-from baton.text.sentence_files import sentence_files
-from baton.text.tokenizer import Tokenizer
 from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
@@ -53,12 +48,13 @@ from router.events import EventRing
 from router.metrics.parts import WatchedParts, watch_failures, watch_gate
 from router.metrics.resumable import watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
+from router.models import Models
 from router.nodes.directory import RedisDirectory
 from router.nodes.migration import Migrator, MigratorParts
 from router.nodes.placement import Placement
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
-from router.prompts.images import images_of
+from router.picker.service import PickerServer
 from router.request.aborts import Aborts
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
@@ -66,7 +62,7 @@ from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.request.texts import TextRing
 from router.request.timeline import TimelineRing
-from router.request.tracing import RouterTracing, tracing_of
+from router.request.tracing import tracing_of
 from router.resumable.adoption import Adopter
 from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
@@ -128,8 +124,9 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         """Build all parts. Raises ConfigError for bad options, ModelRefused for a bad model."""
         config.check()
-        if not config.model:
+        if not (config.model or config.models):
             raise ConfigError("--model is needed: its tokenizer and chat template", field="model")
+        models = Models.load(config)
         clock, events = SystemClock(), EventRing()
         timelines = TimelineRing(config.timeline_requests)
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
@@ -154,11 +151,11 @@ class Router:
                 node_wait_s=config.node_wait_s,
                 exact=config.resume == "exact",
                 events=events,
+                model_of=models.key_of,
             )
         )
-        tokenizer = Tokenizer.load(config.model, config.tokenizer_cache_mb << 20)
-        metrics, tracing = RouterMetrics(), tracing_of(config, router_id, self.registry)
-        dispatcher = _dispatcher(config, self.registry, self.guard, timelines, tracing, events)
+        metrics = RouterMetrics()
+        dispatcher = _dispatcher(config, models, self.registry, self.guard, timelines, events)
         self.aborts = Aborts(dispatcher, self._redis)
         kept = config.max_resumable_mb
         parts = RunParts(dispatcher, self.guard, metrics, clock, max_kept_mb=kept)
@@ -167,39 +164,47 @@ class Router:
             dispatcher=dispatcher,
             registry=self.registry,
             store=self.guard,
-            tokenizer=tokenizer,
-            images=images_of(config.model, tokenizer),
-            chat_template=_chat_template(config),
+            models=models,
             metrics=metrics,
-            sampling_defaults=_sampling_defaults(config),
             clock=clock,
             aborts=self.aborts,
             timelines=timelines,
             events=events,
             batches=BatchRunner.of(config),
-            encoder=sentence_files(Path(config.model)),
             runs=Runs(parts),
         )
+        self.picker: PickerServer | None = None
+        self.picker_port: int | None = None  # the bound one
         self.adopter = _adopter(self.services)
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
         _watch(self.services)
 
-    async def start(self) -> None:
+    async def start(self, own_address: str = "") -> None:
+        """`own_address`: HOST:PORT of this router's HTTP server, for the picker.
+
+        Raises ConfigError if the picker's port is taken."""
         registry, config = self.services.metrics.registry, self.config
         watch_process(registry, asyncio.get_running_loop())
         tls = (config.tls, config.node_tls)
         watch_files(registry, config.secret_file, tls, config.key_files())
+        if config.picker_port is not None:
+            self.picker = PickerServer(self.services, own_address)
+            self.picker_port = self.picker.bind()
         await self.guard.start()
         await self.registry.start()
+        if self.picker is not None:
+            await self.picker.start()
 
     async def run_background(self) -> None:
-        """Run heartbeats to the store, node records, migrations, aborts and batches, until
-        cancelled."""
+        """Run heartbeats to the store, node records, migrations, aborts, batches and the picker's
+        health, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.guard.run())
             group.create_task(self.registry.run())
             group.create_task(self.migrator.run())
             group.create_task(self.aborts.run())
+            if self.picker is not None:
+                group.create_task(self.picker.watch())
             if self.services.batches is not None:
                 group.create_task(self.services.batches.run())
 
@@ -207,6 +212,8 @@ class Router:
         """Leave resumable requests to other routers, cancel all other requests, close every part.
         Calling it twice is safe."""
         await self.adopter.stop()
+        if self.picker is not None:
+            await self.picker.stop()
         if self.services.runs is not None:
             await self.services.runs.stop()
         await self.services.dispatcher.stop()
@@ -224,6 +231,7 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
         local_prefill_tokens=config.local_prefill_tokens,
         placement=cast(Placement, config.prefill_placement),  # one of its choices
         two_choices=config.power_of_two,
+        named_nodes=config.named_nodes,
     )
 
 
@@ -252,7 +260,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
     admin = AdminServer(config, router.services, app)
     grpc_server = GrpcServer(router.services)
     grpc_port = grpc_server.bind()
-    await router.start()
+    await router.start(join(config.host, listener.getsockname()[1]) if config.uds is None else "")
     await grpc_server.start()
     serving = asyncio.create_task(
         http.serve([listener] if own is None else [listener, own]), name="http"
@@ -267,9 +275,8 @@ async def serve(config: RouterConfig, health: Health) -> None:
         await until(http.began, tasks)
         settle()
         health.started(lambda: True, lambda: router.services.ready)
-        announce(
-            config, listener, grpc_port, own, admin_address=admin.address, health_port=health.port
-        )
+        ports = {"health_port": health.port, "picker_port": router.picker_port}
+        announce(config, listener, grpc_port, own, admin_address=admin.address, **ports)
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True
         health.look()
@@ -431,8 +438,8 @@ def _watch(services: RouterServices) -> None:
     metrics, dispatcher = services.metrics, services.dispatcher
     metrics.watch_migrations(lambda: dispatcher.migrations)
     watch_gate(metrics.registry, dispatcher.gate)
-    if services.tokenizer.pieces is not None:
-        watch_pieces(metrics.registry, services.tokenizer.pieces.stats)
+    pieces = [model.tokenizer.pieces for model in services.models.all]
+    watch_pieces(metrics.registry, [each.stats for each in pieces if each is not None])
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)
     watched = WatchedParts(services.store, services.registry, dispatcher.retries)
@@ -441,10 +448,10 @@ def _watch(services: RouterServices) -> None:
 
 def _dispatcher(
     config: RouterConfig,
+    models: Models,
     registry: NodeRegistry,
     guard: StoreGuard,
     timelines: TimelineRing,
-    tracing: RouterTracing | None,
     events: EventRing,
 ) -> Dispatcher:
     return Dispatcher(
@@ -455,11 +462,11 @@ def _dispatcher(
             settings=policy_settings(config),
             max_live=config.max_live_requests,
             timeout_s=config.request_timeout_s,
-            gate=_gate(config, registry),
+            gate=_gate(config, models, registry),
             slow_request_s=config.slow_request_s,
             timelines=timelines,
             texts=TextRing(config.timeline_requests) if config.keeps_text else None,
-            tracing=tracing,
+            tracing=tracing_of(config, lambda key: models.name_of(key, registry)),
             events=events,
         )
     )
@@ -471,10 +478,6 @@ def _adopter(services: RouterServices) -> Adopter:
     return Adopter(services.runs, services.store, lambda: services.ready)
 
 
-def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
-    return sampling_defaults(config.model) if config.generation_config == "auto" else {}
-
-
 def _store(config: RouterConfig, router_id: str, patience_s: float) -> RequestStore:
     if config.redis_url is None:
         log.warning("no --redis-url: requests and logs live in this process only")
@@ -483,22 +486,17 @@ def _store(config: RouterConfig, router_id: str, patience_s: float) -> RequestSt
     return RedisStore(servers, router_id, config.timing, SystemClock(), config.store_timeout_s)
 
 
-def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
+def _gate(config: RouterConfig, models: Models, registry: NodeRegistry) -> Gate:
     """Return the gate between the APIs and the dispatcher; it looks again at each node report."""
     most = config.max_live_image_mb << 20
-    bounds = Bounds(config.max_live_requests, config.max_queued_requests, most)
-    settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
+    live, tokens = models.limits("max_live_requests"), models.limits("max_request_tokens")
+    bounds = Bounds(config.max_live_requests, config.max_queued_requests, most, live)
+    settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s, tokens)
 
-    def expected_s(pooled: bool) -> float:
+    def expected_s(model: str, pooled: bool) -> float:
         roles = (Role.PREFILL, Role.DECODE) if pooled else (Role.DECODE,)
-        return registry.expected_s(lambda node: node.role in roles)
+        return registry.expected_s(lambda node: node.model == model and node.role in roles)
 
     gate = Gate(SystemClock(), settings, registry.snapshots, expected_s)
     registry.watch_reports(gate.poke)
     return gate
-
-
-def _chat_template(config: RouterConfig) -> ChatTemplate | None:
-    """Return the template of --chat-template, else the model's own, else None."""
-    template = ChatTemplate.load(config.model, config.chat_template)
-    return template if template.present else None

@@ -6,17 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.protocol.clock import Clock, SystemClock
-from baton.text.generation_config import SamplingDefaults
 from router.events import EventRing
 
 if TYPE_CHECKING:
-    from baton.images.model import ImageModel
-    from baton.text.chat_template import ChatTemplate
-    from baton.text.sentence_files import SentenceFiles
-    from baton.text.tokenizer import Tokenizer
     from router.batches.runner import BatchRunner
     from router.config import RouterConfig
     from router.metrics.router import RouterMetrics
+    from router.models import Models
     from router.nodes.registry import NodeRegistry
     from router.request.aborts import Aborts
     from router.request.dispatcher import Dispatcher
@@ -38,20 +34,17 @@ class Lifecycle:
 class RouterServices:
     """The parts that an API may use.
 
-    The served model is `registry.model()` (None until a node has registered): name, digest,
-    max_model_len, vocab_size, eos_token_ids. `sampling_defaults` stand in for sampling fields
-    that a request does not set.
+    `models`: what the files of each served model say. What its nodes say is
+    `registry.model(key)`, None until one of them has registered.
     """
 
     config: RouterConfig
     dispatcher: Dispatcher
     registry: NodeRegistry
     store: StoreGuard
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
+    models: Models
     metrics: RouterMetrics
     aborts: Aborts
-    sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
     runs: Runs | None = None  # resumable requests; None: they are refused
@@ -59,8 +52,6 @@ class RouterServices:
     timelines: TimelineRing | None = None  # of ended requests; None: none are kept
     batches: BatchRunner | None = None  # None: /v1/files and /v1/batches are not served
     events: EventRing = field(default_factory=EventRing)
-    encoder: SentenceFiles | None = None  # set if the model is one: it writes no text
-    images: ImageModel | None = None  # None: the model reads no images
 
     @property
     def ready(self) -> bool:

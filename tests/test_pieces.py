@@ -194,7 +194,7 @@ def test_thousands_of_added_tokens_are_one_tree() -> None:
 
 def test_what_was_kept_is_told_at_a_scrape() -> None:
     it, metrics = Counting(), RouterMetrics()
-    watch_pieces(metrics.registry, it.pieces.stats)
+    watch_pieces(metrics.registry, [it.pieces.stats])
     it.pieces.encode("abc|d|abc")
     lines = metrics.render().decode().splitlines()
     assert "baton_tokenizer_cache_queries_total 7.0" in lines

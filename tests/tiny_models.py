@@ -109,10 +109,24 @@ def make_reranker(path: Path) -> Path:
     return path
 
 
-def write_tiny_tokenizer(path: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (ChatML template); ids [0, 320) all decode."""
+def make_other_vocabulary(path: Path, vocab_size: int = 300) -> Path:
+    """A Qwen3 with other token ids for every text, fewer of them, and another chat template."""
+    make_tiny_model("qwen3", path, seed=1, vocab_size=vocab_size)
+    write_tiny_tokenizer(path, vocab_size)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = CHAT_TEMPLATE.replace("assistant", "other model")
+    file.write_text(json.dumps(config))
+    return path
+
+
+def write_tiny_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """Write tokenizer.json and tokenizer_config.json (ChatML template); all ids below `vocab_size`
+    decode. Vocabularies of different sizes have no byte at the same id."""
     alphabet = sorted(ByteLevel.alphabet())
-    bigrams = _bigrams(VOCAB_SIZE - len(SPECIALS) - len(alphabet))
+    bigrams = _bigrams(vocab_size - len(SPECIALS) - len(alphabet))
+    turn = VOCAB_SIZE - vocab_size
+    alphabet = alphabet[turn:] + alphabet[:turn]
     pieces = [*SPECIALS, *alphabet, *("".join(pair) for pair in bigrams)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, bigrams))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

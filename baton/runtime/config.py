@@ -239,7 +239,7 @@ def _of_file(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the file's values for options that dataclasses declare."""
     file: Path | None = getattr(arguments, "config", None)
     known: set[str] = getattr(arguments, _LAYERED, set())
-    told = {} if file is None else _read_file(file)
+    told = {} if file is None else read_file(file)
     return {name: value for name, value in told.items() if name in known}
 
 
@@ -247,7 +247,7 @@ def _set_defaults(parser: argparse.ArgumentParser, file: Path) -> None:
     """Make the file's values the parser's defaults for the options that `load` does not read."""
     layered: set[str] = parser.get_default(_LAYERED) or set()
     actions = {each.dest: each for each in _actions(parser)}
-    for name, value in _read_file(file).items():
+    for name, value in read_file(file).items():
         if name in layered:
             continue
         action = actions.get(name)
@@ -262,17 +262,20 @@ def _set_defaults(parser: argparse.ArgumentParser, file: Path) -> None:
         parser.set_defaults(**{name: value if plain else str(value)})
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    """Return the file's values by option name; its keys may have dashes, like flags."""
+def read_file(path: Path, field: str = "config") -> dict[str, Any]:
+    """Return the values of a YAML or TOML file by name; its keys may have dashes, like flags.
+
+    Raises ConfigError, about the option `field`, for a file that cannot be read.
+    """
     try:
         text = path.read_text()
         told: object = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field="config") from error
+        raise ConfigError(f"cannot read {path}: {error}", field=field) from error
     if told is None:  # only comments
         return {}
     if not isinstance(told, dict):
-        raise ConfigError(f"{path} must hold options and their values", field="config")
+        raise ConfigError(f"{path} must hold options and their values", field=field)
     values = cast("dict[object, Any]", told)
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 

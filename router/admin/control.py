@@ -8,9 +8,10 @@
     POST /sleep?level=0|1|2&mode=abort|wait         pause, and free the nodes' memory of weights and
                                                     KV; level 0: pause only
     POST /wake_up?tags=weights&tags=kv_cache, GET /is_sleeping
-    POST /v1/load_lora_adapter, /v1/unload_lora_adapter     on all nodes, while they serve
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter     on all nodes of `model`
 
-Each POST sends an order to every connected node and returns when all nodes have obeyed. The nodes
+Each POST sends an order to every connected node and returns when all nodes have obeyed. An adapter
+is of one model, which the body must name if the router has several. The nodes
 keep the state and report it with their load, so every router obeys it, also one that starts later.
 """
 
@@ -34,7 +35,7 @@ from baton.protocol.handles import NodeLoad
 from baton.protocol.messages import ControlAction, ControlNode
 from router.api.http.reading import read_body
 from router.api.openai.bodies import object_of, struct_of
-from router.api.served import model_names, offered
+from router.api.served import model_names, offered, served_model
 from router.nodes.session import NodeSession
 from router.services import RouterServices
 
@@ -50,11 +51,13 @@ class LoadBody(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    model: str | None = None
 
 
 class UnloadBody(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_int_id: int | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +155,24 @@ class ControlApi:
                 raise InvalidRequest(f"{field} is missing", field=field)
         if len(name) > MOST_NAME_CHARS or adapter_name(name) != name:
             raise InvalidRequest("lora_name: too long, or like an id", field="lora_name")
-        model = self._services.registry.model()
-        if model is not None and name in model_names(self._services, model):
+        if name in model_names(self._services):
             raise InvalidRequest(f"{name!r} is the model itself", field="lora_name")
+        model = self._model(body.model)
         async with self._one:
-            if not body.load_inplace and name in self._offered():
+            if not body.load_inplace and name in self._offered(model):
                 raise InvalidRequest(
                     f"the adapter {name!r} is loaded already: load_inplace replaces it",
                     field="lora_name",
                 )
             # In place: if some nodes have the adapter already, the others load it, too.
             try:
-                await self._all("load_adapter", name=name, path=body.lora_path, in_place=True)
+                await self._all(
+                    "load_adapter", model, name=name, path=body.lora_path, in_place=True
+                )
             except BatonError:
                 # With load_inplace the former adapter is replaced already; it cannot come back.
                 if not body.load_inplace:
-                    await self._quietly("unload_adapter", name=name)
+                    await self._quietly("unload_adapter", model, name=name)
                 raise
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -176,10 +181,11 @@ class ControlApi:
         name = body.lora_name
         if not name:
             raise InvalidRequest("lora_name is missing", field="lora_name")
+        model = self._model(body.model)
         async with self._one:
-            if name not in self._offered():
+            if name not in self._offered(model):
                 raise ModelNotFound(f"there is no adapter {name[:200]!r}", field="lora_name")
-            outcomes = await self._give("unload_adapter", name=name)
+            outcomes = await self._give("unload_adapter", model, name=name)
             _raise_first([each for each in outcomes if not isinstance(each.error, ModelNotFound)])
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -203,24 +209,35 @@ class ControlApi:
     def _loads(self) -> list[NodeLoad]:
         return [record.load for record in self._services.registry.records()]
 
-    def _offered(self) -> set[str]:
-        records = self._services.registry.records()
+    def _model(self, asked: str | None) -> str:
+        """Return the key of the model that a body names. Raises the errors of served_model, but not
+        because none of its nodes is there."""
+        only = self._services.models.only
+        if asked is None and only is not None:
+            return only.key
+        return served_model(self._services, asked).model.key
+
+    def _offered(self, model: str) -> set[str]:
+        records = self._services.registry.records(model)
         return {adapter_name(id_) for record in records for id_ in offered(record)}
 
-    async def _all(self, action: ControlAction, **values: Any) -> None:
-        """Give an order to every connected node and wait for all answers.
+    async def _all(self, action: ControlAction, model: str | None = None, **values: Any) -> None:
+        """Give an order to every connected node, or to one model's, and wait for all answers.
 
         Raises the error of the first node that failed; the message names the node."""
-        _raise_first(await self._give(action, **values))
+        _raise_first(await self._give(action, model, **values))
 
-    async def _quietly(self, action: ControlAction, **values: Any) -> None:
-        for outcome in await self._give(action, **values):
+    async def _quietly(self, action: ControlAction, model: str, **values: Any) -> None:
+        for outcome in await self._give(action, model, **values):
             if outcome.error is not None:
                 log.info("%s on %s: %s", action, outcome.node_id, outcome.error.message)
 
-    async def _give(self, action: ControlAction, **values: Any) -> list[_Outcome]:
+    async def _give(
+        self, action: ControlAction, model: str | None, **values: Any
+    ) -> list[_Outcome]:
         registry = self._services.registry
-        sessions = [(each.node_id, registry.session(each.boot_id)) for each in registry.records()]
+        records = registry.records(model)
+        sessions = [(each.node_id, registry.session(each.boot_id)) for each in records]
         connected = [(id_, session) for id_, session in sessions if session is not None]
         if not connected:
             raise Unavailable("no node is connected")

@@ -125,7 +125,8 @@ class AdminApi:
 
     async def server_info(self, _: HttpRequest) -> Response:
         services = self._services
-        model = services.registry.model()
+        infos = [services.registry.model(model.key) for model in services.models.all]
+        models = [asdict(info) for info in infos if info is not None]
         config = services.config
         options = {
             spec.name: getattr(config, spec.name)
@@ -134,8 +135,9 @@ class AdminApi:
             and not spec.metadata["secret"]
             and spec.name not in ("admin_key", "api_key", "redis_url")  # a URL holds a password
         }
-        served = None if model is None else asdict(model)
-        return _json({"version": __version__, "model": served, "config": options})
+        served = models[0] if models else None
+        told = {"version": __version__, "model": served, "models": models, "config": options}
+        return _json(told)
 
     async def metrics(self, _: HttpRequest) -> Response:
         body = self._services.metrics.render()

@@ -39,11 +39,11 @@ from router.api.openai.exchange import OpenAIExchange
 from router.api.openai.guided_fields import asked_of, limited_text
 from router.api.openai.replies import ModelList
 from router.api.responses.api import ResponsesApi
-from router.api.served import cards, served_model
+from router.api.served import cards, longest_context, served_model
+from router.models import PromptReaders
 from router.prompts.reader import (
     DEFAULT_MAX_TOKENS,
     ChatInputs,
-    PromptReader,
     TextInputs,
     room_for_output,
 )
@@ -60,7 +60,7 @@ BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 class HttpApi:
     """The endpoints of this file, with those of the two dialects."""
 
-    def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
+    def __init__(self, services: RouterServices, prompts: PromptReaders) -> None:
         self._services = services
         self._prompts = prompts
         self._intake = Intake(services, prompts)
@@ -105,14 +105,15 @@ class HttpApi:
         body = parse(await read_body(request), CompletionBody)
         id_ = reply_id("cmpl-", request, body.request_id)
         check_common(body)
-        model, name, adapter = served_model(self._services, body.model)
+        served = served_model(self._services, body.model, writes=True)
+        model, prompts = served.info, self._prompts.of[served.model.key]
         terms = terms_of(request).with_body(body, self._services.config.receipts)
-        guided = await self._prompts.checked(asked_of(body), terms.grant)
+        guided = await prompts.checked(asked_of(body), terms.grant)
         special = body.add_special_tokens is not False
         length = length_of(body, model.max_model_len)
         asked = TextInputs(prompts_of(body), "prompt", length, terms.grant, special)
         made: list[Completion] = []
-        read = zip(await self._prompts.read(asked), asked.items, asked.fields, strict=True)
+        read = zip(await prompts.read(asked), asked.items, asked.fields, strict=True)
         for index, (all_ids, prompt, field) in enumerate(read):
             if not isinstance(prompt, str):
                 token_ids_below(prompt, model.vocab_size, field)
@@ -120,16 +121,16 @@ class HttpApi:
             room = room_for_output(len(ids), model.max_model_len, field)
             text = prompt if isinstance(prompt, str) else ""
             if not text and (body.echo or body.thinking_token_budget is not None):
-                text = await self._prompts.decode(ids, terms.grant)
+                text = await prompts.decode(ids, terms.grant)
             own = guided
             if body.thinking_token_budget is not None:
-                own = limited_text(guided, body, text, self._intake.formats.reasoning)
+                own = limited_text(guided, body, text, served.model.formats.reasoning)
             most = min(DEFAULT_MAX_TOKENS, room)
-            params = self._intake.params(body, model, len(ids), most, own)
+            params = self._intake.params(body, served, len(ids), most, own)
             one = engine_id(id_, index)
-            wanted = self._intake.request(body, one, ids, params, terms, adapter)
+            wanted = self._intake.request(body, one, ids, params, terms, served.adapter)
             rules = output_rules(body, echo=text if body.echo else "")
-            made.append(self._intake.completion(wanted, name, rules, terms, own))
+            made.append(self._intake.completion(wanted, served, rules, terms, own))
         return OpenAIExchange(self._services, self._runner, body, made, id_, request.scope)
 
     async def of_tokens(
@@ -139,25 +140,27 @@ class HttpApi:
 
         By default max_tokens is what the model's context leaves. Raises InvalidRequest, naming the
         field of /v1/completions."""
-        model, name, adapter = served_model(self._services, body.model)
+        served = served_model(self._services, body.model, writes=True)
+        model, prompts = served.info, self._prompts.of[served.model.key]
         token_ids_below(ids, model.vocab_size, "token_ids")
-        self._prompts.refuse_markers(ids, "token_ids")
+        prompts.refuse_markers(ids, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
-        guided = await self._prompts.checked(asked_of(body), terms.grant)
+        guided = await prompts.checked(asked_of(body), terms.grant)
         if body.thinking_token_budget is not None:
-            text = await self._prompts.decode(ids, terms.grant)
-            guided = limited_text(guided, body, text, self._intake.formats.reasoning)
+            text = await prompts.decode(ids, terms.grant)
+            guided = limited_text(guided, body, text, served.model.formats.reasoning)
         terms = terms.with_body(body, self._services.config.receipts)
-        params = self._intake.params(body, model, len(ids), room, guided)
-        wanted = self._intake.request(body, id_, ids, params, terms, adapter)
-        return self._intake.completion(wanted, name, output_rules(body), terms, guided)
+        params = self._intake.params(body, served, len(ids), room, guided)
+        wanted = self._intake.request(body, id_, ids, params, terms, served.adapter)
+        return self._intake.completion(wanted, served, output_rules(body), terms, guided)
 
     # ---- tokens ----
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = parse(await read_body(request), TokenizeBody)
-        model, *_ = served_model(self._services, body.model)
+        served = served_model(self._services, body.model)
+        model, prompts = served.info, self._prompts.of[served.model.key]
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         terms, length = terms_of(request), countable(model.max_model_len)
@@ -166,15 +169,15 @@ class HttpApi:
             asked = ChatInputs(
                 chat, length, terms.grant, terms.salt(""), special, body.chat_template, images
             )
-            ids = (await self._prompts.chat(asked)).ids
+            ids = (await prompts.chat(asked)).ids
         else:
             if body.chat_template is not None:
                 message = "chat_template is not supported with prompt: it renders messages"
                 raise UnsupportedFeature(message, field="chat_template")
             special = body.add_special_tokens is not False
             texts = TextInputs([body.prompt or ""], "prompt", length, terms.grant, special)
-            [ids] = await self._prompts.read(texts)
-        strings = await self._prompts.spell(ids, terms.grant) if body.return_token_strs else None
+            [ids] = await prompts.read(texts)
+        strings = await prompts.spell(ids, terms.grant) if body.return_token_strs else None
         end_preparing(request.scope, len(ids))
         return _json(
             {
@@ -187,14 +190,13 @@ class HttpApi:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         raw = await read_body(request)
-        model, *_ = served_model(self._services, None)
-        most = countable(model.max_model_len).tokens
+        most = countable(longest_context(self._services)).tokens
         if raw.count(b",") > most + SPARE_COMMAS:  # refused before a million numbers are parsed
             raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
         body = parse(raw, DetokenizeBody)
-        model, *_ = served_model(self._services, body.model)
-        ids = token_ids_below(tuple(body.tokens), model.vocab_size, "tokens")
-        text = await self._prompts.decode(ids, terms_of(request).grant)
+        served = served_model(self._services, body.model)
+        ids = token_ids_below(tuple(body.tokens), served.info.vocab_size, "tokens")
+        text = await self._prompts.of[served.model.key].decode(ids, terms_of(request).grant)
         return _json({"prompt": text})
 
     # ---- about the server ----

@@ -16,7 +16,6 @@ from typing import Final
 from starlette.requests import Request as HttpRequest
 
 from baton.parsers.message import MessageRules
-from baton.parsers.registry import Choice, formats_of
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from router.api.http.preparing import end_preparing
@@ -43,13 +42,13 @@ from router.api.openai.prompt_options import (
     useful_length,
 )
 from router.api.openai.reply_ids import pin_of
-from router.api.served import ServedName, served_model
+from router.api.served import Served, served_model
 from router.images.parts import refuse_remote
+from router.models import PromptReaders
 from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
     ChatInputs,
     Length,
-    PromptReader,
     beyond_room,
     check_logprobs,
     check_prompt_logprobs,
@@ -117,17 +116,11 @@ def output_rules(
 class Intake:
     """Turns bodies into completions."""
 
-    def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
+    def __init__(self, services: RouterServices, prompts: PromptReaders) -> None:
         self._services = services
         self._prompts = prompts
-        config, template, tokenizer = services.config, services.chat_template, services.tokenizer
-        self.formats = formats_of(
-            Choice(
-                config.tool_call_parser, config.reasoning_parser, config.enable_auto_tool_choice
-            ),
-            None if template is None else template.source,
-            [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids],
-        )
+        for model in services.models.all:
+            _ = model.formats  # found, logged or refused at the start
 
     async def chat(
         self, body: ChatBody, id_: str, request: HttpRequest, fit_room: bool = False
@@ -137,17 +130,22 @@ class Intake:
         `fit_room`: lower `body.max_tokens` to the room that the prompt leaves; otherwise a larger
         value is refused. Raises InvalidRequest, naming the field of ChatBody.
         """
-        services, formats = self._services, self.formats
+        services = self._services
         check_common(body)
         if isinstance(body.tool_choice, dict):
             apply_allowed(body)
-        model, name, adapter = served_model(services, body.model)
+        served = served_model(services, body.model, writes=True)
+        model, formats, prompts = (
+            served.info,
+            served.model.formats,
+            self._prompts.of[served.model.key],
+        )
         tools = tool_format(body, formats)  # refused before anything is rendered
         terms = terms_of(request).with_body(body, services.config.receipts)
         chat, images = conversation_of(body)
         if pin_of(request.scope) is not None:
             refuse_remote(images)
-        prompt = await self._prompts.chat(
+        prompt = await prompts.chat(
             ChatInputs(
                 chat,
                 length_of(body, model.max_model_len),
@@ -168,21 +166,21 @@ class Intake:
         message = message_rules(body, chat, prompt.text, tools, formats.reasoning, own)
         if own is not None or body.tools or body.thinking_token_budget is not None:
             constraint = asked_of_chat(body, own, formats, message)
-            guided = await self._prompts.checked(constraint, terms.grant)
-        params = self.params(body, model, len(ids), room, guided)
-        asked = self.request(body, engine_id(id_), ids, params, terms, adapter)
+            guided = await prompts.checked(constraint, terms.grant)
+        params = self.params(body, served, len(ids), room, guided)
+        asked = self.request(body, engine_id(id_), ids, params, terms, served.adapter)
         if prompt.images:
             asked = replace(asked, images=prompt.images)
-        return self.completion(asked, name, output_rules(body, message), terms, guided)
+        return self.completion(asked, served, output_rules(body, message), terms, guided)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """Return how many tokens a chat's prompt has. Raises the same exceptions as `chat`."""
-        model, *_ = served_model(self._services, body.model)
+        served = served_model(self._services, body.model)
         apply_allowed(body)
-        terms, length = terms_of(request), countable(model.max_model_len)
+        terms, length = terms_of(request), countable(served.info.max_model_len)
         chat, images = conversation_of(body)
         salt, special = terms.salt(body.cache_salt or ""), body.add_special_tokens is True
-        prompt = await self._prompts.chat(
+        prompt = await self._prompts.of[served.model.key].chat(
             ChatInputs(chat, length, terms.grant, salt, special, body.chat_template, images)
         )
         end_preparing(request.scope, len(prompt.ids))
@@ -191,7 +189,7 @@ class Intake:
     def params(
         self,
         body: CompletionBody | ChatBody,
-        model: ServedName,
+        served: Served,
         num_prompt_tokens: int,
         default_max_tokens: int,
         guided: Constraint | None,
@@ -199,17 +197,17 @@ class Intake:
         """Return a body's sampling parameters, checked against the model and the prompt's length.
 
         Raises InvalidRequest, naming the body's field."""
-        services = self._services
+        own, model = served.model, served.info
         defaults = {"max_tokens": default_max_tokens, "seed": int.from_bytes(os.urandom(8), "big")}
-        params = sampling_params(body, {**defaults, **services.sampling_defaults})
+        params = sampling_params(body, {**defaults, **own.sampling_defaults})
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            field, most = name_in(body, "logprobs"), services.config.max_logprobs
+            field, most = name_in(body, "logprobs"), own.config.max_logprobs
             params = logprobs_within(params, most, model.vocab_size, field)
             check_logprobs(params, not body.stream, field)
             field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
             check_prompt_logprobs(num_prompt_tokens, params.prompt_logprobs, field)
         if body.bad_words or guided is not None:
-            words = bad_word_ids(body.bad_words, services.tokenizer)
+            words = bad_word_ids(body.bad_words, own.tokenizer)
             params = replace(
                 params, bad_words=words, guided=None if guided is None else guided.guided
             )
@@ -250,13 +248,14 @@ class Intake:
     def completion(
         self,
         request: Request,
-        model: str,
+        served: Served,
         rules: OutputRules,
         terms: Terms,
         guided: Constraint | None,
     ) -> Completion:
-        """Return the completion of a request, ready to run. `model`: the name in answers."""
-        made = Completion(request, model, rules, self._services.tokenizer, terms)
+        """Return the completion of a request, ready to run."""
+        model = served.model
+        made = Completion(request, served.name, rules, model.tokenizer, terms, model.key)
         if guided is not None:
             made.guided_field = guided.field
         return made

@@ -174,14 +174,17 @@ class TimelinesApi:
 
     async def _text(self, request: HttpRequest, entry: TimelineEntry) -> RequestText | None:
         """Return what was asked and answered, if whoever asks now may see it."""
-        texts, decode = self._services.dispatcher.texts, self._services.tokenizer.decode
+        texts, model = self._services.dispatcher.texts, self._services.models[entry.trace.model]
         if texts is None or not self._shows_text:
             return None
         holder = None if self._everyone else grant_of(request.scope).holder
         kept = texts.find(entry.request_id, holder)
         if kept is None:
             return None
-        spelled = [asyncio.to_thread(decode, it, False) for it in (kept.prompt, *kept.answers)]
+        spelled = [
+            asyncio.to_thread(model.tokenizer.decode, it, False)
+            for it in (kept.prompt, *kept.answers)
+        ]
         prompt, *answers = await asyncio.gather(*spelled)
         return RequestText(prompt, answers, kept.cut)
 

@@ -150,11 +150,10 @@ class StateFeed:
 
     def _router(self, now: float) -> RouterFacts:
         services = self._services
-        model = services.registry.model()
         return RouterFacts(
             id=services.config.router_id or "",
             version=__version__,
-            models=() if model is None else model_names(services, model),
+            models=tuple(model_names(services)),
             uptime_s=round(now - self._began),
             draining=services.lifecycle.draining,
             demo=services.config.break_socket is not None,

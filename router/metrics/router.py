@@ -6,7 +6,7 @@ router/metrics/metric_list.py. What a node knows of itself is on the node's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,7 +99,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._nodes: Callable[[], Sequence[NodeRecord]] = tuple
         self._migrations: Callable[[], MigrationStats] = MigrationStats
-        self._adapters: Callable[[], set[str]] = set
+        self._adapters: Callable[[], Mapping[str, set[str]]] = dict[str, set[str]]
         self._live = 0
         self._models: dict[str, _OfModel] = {}
         self.vllm = VllmMetrics(self.registry)
@@ -116,8 +116,9 @@ class RouterMetrics:
         """Read the counters of migrations from `migrations` at each scrape."""
         self._migrations = migrations
 
-    def watch_adapters(self, adapters: Callable[[], set[str]]) -> None:
-        """Read the adapters of requests under way from `adapters` at each scrape."""
+    def watch_adapters(self, adapters: Callable[[], Mapping[str, set[str]]]) -> None:
+        """Read the adapters of requests under way, by the name of their model, from `adapters` at
+        each scrape."""
         self._adapters = adapters
 
     @property
@@ -154,13 +155,15 @@ class RouterMetrics:
         return render(self.registry)
 
 
-def watch_pieces(registry: CollectorRegistry, stats: PieceStats) -> None:
-    """Export the tokenizer's cache look-ups and hits. Call it once per tokenizer."""
+def watch_pieces(registry: CollectorRegistry, caches: Sequence[PieceStats]) -> None:
+    """Export the look-ups and hits of the tokenizers' caches, if there are any, as sums."""
+    if not caches:
+        return
     ROUTER.watch(
         registry,
         lambda: {
-            "baton_tokenizer_cache_queries": stats.asked,
-            "baton_tokenizer_cache_hits": stats.kept,
+            "baton_tokenizer_cache_queries": sum(stats.asked for stats in caches),
+            "baton_tokenizer_cache_hits": sum(stats.kept for stats in caches),
         },
     )
 

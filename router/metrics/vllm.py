@@ -8,7 +8,7 @@ token.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -90,26 +90,39 @@ class VllmMetrics:
 
 
 def watch(services: RouterServices) -> None:
-    """Show the model under the name that clients use, by which vLLM's boards select."""
+    """Show each model under the name that clients use, by which vLLM's boards select."""
+    models, registry = services.models, services.registry
 
     def nodes() -> list[NodeRecord]:
-        names = services.config.served_model_name
-        records = services.registry.records()
-        return [replace(record, model=names[0]) if names else record for record in records]
+        return [
+            replace(record, model=models.name_of(model.key, registry))
+            for model in models.all
+            for record in registry.records(model.key)
+        ]
 
-    def running_adapters() -> set[str]:
-        live = services.dispatcher.live()
-        return {adapter_name(request.adapter) for request, _ in live if request.adapter}
+    def running_adapters() -> dict[str, set[str]]:
+        running: dict[str, set[str]] = {}
+        for request, trace in services.dispatcher.live():
+            if request.adapter:
+                name = models.name_of(trace.model, registry)
+                running.setdefault(name, set()).add(adapter_name(request.adapter))
+        return running
 
     services.metrics.watch_nodes(nodes)
     services.metrics.watch_adapters(running_adapters)
 
 
-def adapter_info(nodes: Sequence[NodeRecord], running_adapters: set[str]) -> dict[str, Values]:
+def adapter_info(
+    nodes: Sequence[NodeRecord], running_adapters: Mapping[str, set[str]]
+) -> dict[str, Values]:
     """Return lora_requests_info of this router's requests; empty if no node has adapters."""
-    known = {adapter_name(id_) for node in nodes for id_ in node.adapters}
-    if not known:
-        return {}
-    running = ",".join(sorted(running_adapters))
-    labels = (nodes[0].model, str(len(known)), running, "")
-    return {"vllm:lora_requests_info": {labels: time.time()}}
+    known: dict[str, set[str]] = {}
+    for node in nodes:
+        names = known.setdefault(node.model, set())
+        names |= {adapter_name(id_) for id_ in node.adapters}
+    now, found = time.time(), dict[tuple[str, ...], float]()
+    for model, names in known.items():
+        if names:
+            running = ",".join(sorted(running_adapters.get(model, ())))
+            found[model, str(len(names)), running, ""] = now
+    return {"vllm:lora_requests_info": found} if found else {}

@@ -24,6 +24,13 @@ from router.nodes.policy import NodeSnapshot
 logger = logging.getLogger(__name__)
 SCAN_COUNT: Final = 1000
 CouldServe = Callable[[NodeSnapshot], bool]
+# Returns the key of the model that a node serves; None if it is none of the router's models.
+ModelOf = Callable[[NodeRecord], str | None]
+
+
+def only_model(_: NodeRecord) -> str:
+    """Return the key of the model of a router that has one."""
+    return ""
 
 
 class NodeDirectory(Protocol):
@@ -72,16 +79,18 @@ class ExpectedNodes:
     wait is decided in router/request/dispatch.py and router/request/gate/gate.py.
     """
 
-    def __init__(self, clock: Clock, wait_s: float) -> None:
+    def __init__(self, clock: Clock, wait_s: float, model_of: ModelOf = only_model) -> None:
         self._clock = clock
         self._wait_s = wait_s
+        self._model_of = model_of
         self._until: dict[str, tuple[float, NodeSnapshot]] = {}  # by boot id
 
     def here(self, records: Iterable[NodeRecord]) -> None:
         """Note that these nodes are here now: they are expected for `wait_s` from now on."""
         until = self._clock.monotonic() + self._wait_s
         for record in records:
-            self._until[record.boot_id] = until, NodeSnapshot.of(record)
+            if (model := self._model_of(record)) is not None:
+                self._until[record.boot_id] = until, NodeSnapshot.of(record, model)
 
     def refused(self, record: NodeRecord) -> None:
         """Stop expecting a node, because this router refuses to use it."""

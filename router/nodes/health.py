@@ -4,9 +4,9 @@
                  gets no new requests for `first_s`, twice as long after each relapse
     failing      the same for a node that answered `failures` requests in a row with an internal
                  error
-    panic        when fewer than `panic_share` of a role's nodes are healthy, quarantine of that
-                 role is disregarded: most likely the judgement is wrong, and the few nodes that
-                 are left must not get all of the load
+    panic        when fewer than `panic_share` of a model's nodes of a role are healthy, their
+                 quarantine is disregarded: most likely the judgement is wrong, and the few nodes
+                 that are left must not get all of the load
 
 Requests that run on a node in quarantine stay there. A node whose engine makes no progress gets no
 new requests, with or without panic. The node reports that itself; Watchdog finds nodes that cannot.
@@ -50,7 +50,7 @@ class HealthStats:
     deaths: int = 0  # sessions that broke, stalls among them
     stalls: int = 0  # sessions ended because their node made no progress
     quarantines: int = 0
-    panics: int = 0  # times that a role's nodes fell below the share
+    panics: int = 0  # times that the nodes of a role fell below the share
     stale_events: int = 0  # events whose request or epoch is not on that session any more
 
 
@@ -64,13 +64,22 @@ class _Case:
     until: float = 0.0
 
 
+NodePool = tuple[str, Role]  # the nodes of one model and role, which stand in for each other
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One node that the registry knows. `fit`: it is connected and its engine makes progress."""
+    """One node that the registry knows. `fit`: it is connected and its engine makes progress.
+    `model`: see NodeSnapshot."""
 
     keys: tuple[str, ...]
     role: Role
     fit: bool
+    model: str = ""
+
+    @property
+    def pool(self) -> NodePool:
+        return self.model, self.role
 
 
 class NodeHealth:
@@ -85,7 +94,7 @@ class NodeHealth:
         self._events = EventRing() if events is None else events
         self._cases: dict[str, _Case] = {}
         self._last_until = 0.0  # when the last quarantine of all ends
-        self._panicking: frozenset[Role] = frozenset()
+        self._panicking: frozenset[NodePool] = frozenset()
         self.stats = HealthStats()
 
     # ---- evidence ----
@@ -160,8 +169,8 @@ class NodeHealth:
             key in self._cases and now < self._cases[key].until for key in keys
         )
 
-    def panicking(self, known: Callable[[], Sequence[Known]]) -> frozenset[Role]:
-        """Return the roles whose quarantines are disregarded now.
+    def panicking(self, known: Callable[[], Sequence[Known]]) -> frozenset[NodePool]:
+        """Return the models and roles whose quarantines are disregarded now.
 
         `known` is called only if a node is in quarantine.
         """
@@ -169,13 +178,14 @@ class NodeHealth:
             self._panicking = frozenset()
             return self._panicking
         nodes = known()
-        found = frozenset(role for role in Role if self._panics(role, nodes))
+        pools = {node.pool for node in nodes}
+        found = frozenset(pool for pool in pools if self._panics(pool, nodes))
         self.stats.panics += len(found - self._panicking)
         self._panicking = found
         return found
 
-    def _panics(self, role: Role, nodes: Sequence[Known]) -> bool:
-        mine = [node for node in nodes if node.role is role]
+    def _panics(self, pool: NodePool, nodes: Sequence[Known]) -> bool:
+        mine = [node for node in nodes if node.pool == pool]
         healthy = sum(node.fit and not self.in_quarantine(node.keys) for node in mine)
         return healthy < self._settings.panic_share * len(mine)
 

@@ -198,6 +198,7 @@ def _may_take(node: NodeSnapshot, source: NodeSnapshot) -> bool:
         node.role is Role.DECODE
         and node.boot_id != source.boot_id
         and node.fingerprint == source.fingerprint
+        and node.model == source.model
         and node.model_digest == source.model_digest
         and node.takes_requests
     )

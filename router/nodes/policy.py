@@ -42,7 +42,8 @@ class NodeSnapshot:
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
     given the node; they are known at once, while `load` is one step old. `unreported_tokens`: those
     of `assigned_tokens` that were sent after the node's last load report. `pooling`: groups of
-    inputs that the node pools for this router.
+    inputs that the node pools for this router. `model`: the key of the model that it serves, which
+    is "" where there is one model (router/models.py).
     """
 
     node_id: str
@@ -63,9 +64,10 @@ class NodeSnapshot:
     max_num_seqs: int = 0  # 0 = not reported
     needs_rows: bool = False  # it computes no image unless encode nodes have encoded it
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
+    model: str = ""
 
     @staticmethod
-    def of(record: NodeRecord) -> NodeSnapshot:
+    def of(record: NodeRecord, model: str = "") -> NodeSnapshot:
         """The node as its record describes it, idle and empty."""
         return NodeSnapshot(
             node_id=record.node_id,
@@ -78,6 +80,7 @@ class NodeSnapshot:
             adapters=record.adapters,
             max_num_seqs=record.max_num_seqs,
             needs_rows=record.needs_rows,
+            model=model,
         )
 
     @property
@@ -94,8 +97,9 @@ class Ask:
     failed the request, so they serve it only if no other can. `refusal`: the error if no node is
     left. `deaths`: boots that may have died of the request and have not come back, with whether
     they hung. `num_deaths`: how often a boot was blamed in all. `guilty`: by the last verdict too
-    many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model_digest`:
-    the model that the request began with, None at first. `session_boot`: the decode node that
+    many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model`: the key
+    of the model that the client named. `model_digest`: the weights that the request began with,
+    None at first. `session_boot`: the decode node that
     served its session last, "" for none. `width`: sequences that decode at once. `local`: the KV
     must not travel, so the decode node computes the prompt. `images`: those of the prompt.
     `encodes`: encode nodes can be asked for their rows.
@@ -104,6 +108,7 @@ class Ask:
     known_ids: tuple[int, ...]
     tenant_salt: str = ""
     adapter: str = ""
+    model: str = ""
     model_digest: str | None = None
     excluded: AbstractSet[str] = frozenset()
     avoided: AbstractSet[str] = frozenset()
@@ -152,12 +157,14 @@ class PolicySettings:
     node. "auto": the cheaper of the two (router/nodes/placement.py). `two_choices`: among nodes
     with equal prefixes only two random ones are compared. That is better where many routers share
     nodes that seldom report, and worse elsewhere (docs/admission.md has the figures).
+    `named_nodes`: a request may name its nodes, as an endpoint picker chose them (docs/gateway.md).
     """
 
     prefix_weight: float = 1.0
     local_prefill_tokens: int = 0
     placement: Placement = "threshold"
     two_choices: bool = False
+    named_nodes: bool = False
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -290,12 +297,29 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
     narrow = node.role is Role.DECODE and 0 < node.max_num_seqs < ask.width
     return (
         node.takes_requests
+        and node.model == ask.model
         and node.boot_id not in ask.excluded
         and ask.model_digest in (None, node.model_digest)
         and (not ask.adapter or ask.adapter in node.adapters)
         and not narrow
         and not (node.needs_rows and ask.images and not ask.encodes)
     )
+
+
+def preferred(
+    ask: Ask, nodes: Sequence[NodeSnapshot], names: Collection[str]
+) -> list[NodeSnapshot]:
+    """Return the nodes without those for which a named node of the same role stands in.
+
+    A named node that cannot serve the request, or has failed it, stands in for none.
+    """
+    named = [
+        node
+        for node in nodes
+        if node.node_id in names and node.boot_id not in ask.avoided and is_usable(node, ask)
+    ]
+    roles = {node.role for node in named}
+    return [node for node in nodes if node in named or node.role not in roles]
 
 
 def is_full(node: NodeSnapshot) -> bool:

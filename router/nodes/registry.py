@@ -22,7 +22,13 @@ from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from router.events import EventRing
-from router.nodes.directory import CouldServe, ExpectedNodes, NodeDirectory
+from router.nodes.directory import (
+    CouldServe,
+    ExpectedNodes,
+    ModelOf,
+    NodeDirectory,
+    only_model,
+)
 from router.nodes.flows import FlowRate
 from router.nodes.health import Known, NodeHealth
 from router.nodes.policy import NodeSnapshot
@@ -33,8 +39,8 @@ STOP_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model that the nodes serve. `max_model_len` is the smallest one of all nodes."""
+class ModelInfo:
+    """What the nodes of a model say of it. `max_model_len` is the smallest one of all nodes."""
 
     name: str
     digest: str
@@ -48,7 +54,8 @@ class RegistryParts:
     """What a registry is made of. `addresses`: HOST:PORT -> the role given on the command line.
 
     `store_away`: returns whether the store is away. Then nodes cannot renew their records, so a
-    missing record does not mean that the node is gone.
+    missing record does not mean that the node is gone. `model_of`: which of the router's models a
+    node serves.
     """
 
     router_id: str
@@ -63,6 +70,7 @@ class RegistryParts:
     node_wait_s: float = 0.0  # for how long requests wait for a node that was here
     exact: bool = False  # all nodes of a role must compute in the same precision
     events: EventRing = field(default_factory=EventRing)
+    model_of: ModelOf = only_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +90,15 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The sessions that are up, with their nodes' records, and the same sessions by boot id.
-    `computing`: those of prefill and decode nodes; `encoding`: those of encode nodes.
+    """The sessions that are up, with their nodes' records and models, and the same sessions by boot
+    id. `computing`: those of prefill and decode nodes; `encoding`: those of encode nodes.
 
     `broken`: the groups of data-parallel ranks of which a session is down: all their nodes end.
     """
 
-    connected: Sequence[tuple[NodeSession, NodeRecord]]
-    computing: Sequence[tuple[NodeSession, NodeRecord]]
-    encoding: Sequence[tuple[NodeSession, NodeRecord]]
+    connected: Sequence[tuple[NodeSession, NodeRecord, str]]
+    computing: Sequence[tuple[NodeSession, NodeRecord, str]]
+    encoding: Sequence[tuple[NodeSession, NodeRecord, str]]
     by_boot: Mapping[str, NodeSession]
     broken: frozenset[str]
 
@@ -101,13 +109,13 @@ class NodeRegistry:
         self._parts = parts
         self._sessions: dict[str, NodeSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._model: ServedModel | None = None
+        self._models: dict[str, ModelInfo] = {}  # by key
         self._links: _Links | None = None  # None: a session came up or went down since
         self._directory_away = False
         self._doubtful_until = 0.0  # until then records of living nodes may be missing
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
-        self._expected = ExpectedNodes(parts.clock, parts.node_wait_s)
+        self._expected = ExpectedNodes(parts.clock, parts.node_wait_s, parts.model_of)
         self.health = NodeHealth(parts.clock, events=parts.events)
         self._context = SessionContext(
             router_id=parts.router_id,
@@ -164,7 +172,7 @@ class NodeRegistry:
         self._directory_away = False
         for record in records:
             self._found(record)
-        self._model = self._model or _model_of(records)
+        self._models = self._by_model(records) | self._models
         if now >= self._doubtful_until:
             self._close_all_but({record.address for record in records})
 
@@ -193,12 +201,12 @@ class NodeRegistry:
         health, links = self.health, self._known()
         nodes = links.encoding if encoding else links.computing
         if not (health.holds_any or links.broken):
-            return [session.snapshot(record) for session, record in nodes]
+            return [session.snapshot(record, model) for session, record, model in nodes]
         panic = health.panicking(self._seen)
         found: list[NodeSnapshot] = []
-        for session, record in nodes:
-            snapshot = session.snapshot(record)
-            held = record.role not in panic and health.in_quarantine(session.keys)
+        for session, record, model in nodes:
+            snapshot = session.snapshot(record, model)
+            held = (model, record.role) not in panic and health.in_quarantine(session.keys)
             if held or record.group in links.broken:
                 snapshot = replace(snapshot, shunned=True)
             found.append(snapshot)
@@ -208,9 +216,14 @@ class NodeRegistry:
         """Return the session with one incarnation of a node; None if it is not connected."""
         return self._known().by_boot.get(boot_id)
 
-    def records(self) -> list[NodeRecord]:
-        """Return the records of the connected nodes, with their current load."""
-        return [replace(record, load=session.load) for session, record in self._known().connected]
+    def records(self, model: str | None = None) -> list[NodeRecord]:
+        """Return the records of the connected nodes, with their current load. `model`: the key of a
+        model whose nodes alone are wanted."""
+        return [
+            replace(record, load=session.load)
+            for session, record, key in self._known().connected
+            if model in (None, key)
+        ]
 
     def statuses(self) -> list[NodeStatus]:
         """Return the status of every known address, connected or not."""
@@ -226,25 +239,25 @@ class NodeRegistry:
     def flows(self) -> list[tuple[str, str, FlowRate]]:
         """Return what moves between nodes now: the names of exporter and fetcher, and the flow."""
         links = self._known()
-        names = {record.boot_id: record.node_id for _, record in links.connected}
+        names = {record.boot_id: record.node_id for _, record, _ in links.connected}
         return [
             (names.get(rate.peer, rate.peer), record.node_id, rate)
-            for session, record in links.connected
+            for session, record, _ in links.connected
             for rate in session.flows.rates()
         ]
 
-    def model(self) -> ServedModel | None:
-        """Return the served model; the last known one while no node is up, None before the first
-        node."""
+    def model(self, key: str = "") -> ModelInfo | None:
+        """Return what its nodes say of a model; the last known while none of them is up, None
+        before the first."""
         self._known()
-        return self._model
+        return self._models.get(key)
 
     def can_serve(self) -> bool:
         """Whether some decode node takes requests. (Without prefill nodes it also prefills.) Of an
         encoder any node does."""
         return any(
             (record.role is Role.DECODE or record.encodes) and session.takes_requests
-            for session, record in self._known().connected
+            for session, record, _ in self._known().connected
         )
 
     @property
@@ -266,7 +279,7 @@ class NodeRegistry:
 
     def expected_s(self, could_serve: CouldServe) -> float:
         """Return for how many seconds a node that could serve is still expected; 0 if none is."""
-        self._expected.here(record for _, record in self._known().connected)
+        self._expected.here(record for _, record, _ in self._known().connected)
         return self._expected.left_s(could_serve)
 
     async def may_come(self, could_serve: CouldServe) -> bool:
@@ -313,7 +326,14 @@ class NodeRegistry:
                 f"{address} was given as a {expected.value} node, it is a {record.role.value} node",
                 field="role",
             )
-        for session, other in self._known().connected:
+        model = self._parts.model_of(record)
+        if model is None:
+            raise ConfigError(
+                f"node {record.node_id} serves {record.model!r} ({record.model_digest[:12]}), which"
+                " is none of this router's models (--models)",
+                field="model",
+            )
+        for session, other, served in self._known().connected:
             if session.address == address:
                 continue  # the same node, restarted
             if other.node_id == record.node_id and other.boot_id != record.boot_id:
@@ -321,6 +341,8 @@ class NodeRegistry:
                     f"the node id {record.node_id} is another node's, at {session.address}",
                     field="node_id",
                 )
+            if served != model:
+                continue
             if other.model_digest != record.model_digest:
                 raise ConfigError(
                     f"node {record.node_id} serves model {record.model_digest[:12]},"
@@ -361,27 +383,40 @@ class NodeRegistry:
         """Return the sessions that are up; computed only after one came up or went down."""
         if self._links is None:
             connected = [
-                (session, session.record)
+                (session, session.record, self._parts.model_of(session.record) or "")
                 for session in self._sessions.values()
                 if session.connected and session.record is not None
             ]
-            by_boot = {record.boot_id: session for session, record in reversed(connected)}
+            by_boot = {record.boot_id: session for session, record, _ in reversed(connected)}
             known = [each for each in self._sessions.values() if each.record is not None]
             groups = (each.record.group for each in known if each.record and not each.connected)
             encoding = [each for each in connected if each[1].role is Role.ENCODE]
             computing = [each for each in connected if each[1].role is not Role.ENCODE]
             broken = frozenset(groups) - {""}
             self._links = _Links(connected, computing, encoding, by_boot, broken)
-            self._model = _model_of([record for _, record in connected]) or self._model
+            self._models |= self._by_model([record for _, record, _ in computing])
         return self._links
 
     def _seen(self) -> list[Known]:
         """Return all nodes that have ever sent a Hello, for the share of healthy ones."""
         return [
-            Known(session.keys, session.record.role, session.connected and not session.stalled)
+            Known(
+                session.keys,
+                session.record.role,
+                session.connected and not session.stalled,
+                self._parts.model_of(session.record) or "",
+            )
             for session in self._sessions.values()
             if session.record is not None
         ]
+
+    def _by_model(self, records: Sequence[NodeRecord]) -> dict[str, ModelInfo]:
+        """Return what the nodes with these records say of each model, by its key."""
+        found: dict[str, list[NodeRecord]] = {}
+        for record in records:
+            if (key := self._parts.model_of(record)) is not None:
+                found.setdefault(key, []).append(record)
+        return {key: _info_of(mine) for key, mine in found.items()}
 
     def _open(self, address: str) -> None:
         session = NodeSession(address, self._context)
@@ -408,13 +443,10 @@ def _computes(record: NodeRecord) -> str:
     return f"{record.precision}, deterministic" if record.deterministic else record.precision
 
 
-def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:
-    """Return the model that the nodes serve; None without nodes that write text or vectors."""
-    records = [record for record in records if record.role is not Role.ENCODE]
-    if not records:
-        return None
+def _info_of(records: Sequence[NodeRecord]) -> ModelInfo:
+    """Return what the nodes of a model say of it. `records`: at least one."""
     first = records[0]
-    return ServedModel(
+    return ModelInfo(
         name=first.model,
         digest=first.model_digest,
         max_model_len=min(record.max_model_len for record in records),

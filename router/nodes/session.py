@@ -152,10 +152,9 @@ class NodeSession:
         """Ids of the requests that the node may have died of, if it has died."""
         return suspects(self._attached.by_id.values(), self._load.running + self._load.waiting)
 
-    def snapshot(self, record: NodeRecord) -> NodeSnapshot:
+    def snapshot(self, record: NodeRecord, model: str = "") -> NodeSnapshot:
         """Return the node's snapshot for the policy; computed only after a change."""
         if self._snapshot is None:
-            attached = self._attached
             self._snapshot = NodeSnapshot(  # not `replace`, which is three times as slow
                 node_id=record.node_id,
                 boot_id=record.boot_id,
@@ -167,13 +166,14 @@ class NodeSession:
                 adapters=record.adapters,
                 max_num_seqs=record.max_num_seqs,
                 needs_rows=record.needs_rows,
+                model=model,
                 load=self._load,
                 prefix=self.prefix.hashes,
                 checkpoints=self.prefix.checkpoints,
-                assigned=len(attached.by_id),
-                assigned_tokens=attached.tokens,
-                unreported_tokens=attached.unreported_tokens,
-                pooling=attached.pooling,
+                assigned=len(self._attached.by_id),
+                assigned_tokens=self._attached.tokens,
+                unreported_tokens=self._attached.unreported_tokens,
+                pooling=self._attached.pooling,
                 shunned=self.stalled,
             )
         return self._snapshot

@@ -116,9 +116,24 @@ class Prompt:
     images: tuple[ImageInput, ...] = ()
 
 
+class PromptWorkers:
+    """The threads and child processes in which prompts are read; one set for all models. `close`
+    ends them; calling it twice is safe."""
+
+    def __init__(self) -> None:
+        self.off_loop = OffLoop()
+        self.renderer = TemplateRenderer()
+        self.checker = GrammarChecker(self.off_loop)
+
+    def close(self) -> None:
+        self.checker.close()
+        self.renderer.close()
+        self.off_loop.close()
+
+
 class PromptReader:
-    """Turns texts and messages into token ids, in its own threads and child processes. `close` ends
-    them; calling it twice is safe."""
+    """Turns texts and messages of one model into token ids, in the threads and child processes of
+    its `workers`. `close` ends them; calling it twice is safe."""
 
     def __init__(
         self,
@@ -126,16 +141,17 @@ class PromptReader:
         template: ChatTemplate | None,
         trusts_clients: bool = False,
         images: ImageReader | None = None,
+        workers: PromptWorkers | None = None,
     ) -> None:
         """`trusts_clients`: a request may bring its own chat template. `images`: reads those of
-        requests; None: the model reads no images."""
+        requests; None: the model reads no images. `workers` None: it has its own."""
         self._images = images or ImageReader(None)
         self._tokenizer = tokenizer
         self._template = template
         self._trusts_clients = trusts_clients
-        self._off_loop = OffLoop()
-        self._renderer = TemplateRenderer()
-        self._checker = GrammarChecker(self._off_loop)
+        self._workers = workers = workers or PromptWorkers()
+        self._off_loop, self._renderer = workers.off_loop, workers.renderer
+        self._checker = workers.checker
         self._at_once = template is not None and template.harmless
 
     async def read(self, asked: TextInputs) -> list[tuple[int, ...]]:
@@ -355,10 +371,8 @@ class PromptReader:
         return text[-most:] if length.side == "left" else text[:most]
 
     def close(self) -> None:
-        self._checker.close()
         self._images.close()
-        self._renderer.close()
-        self._off_loop.close()
+        self._workers.close()
 
     async def _encoded(self, grant: Grant, num_chars: int, work: Callable[[], T]) -> T:
         """Run `work` on `num_chars` characters or tokens in a thread; return its result. After a

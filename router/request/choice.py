@@ -15,19 +15,26 @@ from typing import Final
 from baton.protocol.errors import BatonError
 from baton.protocol.handles import KVHandle, Role
 from baton.protocol.request import MAX_NODE_DEATHS, Request
-from router.nodes.policy import Ask, NodeSnapshot, Route, choose_decode, choose_route, is_usable
+from router.nodes.policy import (
+    Ask,
+    NodeSnapshot,
+    Route,
+    choose_decode,
+    choose_route,
+    is_usable,
+    preferred,
+)
 from router.nodes.registry import NodeRegistry
 from router.request.dispatch_parts import DispatchParts
 from router.request.scores import scores_of
 from router.request.sessions import tie_of
-from router.request.terms import Terms
 from router.request.trace import RequestTrace
 
 # Most log-probabilities of token 1 that a hand-over carries (its END frame has 1 MiB).
 MOST_LOGPROBS: Final = 1 << 15
 
 
-def ask_of(request: Request, terms: Terms) -> Ask:
+def ask_of(request: Request, trace: RequestTrace) -> Ask:
     """Return what a new request needs of its nodes.
 
     If token 1 has more log-probabilities than a hand-over carries, the decode node has to compute
@@ -38,7 +45,8 @@ def ask_of(request: Request, terms: Terms) -> Ask:
         known_ids=request.known_ids,
         tenant_salt=request.tenant_salt,
         adapter=request.adapter,
-        slo=terms.slo,
+        model=trace.model,
+        slo=trace.terms.slo,
         width=params.width,
         local=params.num_samples * ((params.logprobs or 0) + 1) > MOST_LOGPROBS,
         images=request.images,
@@ -51,10 +59,18 @@ def route(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
     Mutates `ask` and `trace`. Raises the same exceptions as `choose_route`.
     """
     nodes = parts.registry.snapshots()
+    if trace.terms.nodes and parts.settings.named_nodes:
+        nodes = preferred(ask, nodes, trace.terms.nodes)
     chosen = choose_route(ask, nodes, parts.settings, _tie(ask, parts, trace.terms.session))
     ask.model_digest = chosen.decode.model_digest
     _note_choice(ask, parts, trace, nodes, chosen)
     return chosen
+
+
+def preview(ask: Ask, parts: DispatchParts, trace: RequestTrace) -> Route:
+    """Return the route that a request would get now; nothing is noted. Raises as `route`."""
+    nodes, tie = parts.registry.snapshots(), _tie(ask, parts, trace.terms.session)
+    return choose_route(ask, nodes, parts.settings, tie)
 
 
 def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandle) -> NodeSnapshot:

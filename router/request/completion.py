@@ -97,6 +97,7 @@ class Delta(msgspec.Struct, frozen=True):
 class Completion:
     """The run of one request. Call `deltas()` once; the counts are final when it has ended.
 
+    `model`: its name in answers, `key`: its key among the router's models (router/models.py).
     `prompt_logprobs` are set when the first delta comes; empty if the request asked for none.
     """
 
@@ -107,12 +108,13 @@ class Completion:
         rules: OutputRules,
         tokenizer: Tokenizer,
         terms: Terms = STANDARD,
+        key: str = "",
     ) -> None:
         self.request = request
         self.model = model
         self.rules = rules
         self.tokenizer = tokenizer
-        self.trace = RequestTrace(terms)
+        self.trace = RequestTrace(terms, key)
         self.cached_tokens = 0
         # The field in which the client gave the constraint, for errors about that constraint.
         self.guided_field = FIELD
@@ -153,7 +155,8 @@ class Completion:
 
     def twin(self) -> Completion:
         """Return a new completion of the same request, not run yet, for another reader of it."""
-        return Completion(self.request, self.model, self.rules, self.tokenizer, self.trace.terms)
+        terms, key = self.trace.terms, self.trace.model
+        return Completion(self.request, self.model, self.rules, self.tokenizer, terms, key)
 
     def deltas(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
         """Run the request and yield its deltas. The metrics measure from the request's arrival, or

@@ -73,7 +73,7 @@ class Journey:
         self._clock = parts.clock
         self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry, partial(trace.visited, parts.clock))
-        self._ask = choice.ask_of(request, trace.terms)
+        self._ask = choice.ask_of(request, trace)
         self._images: ImageEncoding | None = None
         if request.images:
             self._images = ImageEncoding(self._attempts, self._ask, parts, trace, self._mark)

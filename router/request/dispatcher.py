@@ -18,6 +18,8 @@ from baton.protocol.errors import BatonError, Cancelled, Unavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState
 from router.nodes.migration import Candidate, MigrationStats
+from router.nodes.policy import Route
+from router.request import choice
 from router.request.dispatch import MOVE_S, Journey
 from router.request.dispatch_parts import DispatchParts
 from router.request.gate.admission import Bounds, Ticket
@@ -157,6 +159,12 @@ class Dispatcher:
         if journey is not None:
             journey.abort()
         return journey is not None or self.gate.cancel(request_id)
+
+    def preview(self, request: Request, trace: RequestTrace) -> Route:
+        """Return the nodes that a request would get now. Nothing is sent, and nothing is noted.
+
+        Raises BatonError if no node can serve it."""
+        return choice.preview(choice.ask_of(request, trace), self._parts, trace)
 
     def live(self) -> list[tuple[Request, RequestTrace]]:
         """Return the requests that the gate has let in, in the order of their starts."""

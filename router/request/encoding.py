@@ -87,6 +87,7 @@ class ImageEncoding:
             node
             for node in self._parts.registry.snapshots(encoding=True)
             if node.takes_requests
+            and node.model == self._ask.model
             and node.boot_id not in self._avoided
             and self._ask.model_digest in (None, node.model_digest)
         ]

@@ -62,7 +62,8 @@ class PoolAsk:
 
     `deadline`: monotonic seconds. `answers`: token ids of "yes" and "no", for scores by their
     probability. `field`: the name of the client's field with the prompts, for errors.
-    `second_from`: where the second text of each prompt begins, see SubmitPool.
+    `second_from`: where the second text of each prompt begins, see SubmitPool. `model`: the key of
+    the model.
     """
 
     id: str = ""
@@ -73,6 +74,7 @@ class PoolAsk:
     dimensions: int = 0
     answers: tuple[int, int] = (0, 0)
     adapter: str = ""
+    model: str = ""
     traceparent: str = ""
     priority: int | None = None
     field: str = "input"
@@ -152,7 +154,7 @@ class PoolDispatcher:
         self._registry = registry
         self._clock = clock
         self._max_live = max_live
-        self._turns = Turns(GROUPS_PER_NODE + 1, clock)  # one place stays free for other tenants
+        self._turns: dict[str, Turns] = {}  # by the key of the model: each has its own nodes
         self.num_live = 0
 
     async def vectors(
@@ -170,12 +172,14 @@ class PoolDispatcher:
         if self.num_live >= self._max_live:
             raise Overloaded(f"{self._max_live} pooling calls are under way already")
         self.num_live += 1
-        waiting = enumerate(ask.parts(self._group_tokens()))
+        # One place stays free for other tenants.
+        turns = self._turns.setdefault(ask.model, Turns(GROUPS_PER_NODE + 1, self._clock))
+        waiting = enumerate(ask.parts(self._group_tokens(ask.model, turns)))
         parts: dict[int, tuple[bytes, ...]] = {}
 
         async def some() -> None:
             for index, part in waiting:
-                place = await self._turns.take(ask.grant, GROUP_S)
+                place = await turns.take(ask.grant, GROUP_S)
                 try:
                     parts[index] = await self._group(f"{ask.id}-{index}", part, trace)
                 finally:
@@ -187,21 +191,22 @@ class PoolDispatcher:
                 asyncio.timeout(ask.deadline - self._clock.monotonic()),
             ):
                 # At most as many groups of one call wait for a turn as there are turns.
-                await together([some() for _ in range(self._turns.places)])
+                await together([some() for _ in range(turns.places)])
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
         finally:
             self.num_live -= 1
         return [vector for index in sorted(parts) for vector in parts[index]]
 
-    def _group_tokens(self) -> int:
-        """Return how many tokens make a group now: GROUP_S of the slowest node's work.
+    def _group_tokens(self, model: str, turns: Turns) -> int:
+        """Return how many tokens make a group now: GROUP_S of the work of the model's slowest node.
 
-        Also sets the number of turns to the number of nodes that share the groups.
+        Also sets the places of its `turns` by the number of nodes that share the groups.
         """
-        nodes = [node for node in self._registry.snapshots() if node.takes_requests]
+        mine = [node for node in self._registry.snapshots() if node.model == model]
+        nodes = [node for node in mine if node.takes_requests]
         nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
-        self._turns.places = GROUPS_PER_NODE * max(1, len(nodes)) + 1
+        turns.places = GROUPS_PER_NODE * max(1, len(nodes)) + 1
         rate = min((node.load.prefill_tokens_per_s for node in nodes), default=0.0)
         if rate <= 0:
             return FIRST_TOKENS
@@ -209,7 +214,7 @@ class PoolDispatcher:
 
     async def _group(self, id_: str, ask: PoolAsk, trace: RequestTrace) -> tuple[bytes, ...]:
         """Return the vectors of one group, trying one node after another until it is done."""
-        wanted, tries = Ask((), adapter=ask.adapter), 0
+        wanted, tries = Ask((), adapter=ask.adapter, model=ask.model), 0
         request = ask.request(id_)
         while True:
             node, session = await self._choose(wanted)

@@ -11,6 +11,8 @@ that names the header.
                                    `session_id`, `prompt_cache_key` or `user`
     x-baton-receipt                1: the client wants a receipt; or `baton_timing` in the body
     x-baton-resume                 fast or exact: how the request goes on after its node was lost
+    x-baton-nodes                  ids of nodes that should serve it (--named-nodes); set by a
+                                   gateway that asked an endpoint picker
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "x-request-priority": (-(2**31 - 1), 2**31 - 1),
 }
 MAX_SESSION_CHARS: Final = 256
+MOST_NODES: Final = 2  # that a request may name: a prefill and a decode node
 GRANT_KEY: Final = "baton.grant"  # where the key guard leaves the Grant in the ASGI scope
 ARRIVAL_KEY: Final = "baton.arrival"  # where the HTTP server leaves the time of the first byte
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")
@@ -79,6 +82,7 @@ class Terms(msgspec.Struct, frozen=True):
     traceparent: str = ""
     resume: Resume | None = None
     arrival: float | None = None
+    nodes: tuple[str, ...] = ()
 
     def with_body(self, body: BodyTerms, receipts: bool = True) -> Terms:
         """Return the terms with what the body adds. With `receipts` False there is no receipt.
@@ -174,7 +178,16 @@ def read_terms(
         traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
         resume=resume_of(header("x-baton-resume").strip().lower(), "x-baton-resume"),
         arrival=arrival,
+        nodes=_nodes(header("x-baton-nodes")),
     )
+
+
+def _nodes(given: str) -> tuple[str, ...]:
+    """Return the node ids in a header, at most one of each role."""
+    names = tuple(filter(None, (name.strip() for name in given.split(","))))
+    if len(names) > MOST_NODES or len(given) > MAX_SESSION_CHARS * MOST_NODES:
+        raise InvalidRequest(f"x-baton-nodes: at most {MOST_NODES} node ids", field="x-baton-nodes")
+    return names
 
 
 def _names_read() -> frozenset[bytes]:

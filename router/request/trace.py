@@ -29,10 +29,12 @@ TRACES_KEY: Final = "baton.traces"  # in an ASGI scope: the traces that the answ
 class RequestTrace:
     """One request's journey. `Dispatcher.run` writes the trace, the caller of `run` reads it.
 
-    `terms`: what the client asked for; the caller sets them before the start.
+    `terms`: what the client asked for; `model`: the key of the model that it named
+    (router/models.py); the caller sets them before the start.
     """
 
     terms: Terms = STANDARD
+    model: str = ""
     pooled: str = ""  # the client's field with the inputs to pool; empty: tokens are generated
     entered_at: float | None = None  # came to the gate: it is read, checked and tokenized
     adopted_at: float | None = None  # taken over from a router that is gone

@@ -37,8 +37,6 @@ from router.request.timeline import (
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
-    from router.nodes.registry import NodeRegistry
-
 SCOPE: Final = "baton.router"
 BATCH: Final = 64  # requests in a message
 DELAY_S: Final = 0.25  # the most that a request waits for others
@@ -75,13 +73,13 @@ class RouterTracing:
     """Begins traces, and sends ended requests to the child. Event loop only.
 
     `sink` takes the messages for the child. `ratio`: which share of the requests that come without
-    a trace is traced. `model` returns the name of the served model.
+    a trace is traced. `model` returns the name of a model by its key.
     """
 
     def __init__(
         self,
         sink: SpanSink,
-        model: Callable[[], str],
+        model: Callable[[str], str],
         ratio: float = 1.0,
     ) -> None:
         self._sink = sink
@@ -118,7 +116,7 @@ class RouterTracing:
         return FinishedRequest(
             root=entry.trace.root,
             name=_operation(request.id),
-            model=request.adapter or self._model(),
+            model=request.adapter or self._model(entry.trace.model),
             arrival=entry.arrival,
             arrived_at=entry.arrived_at,
             end=entry.end,
@@ -136,28 +134,22 @@ class RouterTracing:
         self._sink.close()
 
 
-def tracing_of(
-    config: RouterConfig, router_id: str, registry: NodeRegistry
-) -> RouterTracing | None:
-    """Return what traces the requests of a router, with its child; None if nobody wants traces."""
+def tracing_of(config: RouterConfig, name_of: Callable[[str], str]) -> RouterTracing | None:
+    """Return what traces the requests of a router, with its child; None if nobody wants traces.
+    `name_of`: returns the name of a model by its key."""
     if config.otlp_traces_endpoint is None:
         return None
     plan = ExportPlan(
         config.otlp_traces_endpoint,
         config.otlp_traces_protocol,
         service="baton-router",
-        instance=router_id,
+        instance=config.router_id or "",
         log_level=config.log_level,
         log_format=config.log_format,
     )
 
-    def model() -> str:
-        served = registry.model()
-        name = "" if served is None else served.name
-        return config.served_model_name[0] if config.served_model_name else name
-
     sink = SpanSender(plan, "router.request.tracing")
-    return RouterTracing(sink, model, config.otlp_traces_ratio)
+    return RouterTracing(sink, name_of, config.otlp_traces_ratio)
 
 
 def _operation(request_id: str) -> str:

@@ -25,13 +25,11 @@ from router.api.http.web_errors import on_baton_error, on_http_exception
 from router.api.http_api import BUSIEST, HttpApi
 from router.api.responses.stored_api import StoredApi
 from router.api.resumable.http import ResumableApi
-from router.api.served import refuse_encoder
 from router.api.strict_fields import strict
 from router.api.timelines import TimelinesApi
 from router.images.limits import MAX_BODY_BYTES
 from router.metrics.vllm import watch
-from router.prompts.images import ImageReader
-from router.prompts.reader import PromptReader
+from router.models import PromptReaders
 from router.server.auth import ApiKeyGuard
 from router.server.endpoints import Endpoints
 from router.server.exchanges import Exchanges, HttpMeter
@@ -39,14 +37,6 @@ from router.server.http_guard import HeadGuard, HttpLimits
 from router.services import RouterServices
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
-# Routes that write text.
-GENERATING: Final = frozenset(
-    {
-        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
-        "/inference/v1/generate",
-    }
-)  # fmt: skip
-
 # Routes whose bodies may hold images.
 WITH_IMAGES: Final = frozenset(
     {
@@ -58,9 +48,7 @@ WITH_IMAGES: Final = frozenset(
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
     """Return the app of the public HTTP port. Its threads end with the app's lifespan."""
-    trusts = services.config.trust_request_chat_template
-    images = ImageReader(services.images, services.config.image_limits())
-    prompts = PromptReader(services.tokenizer, services.chat_template, trusts, images)
+    prompts = PromptReaders(services.config, services.models)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -105,34 +93,21 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     return RootPath(app, prefix) if prefix else app
 
 
-def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
+def all_routes(services: RouterServices, prompts: PromptReaders) -> list[Route]:
     """Return all routes of the public port; /openapi.json describes them."""
     http = HttpApi(services, prompts)
     timelines = TimelinesApi(services, everyone=False)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes(), *timelines.routes()]
     resumable = ResumableApi(services, plain)
     every = StoredApi(services, resumable).routes(resumable.routes())
-    if services.encoder is not None:
-        every = [
-            _refusing(route, services) if route.path in GENERATING else route for route in every
-        ]
     if services.config.strict_fields:
         every = [strict(route) for route in every]
-    if services.images is not None:
+    if any(model.images is not None for model in services.models.all):
         every = [
             with_body_limit(route, MAX_BODY_BYTES) if route.path in WITH_IMAGES else route
             for route in every
         ]
     return [counted(route, lambda: services.dispatcher.gate) for route in every]
-
-
-def _refusing(route: Route, services: RouterServices) -> Route:
-    """Return the route of a model that writes no text."""
-
-    async def refuse(_: HttpRequest) -> None:
-        refuse_encoder(services)
-
-    return Route(route.path, refuse, methods=["POST"])
 
 
 class DirectRoutes:

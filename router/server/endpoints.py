@@ -25,11 +25,11 @@ from router.api.openapi.document import document
 from router.api.openapi.page import HEADERS, page
 from router.api.pooling.classify import ClassifyApi
 from router.api.pooling.cohere import CohereApi
-from router.api.pooling.config import PoolingSettings
-from router.api.pooling.embeddings import EmbeddingsApi, PoolingParts
+from router.api.pooling.embeddings import EmbeddingsApi, PoolingApis
 from router.api.pooling.rerank import SIDES, RerankApi
+from router.api.served import served_model
 from router.batches.api import BatchesApi
-from router.prompts.reader import PromptReader
+from router.models import PromptReaders, ServedModel
 from router.request.pool import PoolDispatcher
 from router.services import RouterServices
 
@@ -49,20 +49,20 @@ _PLACES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 class Endpoints:
     """The routes that router/server/app.py adds to those of HttpApi."""
 
-    def __init__(self, services: RouterServices, prompts: PromptReader, http: HttpApi) -> None:
+    def __init__(self, services: RouterServices, prompts: PromptReaders, http: HttpApi) -> None:
         config = services.config
         self._services = services
         self.pools = services.pools or PoolDispatcher(
             services.registry, services.clock, config.max_live_requests
         )
-        parts = PoolingParts(services, prompts, self.pools, PoolingSettings.of(config))
+        parts = PoolingApis(services, prompts, self.pools)
         self._embeddings = EmbeddingsApi(parts)
         self._cohere = CohereApi(parts)
         self._classify = ClassifyApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
         self._http = http
-        self._classifies = bool(parts.settings.labels)
+        self._pooling = parts
         self._tells_tokenizer = config.enable_tokenizer_info_endpoint
 
     def routes(self) -> list[Route]:
@@ -78,7 +78,7 @@ class Endpoints:
             ("/score", self._rerank.score),
             ("/inference/v1/generate", self._generate.generate),
         )
-        get = [
+        get: list[tuple[str, Handler]] = [
             ("/load", self.load),
             ("/openapi.json", self.openapi),
             ("/docs", self.docs),
@@ -91,7 +91,7 @@ class Endpoints:
             "/v1/chat/completions": self._http.chat_completions,
             "/v1/completions": self._http.completions,
         }
-        one_door = Invocations(known, self._classifies)
+        one_door = Invocations(known, self._pooling)
         runner, origins = self._services.batches, self._services.config.allowed_origins
         batches = [] if runner is None else BatchesApi(runner.store, runner, origins).routes()
         return [
@@ -101,8 +101,12 @@ class Endpoints:
             *(Route(path, handler, methods=["GET"]) for path, handler in get),
         ]
 
-    async def tokenizer_info(self, _: HttpRequest) -> Response:
-        return _json(tokenizer_info(self._services))
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """Of several models, the query's `model` names the one that is meant."""
+        asked = request.query_params.get("model")
+        only = self._services.models.only
+        model = only if asked is None else served_model(self._services, asked).model
+        return _json(tokenizer_info(model or served_model(self._services, None).model))
 
     async def load(self, _: HttpRequest) -> Response:
         """vLLM's /load: the number of requests of all kinds that this router works on."""
@@ -125,14 +129,14 @@ class Endpoints:
 
 
 class Invocations:
-    """SageMaker's only route, /invocations. The fields of a body say which endpoint it is for.
+    """SageMaker's only route, /invocations. The fields of a body say which endpoint it is for: with
+    `input` it is /classify if its model is a classifier, else /v1/embeddings.
 
-    `handlers`: path -> handler. `classifies`: a body with `input` goes to /classify, otherwise to
-    /v1/embeddings."""
+    `handlers`: path -> handler."""
 
-    def __init__(self, handlers: Mapping[str, Handler], classifies: bool) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], pooling: PoolingApis) -> None:
         self._handlers = handlers
-        self._classifies = classifies
+        self._pooling = pooling
 
     async def invoke(self, request: HttpRequest) -> Any:
         """Return the reply of the endpoint that the body is for.
@@ -140,31 +144,33 @@ class Invocations:
         Raises InvalidRequest if the body is for no endpoint."""
         raw = await read_body(request)
         given = object_of(raw)
-        for names, path in _BEHIND_ONE_DOOR:
-            if all(given.get(name) is not None for name in names):
-                chosen = "/classify" if self._classifies and path == "/v1/embeddings" else path
-                break
-        else:
+        meant = (
+            path
+            for names, path in _BEHIND_ONE_DOOR
+            if all(given.get(name) is not None for name in names)
+        )
+        path = next(meant, None)
+        if path is None:
             wanted = ", ".join(" and ".join(names) for names, _ in _BEHIND_ONE_DOOR)
             raise InvalidRequest(f"the body has none of: {wanted}")
-
+        if path == "/v1/embeddings" and self._pooling.classifies(given.get("model")):
+            path = "/classify"
         bodies: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
 
         async def receive() -> Message:
             return bodies.pop() if bodies else await request.receive()
 
-        return await self._handlers[chosen](HttpRequest(request.scope, receive))
+        return await self._handlers[path](HttpRequest(request.scope, receive))
 
 
-def tokenizer_info(services: RouterServices) -> dict[str, Any]:
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
     """Return vLLM's /tokenizer_info: tokenizer_config.json without paths, each token as its text,
     and the chat template in use."""
-    told = read_json(Path(services.config.model) / "tokenizer_config.json")
+    told = read_json(Path(model.config.model) / "tokenizer_config.json")
     info = {name: _plain(value) for name, value in told.items() if name not in _PLACES}
     info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    template = services.chat_template
-    if template is not None:
-        info["chat_template"] = template.source
+    if model.chat_template is not None:
+        info["chat_template"] = model.chat_template.source
     return info
 
 

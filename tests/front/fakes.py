@@ -24,6 +24,7 @@ from baton.text.generation_config import SamplingDefaults
 from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
+from router.models import Models, ServedModel
 from router.nodes.migration import MigrationStats
 from router.nodes.policy import NodeSnapshot
 from router.request.aborts import Aborts
@@ -59,7 +60,7 @@ class FakeModel:
 class FakeRegistry:
     served: FakeModel | None = field(default_factory=FakeModel)
 
-    def model(self) -> FakeModel | None:
+    def model(self, _: str = "") -> FakeModel | None:
         return self.served
 
     def can_serve(self) -> bool:
@@ -71,7 +72,7 @@ class FakeRegistry:
     def watch_reports(self, watcher: Callable[[], None]) -> None:
         """No node reports anything."""
 
-    def records(self) -> Sequence[NodeRecord]:
+    def records(self, _: str | None = None) -> Sequence[NodeRecord]:
         endpoint = Endpoint("b", "f", PoolFormat(16, "float32"), ())
         load = NodeLoad(
             running=2,
@@ -253,18 +254,20 @@ class Front:
     timelines: TimelineRing | None = None
 
     @property
+    def model(self) -> ServedModel:
+        return ServedModel(self.config, self.tokenizer, self.chat_template, self.sampling_defaults)
+
+    @property
     def services(self) -> RouterServices:
         parts: dict[str, Any] = {
             "config": self.config,
             "dispatcher": self.dispatcher,
             "registry": self.registry,
             "store": self.store,
-            "tokenizer": self.tokenizer,
-            "chat_template": self.chat_template,
+            "models": Models(self.model),
             "metrics": self.metrics,
             "aborts": Aborts(self.dispatcher),
             "lifecycle": self.lifecycle,
-            "sampling_defaults": self.sampling_defaults,
             "timelines": self.timelines,
         }
         return RouterServices(**parts)

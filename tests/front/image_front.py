@@ -12,7 +12,7 @@ from baton.protocol.request import Request
 from baton.text.chat_template import ChatTemplate
 from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
-from router.services import RouterServices
+from router.models import ServedModel
 from tests.front.fakes import FakeDispatcher, FakeModel, FakeRegistry, Front
 from tests.images.families import FAMILIES, save
 
@@ -25,8 +25,8 @@ class ImageFront(Front):
     images: ImageModel | None = None
 
     @property
-    def services(self) -> RouterServices:
-        return replace(super().services, images=self.images)
+    def model(self) -> ServedModel:
+        return replace(super().model, images=self.images)
 
 
 def image_front(folder: Path, name: str = "qwen3_vl", **config: Any) -> ImageFront:

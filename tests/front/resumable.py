@@ -20,6 +20,7 @@ from baton.runtime.timing import Timing
 from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
+from router.models import Models, ServedModel
 from router.request.aborts import Aborts
 from router.request.gate.gate import Gate
 from router.request.trace import RequestTrace
@@ -398,8 +399,7 @@ async def held_router(
         "dispatcher": dispatcher,
         "registry": FakeRegistry(),
         "store": guard,
-        "tokenizer": TOKENIZER,
-        "chat_template": CHAT_TEMPLATE,
+        "models": Models(ServedModel(options, TOKENIZER, CHAT_TEMPLATE)),
         "metrics": metrics,
         "aborts": Aborts(dispatcher),
         "clock": clock,

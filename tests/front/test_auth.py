@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from router.api.http_api import HttpApi
 from router.config import RouterConfig
-from router.prompts.reader import PromptReader
+from router.models import PromptReaders
 from router.server.auth import OPEN_PATHS, ApiKeyGuard
 from tests.front.fakes import Front
 
@@ -22,7 +22,7 @@ def guarded() -> Front:
 
 def all_routes() -> list[Route]:
     front = guarded()
-    return HttpApi(front.services, PromptReader(front.tokenizer, None)).routes()
+    return HttpApi(front.services, PromptReaders(front.config, front.services.models)).routes()
 
 
 @pytest.mark.parametrize("path", [route.path for route in all_routes()])

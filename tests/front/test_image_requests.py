@@ -16,6 +16,7 @@ from baton.client import AsyncClient, GenerateOptions
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import SamplingParams
 from router.api.grpc.inference import GrpcServer
+from router.models import Models
 from router.store.memory_store import MemoryTables
 from tests.front.image_front import ImageFront, asked, data_url, image_front, part, placed, said
 from tests.front.resumable import HeldRouter, held_router
@@ -87,15 +88,11 @@ async def test_grpc_names_what_is_wrong(tmp_path: Path) -> None:
 async def held(tmp_path: Path) -> AsyncIterator[tuple[HeldRouter, ImageFront]]:
     front = image_front(tmp_path)
     services = front.services
-    others = {
-        "tokenizer": services.tokenizer,
-        "chat_template": services.chat_template,
-        "images": services.images,
-        "registry": services.registry,
-    }
-    allowed = ("localhost",)
+    config = replace(front.config, allowed_media_domains=("localhost",))
+    others = {"models": Models(replace(front.model, config=config)), "registry": services.registry}
     tables = MemoryTables()
-    async with held_router("one", tables, others=others, allowed_media_domains=allowed) as router:
+    domains = config.allowed_media_domains
+    async with held_router("one", tables, others=others, allowed_media_domains=domains) as router:
         yield router, front
 
 

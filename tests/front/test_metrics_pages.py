@@ -71,7 +71,7 @@ def router_page(loop: asyncio.AbstractEventLoop) -> bytes:
     metrics = RouterMetrics()
     nodes = [node("p", Role.PREFILL, 10), node("d", Role.DECODE, 40)]
     metrics.watch_nodes(lambda: nodes)
-    metrics.watch_adapters(lambda: {"sql"})
+    metrics.watch_adapters(lambda: {'m"\n': {"sql"}})
     metrics.watch_migrations(lambda: numbered(MigrationStats, 1))
     waits = _watch_rest(metrics, nodes)
     for wait in (0.0, 0.02):

@@ -21,9 +21,9 @@ from router.api.openapi.dialects import (
 from router.api.openapi.document import document
 from router.api.openapi.shapes import REQUIRED
 from router.api.pooling.rerank import SIDES
-from router.prompts.reader import PromptReader
+from router.models import PromptReaders
 from router.server.app import all_routes
-from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
+from tests.front.fakes import CHAT_TEMPLATE, Front
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 USER = [{"role": "user", "content": "x"}]
@@ -106,9 +106,10 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
 
 
 def test_all_that_is_served_is_described_and_nothing_else() -> None:
-    prompts = PromptReader(TOKENIZER, CHAT_TEMPLATE)
+    front = Front(chat_template=CHAT_TEMPLATE)
+    prompts = PromptReaders(front.config, front.services.models)
     try:
-        routes = all_routes(Front(chat_template=CHAT_TEMPLATE).services, prompts)
+        routes = all_routes(front.services, prompts)
     finally:
         prompts.close()
     served = {

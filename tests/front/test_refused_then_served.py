@@ -20,6 +20,7 @@ from baton.protocol.request import MAX_NODE_DEATHS, Request
 from examples.resuming_transport import Resuming
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
+from router.models import Models, ServedModel
 from router.request.aborts import Aborts
 from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
@@ -83,13 +84,13 @@ async def door(
     ):
         clock, metrics, dispatcher = SystemClock(), RouterMetrics(), router.dispatcher
         runs = Runs(RunParts(dispatcher, router.guard, metrics, clock))
+        config = RouterConfig(request_timeout_s=20.0, grpc_port=0)
         parts: dict[str, Any] = {
-            "config": RouterConfig(request_timeout_s=20.0, grpc_port=0),
+            "config": config,
             "dispatcher": dispatcher,
             "registry": router.registry,
             "store": router.guard,
-            "tokenizer": TOKENIZER,
-            "chat_template": CHAT_TEMPLATE,
+            "models": Models(ServedModel(config, TOKENIZER, CHAT_TEMPLATE)),
             "metrics": metrics,
             "aborts": Aborts(dispatcher),
             "clock": clock,

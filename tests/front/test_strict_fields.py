@@ -9,9 +9,9 @@ import pytest
 
 from router.api.strict_fields import IGNORED, KNOWN
 from router.config import RouterConfig
-from router.prompts.reader import PromptReader
+from router.models import PromptReaders
 from router.server.app import all_routes
-from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
+from tests.front.fakes import Front
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 BODIES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ async def test_other_refusals_keep_their_reasons() -> None:
 def test_every_route_with_a_body_is_known() -> None:
     """A route that is added later says what it takes, too."""
     front = Front()
-    routes = all_routes(front.services, PromptReader(TOKENIZER, CHAT_TEMPLATE))
+    routes = all_routes(front.services, PromptReaders(front.config, front.services.models))
     posts = {route.path for route in routes if route.methods == {"POST"}}
     assert posts - {"/v1/responses/{id}/cancel"} == set(KNOWN)  # that one reads no body
     assert all(msgspec.json.encode(name) for names in KNOWN.values() for name in names)

@@ -24,7 +24,7 @@ from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
 from router.events import EventRing
-from router.nodes.directory import NodeDirectory
+from router.nodes.directory import ModelOf, NodeDirectory, only_model
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
 from router.nodes.session import StepLog
@@ -237,6 +237,7 @@ class RouterSetup:
     node_wait_s: float = 0.2
     exact: bool = False
     slow_request_s: float = 0.0
+    model_of: ModelOf = only_model
 
 
 @contextlib.asynccontextmanager
@@ -266,6 +267,7 @@ async def running_router(
             node_wait_s=setup.node_wait_s,
             exact=setup.exact,
             events=events,
+            model_of=setup.model_of,
         )
     )
     parts = DispatchParts(

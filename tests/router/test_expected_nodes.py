@@ -374,7 +374,7 @@ class Nodes:
         self.clock = clock
         bounds = Bounds(max_live=9, max_queued=9)
         settings = GateSettings(bounds)
-        self.gate = Gate(clock, settings, lambda: self.now, lambda _: self.expected_s)
+        self.gate = Gate(clock, settings, lambda: self.now, lambda *_: self.expected_s)
 
     @property
     def expected_s(self) -> float:

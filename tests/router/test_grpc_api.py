@@ -35,6 +35,7 @@ from baton.text.generation_config import SamplingDefaults
 from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
+from router.models import Models, ServedModel
 from router.request.aborts import Aborts
 from router.services import RouterServices
 from tests.chaos.cluster import free_ports
@@ -75,11 +76,9 @@ async def open_door(
                 dispatcher=router.dispatcher,
                 registry=router.registry,
                 store=router.guard,
-                tokenizer=TOKENIZER,
-                chat_template=CHAT_TEMPLATE,
+                models=Models(ServedModel(config, TOKENIZER, CHAT_TEMPLATE, defaults or {})),
                 metrics=RouterMetrics(),
                 aborts=Aborts(router.dispatcher),
-                sampling_defaults=defaults or {},
                 clock=SystemClock(),
             )
         )

@@ -91,8 +91,8 @@ def test_panic_below_half_disregards_quarantines_of_that_role_only(clock: FakeCl
             health.died((name,))
     assert health.panicking(known) == frozenset(), "half of each role is healthy"
     nodes[2] = Known(("d3",), D, fit=False)  # lost, or its engine hangs
-    assert health.panicking(known) == {D}
-    assert health.panicking(known) == {D}
+    assert health.panicking(known) == {("", D)}
+    assert health.panicking(known) == {("", D)}
     assert health.stats.panics == 1
     clock.advance(5.0)
     assert health.panicking(known) == frozenset()

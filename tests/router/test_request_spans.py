@@ -38,7 +38,7 @@ class Sink:
 
 
 def tracing(sink: Sink, ratio: float = 1.0) -> RouterTracing:
-    return RouterTracing(sink, lambda: "llama", ratio)
+    return RouterTracing(sink, lambda _: "llama", ratio)
 
 
 def asked(traceparent: str = PARENT, name: str = "chatcmpl-x-0.1", epoch: int = 1) -> Request:

@@ -78,9 +78,10 @@ class ServerProcess:
 
 @dataclass(slots=True)
 class Processes:
-    """A cluster of real processes around one model; `redis_url` None = nodes given by address."""
+    """A cluster of real processes around one model; `redis_url` None = nodes given by address.
+    `model` None: the flags of each process say which."""
 
-    model: Path
+    model: Path | None
     directory: Path
     redis_url: str | None = None
     running: list[ServerProcess] = field(default_factory=list[ServerProcess])
@@ -133,7 +134,9 @@ class Processes:
 
         Raises RuntimeError with its log.
         """
-        command = [*prefix, sys.executable, "-m", module, "--model", str(self.model), *flags]
+        command = [*prefix, sys.executable, "-m", module, *flags]
+        if self.model is not None:
+            command += ["--model", str(self.model)]
         if self.redis_url is not None:
             command += ["--redis-url", self.redis_url]
         if module != "router":

@@ -211,8 +211,8 @@ async def test_beams_over_http(model: Path) -> None:
         )
         assert reply.status_code == 200, reply.text
         choices = reply.json()["choices"]
-        tokenizer = c.router.services.tokenizer
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
+        [served] = c.router.services.models.all
+        texts = [served.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
         assert [choice["text"] for choice in choices] == texts
         assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [12] * 4
         await c.settle()
@@ -319,8 +319,8 @@ async def test_a_draining_node_hands_on_the_kv_that_all_share(
 async def test_a_stop_string_ends_its_sample_and_frees_its_steps(model: Path) -> None:
     (plain,) = one_engine(model, PROMPTS[2:3], LONG)
     async with cluster(plan(model)) as c, http(c) as client:
-        tokenizer = c.router.services.tokenizer
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
+        [served] = c.router.services.models.all
+        texts = [served.tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
         stop = next(
             piece
             for start in range(20, 60)

@@ -14,6 +14,7 @@ from router.api.dialect import DialectExchange, in_own_names, own_name
 from router.api.http.reading import read_body
 from router.api.intake import Intake
 from router.api.openai.reply_ids import call_ids, pin_of
+from router.api.served import served_model
 from router.request.completion import CallRunner
 from router.request.request_ids import reply_id
 from router.services import RouterServices
@@ -34,9 +35,11 @@ class AnthropicApi:
         ]
 
     async def create(self, request: HttpRequest) -> DialectExchange:
-        thought = self._intake.formats.reasoning
-        limits = thought is not None and thought.can_end
-        chat = body.read(await read_body(request), limits)
+        chat = body.read(await read_body(request))
+        if chat.thinking_token_budget is not None:
+            thought = served_model(self._services, chat.model).model.formats.reasoning
+            if thought is None or not thought.can_end:  # nothing here could obey it
+                chat.thinking_token_budget = None
         id_ = reply_id("msg_", request, chat.request_id)
         most = chat.max_tokens
         with in_own_names(body.NAMES):

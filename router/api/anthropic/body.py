@@ -94,9 +94,10 @@ class MessagesBody(CountBody, kw_only=True):
 Body = TypeVar("Body", MessagesBody, CountBody)
 
 
-def read(raw: bytes, limits_thoughts: bool = False) -> ChatBody:
-    """Check a body of /v1/messages; return the chat that it asks for. `limits_thoughts`: obey
-    `budget_tokens`. Raises InvalidRequest, naming the field."""
+def read(raw: bytes) -> ChatBody:
+    """Check a body of /v1/messages; return the chat that it asks for.
+
+    Raises InvalidRequest, naming the field."""
     given = object_of(raw)
     body = _converted(given, MessagesBody)
     thinking = body.thinking if body.thinks else None
@@ -105,7 +106,7 @@ def read(raw: bytes, limits_thoughts: bool = False) -> ChatBody:
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "include_reasoning": shown,
-        "thinking_token_budget": thinking.budget_tokens if thinking and limits_thoughts else None,
+        "thinking_token_budget": thinking.budget_tokens if thinking else None,
     }
     with in_own_names(NAMES):
         return chat_body(given, translated)

@@ -27,7 +27,7 @@ from grpc_reflection.v1alpha import reflection
 from baton import __version__
 from baton.client.client import ERROR_CODE_METADATA, ERROR_FIELD_METADATA
 from baton.protocol import wire
-from baton.protocol.errors import ConfigError, InvalidRequest, Unavailable
+from baton.protocol.errors import ConfigError, InvalidRequest
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.protocol.wire_sampling import sampling_fields
@@ -42,11 +42,11 @@ from router.api.openai.fields import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.api.openai.prompt_options import logprobs_within
 from router.api.receipt import HEADER, header_of, receipt_of
 from router.api.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
-from router.api.served import adapter_named, model_names, refuse_encoder, unknown
+from router.api.served import adapter_named, served_model
 from router.images import limits
 from router.images.parts import ImagePart
-from router.nodes.registry import ServedModel
-from router.prompts.images import ImageReader
+from router.models import PromptReaders
+from router.nodes.registry import ModelInfo
 from router.prompts.reader import (
     DEFAULT_MAX_TOKENS,
     Length,
@@ -79,7 +79,7 @@ _OPERATORS: Final = frozenset({f"/{SERVICE}/ServerInfo"})
 class InferenceService(serve_pb2_grpc.InferenceServicer):
     """Implements serve.proto's Inference with a router's services."""
 
-    def __init__(self, services: RouterServices, prompts: PromptReader, keys: KeyRing) -> None:
+    def __init__(self, services: RouterServices, prompts: PromptReaders, keys: KeyRing) -> None:
         self._services = services
         self._prompts = prompts
         self._keys = keys
@@ -118,14 +118,17 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         return serve_pb2.AbortReply(found=bool(found))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
-        """List the served model. The list is empty until a node has registered."""
-        model = self._services.registry.model()
-        if model is None:
-            return serve_pb2.ModelsReply()
-        info = serve_pb2.ModelInfo(
-            id=self._name(model), max_model_len=model.max_model_len, digest=model.digest
+        """List the served models, each once a node of it has registered."""
+        infos = [(it, self._services.registry.model(it.key)) for it in self._services.models.all]
+        return serve_pb2.ModelsReply(
+            models=[
+                serve_pb2.ModelInfo(
+                    id=model.names(info)[0], max_model_len=info.max_model_len, digest=info.digest
+                )
+                for model, info in infos
+                if info is not None
+            ]
         )
-        return serve_pb2.ModelsReply(models=[info])
 
     async def ServerInfo(
         self, request: serve_pb2.ServerInfoRequest, context: Any
@@ -196,8 +199,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
         Raises InvalidRequest, naming the field; ModelNotFound; Unavailable."""
         now = self._services.clock.monotonic()
-        refuse_encoder(self._services)
-        model = self._model(message.model)
+        served = served_model(self._services, message.model or None, writes=True)
+        own, model, prompts = served.model, served.info, self._prompts.of[served.model.key]
         if len(request_id) > MAX_NAME_CHARS or not request_id.isprintable():
             raise InvalidRequest(
                 f"request_id: at most {MAX_NAME_CHARS} printable characters", field="request_id"
@@ -209,17 +212,17 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             or message.skip_special_tokens,
         )
         grant = self._grant(context)
-        prompt, field = await self._prompt(message, model, grant)
+        prompt, field = await _prompt(prompts, message, model, grant)
         ids = prompt.ids
         room = room_for_output(len(ids), model.max_model_len, field)
         defaults = {
             "max_tokens": min(DEFAULT_MAX_TOKENS, room),
-            **self._services.sampling_defaults,
+            **own.sampling_defaults,
         }
-        most = self._services.config.max_logprobs
+        most = own.config.max_logprobs
         params = logprobs_within(_sampling_params(message, defaults), most, model.vocab_size)
         check_logprobs(params, at_once=False, field="logprobs")
-        await self._prompts.check_guided(params.guided, grant)
+        await prompts.check_guided(params.guided, grant)
         if len(ids) + params.max_tokens > model.max_model_len:
             raise beyond_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
@@ -232,7 +235,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             id=request_id,
             prompt_ids=ids,
             params=params,
-            adapter=adapter_named(self._services, message.adapter),
+            adapter=adapter_named(self._services, own, message.adapter) or served.adapter,
             priority=message.priority,
             tenant_salt=message.cache_salt,
             deadline=now + (timeout_s if remaining is None else min(timeout_s, remaining)),
@@ -247,47 +250,11 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         priority = message.priority or terms.priority
         terms = msgspec.structs.replace(terms, priority=priority, receipt=receipt, resume=resume)
         request = terms.applied(request)
-        return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
-
-    async def _prompt(
-        self, message: serve_pb2.GenerateRequest, model: ServedModel, grant: Grant
-    ) -> tuple[Prompt, str]:
-        """Return the prompt with its images, and the name of the field that held the prompt."""
-        match message.WhichOneof("prompt"):
-            case "text" if message.text:
-                item, field = message.text, "text"
-            case "token_ids" if message.token_ids.ids:
-                ids, field = tuple(message.token_ids.ids), "token_ids"
-                item = token_ids_below(ids, model.vocab_size, field)
-            case _:
-                raise InvalidRequest("the prompt is empty", field="prompt")
-        asked = TextInputs([item], field, Length(model.max_model_len), grant)
-        if message.images:
-            if not all(message.images):
-                raise InvalidRequest("images: a file is empty", field="images")
-            parts = [
-                ImagePart(f"images[{number}]", data=data)
-                for number, data in enumerate(message.images)
-            ]
-            return await self._prompts.illustrated(asked, parts), field
-        [ids] = await self._prompts.read(asked)
-        return Prompt(ids), field
-
-    def _model(self, asked: str) -> ServedModel:
-        model = self._services.registry.model()
-        if model is None:
-            raise Unavailable("no node has registered yet")
-        names = model_names(self._services, model)
-        if asked and asked not in names:
-            raise unknown(asked, names)
-        return model
+        return Completion(request, served.name, rules, own.tokenizer, terms, own.key)
 
     def _grant(self, context: Any) -> Grant:
         given = _metadata(context.invocation_metadata(), "authorization")
         return self._keys.bearer(given.encode()) or EVERYBODY
-
-    def _name(self, model: ServedModel) -> str:
-        return model_names(self._services, model)[0]
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
@@ -328,8 +295,7 @@ class GrpcServer:
 
     def __init__(self, services: RouterServices) -> None:
         self._services = services
-        images = ImageReader(services.images, services.config.image_limits())
-        self._prompts = PromptReader(services.tokenizer, services.chat_template, images=images)
+        self._prompts = PromptReaders(services.config, services.models)
         keys, admin_keys = services.config.key_ring(), services.config.admin_ring()
         guarded = len(keys) or len(admin_keys)
         self._server = grpc.aio.server(
@@ -399,12 +365,37 @@ def _server_options(services: RouterServices) -> list[tuple[str, int]]:
     # Keepalive: the server pings clients as Baton's clients ping servers, and accepts their pings.
     own = dict(server_options(config.timing)) | dict(channel_options(CLIENT_TIMING))
     own["grpc.so_reuseport"] = int(config.reuse_port)
-    most = MAX_BODY_BYTES if services.images is None else limits.MAX_BODY_BYTES
+    sees = any(model.images is not None for model in services.models.all)
+    most = limits.MAX_BODY_BYTES if sees else MAX_BODY_BYTES
     own["grpc.max_receive_message_length"] = most  # as HTTP's
     # An old connection is closed when its calls have ended, so none stays open for ever.
     own["grpc.max_connection_age_ms"] = int(CONNECTION_AGE_S * 1000)
     own["grpc.max_connection_age_grace_ms"] = int((config.request_timeout_s + STOP_MARGIN_S) * 1000)
     return list(own.items())
+
+
+async def _prompt(
+    prompts: PromptReader, message: serve_pb2.GenerateRequest, model: ModelInfo, grant: Grant
+) -> tuple[Prompt, str]:
+    """Return the prompt with its images, and the name of the field that held the prompt."""
+    match message.WhichOneof("prompt"):
+        case "text" if message.text:
+            item, field = message.text, "text"
+        case "token_ids" if message.token_ids.ids:
+            ids, field = tuple(message.token_ids.ids), "token_ids"
+            item = token_ids_below(ids, model.vocab_size, field)
+        case _:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+    asked = TextInputs([item], field, Length(model.max_model_len), grant)
+    if message.images:
+        if not all(message.images):
+            raise InvalidRequest("images: a file is empty", field="images")
+        parts = [
+            ImagePart(f"images[{number}]", data=data) for number, data in enumerate(message.images)
+        ]
+        return await prompts.illustrated(asked, parts), field
+    [ids] = await prompts.read(asked)
+    return Prompt(ids), field
 
 
 async def _all_fresh(

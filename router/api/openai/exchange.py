@@ -72,14 +72,15 @@ class OpenAIExchange:
         self.pinned = pin_of(scope)
         first = completions[0]
         self.logprobs = told_count(first.request.params)
+        own = services.models[first.trace.model].config
         by_id = body.return_tokens_as_token_ids
-        self.named_by_id = services.config.return_tokens_as_token_ids if by_id is None else by_id
+        self.named_by_id = own.return_tokens_as_token_ids if by_id is None else by_id
         usage = body.stream_options
         self._tells_usage = usage is not None and bool(usage.include_usage)
         self._counts_usage = usage is not None and bool(usage.continuous_usage_stats)
         self._runner = runner
         chat = isinstance(body, ChatBody)
-        self.role, self.lead = said_first(body, services.config.response_role) if chat else ("", "")
+        self.role, self.lead = said_first(body, own.response_role) if chat else ("", "")
         self._head: dict[str, Any] = {
             "id": id_,
             "object": "chat.completion.chunk" if chat else "text_completion",

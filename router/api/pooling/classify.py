@@ -24,6 +24,7 @@ from router.api.pooling.embeddings import (
     EmbeddingBody,
     InputBody,
     PooledInputs,
+    PoolingApis,
     PoolingParts,
     PoolingUsage,
     bytes_of,
@@ -82,32 +83,34 @@ class PoolReply(msgspec.Struct):
 class ClassifyApi:
     """The endpoints /classify and /pooling. They keep no state."""
 
-    def __init__(self, parts: PoolingParts) -> None:
-        self._parts = parts
+    def __init__(self, models: PoolingApis) -> None:
+        self._models = models
 
     async def classify(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, ClassifyBody, POOLING)
-        told = await self._classes(request, body, "classify-")
+        parts = self._models.of(body.model)
+        told = await self._classes(request, body, "classify-", parts)
         data = [
             Classified(index, label, probs, len(probs))
-            for index, (label, probs) in enumerate(self._named(told, body))
+            for index, (label, probs) in enumerate(_named(told, body, parts.settings))
         ]
         reply = ClassifyReply(told.id, int(time.time()), told.model, data, told.usage)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def pooling(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, PoolBody, POOLING)
-        task = body.task or ("classify" if self._parts.settings.labels else "embed")
+        parts = self._models.of(body.model)
+        task = body.task or ("classify" if parts.settings.labels else "embed")
         if task in REFUSED:
             message = f"task: {task} is not supported by this server, embed and classify are"
             raise UnsupportedFeature(message, field="task")
         if task == "classify":
-            told = await self._classes(request, body, "pool-")
-            vectors = [bytes_of(probs) for _, probs in self._named(told, body)]
+            told = await self._classes(request, body, "pool-", parts)
+            vectors = [bytes_of(probs) for _, probs in _named(told, body, parts.settings)]
         else:
-            wanted = self._parts.embedding_of(body, body.dimensions)
-            body.input = self._parts.settings.prompted(body.input, body.prompt_name)
-            told = await self._parts.of_inputs(request, body, "pool-", wanted)
+            wanted = parts.embedding_of(body, body.dimensions)
+            body.input = parts.settings.prompted(body.input, body.prompt_name)
+            told = await parts.of_inputs(request, body, "pool-", wanted)
             vectors = told.vectors
         content = msgspec.to_builtins(
             PoolReply(told.id, int(time.time()), told.model, [], told.usage)
@@ -116,33 +119,37 @@ class ClassifyApi:
         content["data"] = await encoded(vectors, as_base64, "pooling", "data")
         return Response(orjson.dumps(content), media_type="application/json")
 
-    async def _classes(self, request: HttpRequest, body: InputBody, prefix: str) -> PooledInputs:
+    async def _classes(
+        self, request: HttpRequest, body: InputBody, prefix: str, parts: PoolingParts
+    ) -> PooledInputs:
         """Compute the logits of each input's classes; with a reranker, the probability of a yes.
 
         Raises BatonError."""
-        settings = self._parts.settings
+        settings = parts.settings
         if settings.labels:
             wanted = PoolAsk(kind="classify")
         elif settings.reranker:
-            wanted = PoolAsk(kind="yes_no", answers=answer_tokens(self._parts.services.tokenizer))
+            wanted = PoolAsk(kind="yes_no", answers=answer_tokens(parts.served.model.tokenizer))
         else:
             message = "the served model is no classifier (ForSequenceClassification), no reranker"
             raise UnsupportedFeature(message, field="model")
-        return await self._parts.of_inputs(request, body, prefix, wanted)
+        return await parts.of_inputs(request, body, prefix, wanted)
 
-    def _named(self, told: PooledInputs, body: InputBody) -> list[tuple[str | None, list[float]]]:
-        """Return, for each input, its most probable label (None if unknown) and the numbers of all
-        classes."""
-        settings = self._parts.settings
-        labels = settings.labels or ("LABEL_0",)
-        found: list[tuple[str | None, list[float]]] = []
-        for vector in told.vectors:
-            numbers = numbers_of(vector)
-            if settings.labels and body.use_activation is not False:
-                numbers = activated(numbers, settings)
-            best = max(range(len(numbers)), key=numbers.__getitem__)
-            found.append((labels[best] if best < len(labels) else None, numbers))
-        return found
+
+def _named(
+    told: PooledInputs, body: InputBody, settings: PoolingSettings
+) -> list[tuple[str | None, list[float]]]:
+    """Return, for each input, its most probable label (None if unknown) and the numbers of all
+    classes."""
+    labels = settings.labels or ("LABEL_0",)
+    found: list[tuple[str | None, list[float]]] = []
+    for vector in told.vectors:
+        numbers = numbers_of(vector)
+        if settings.labels and body.use_activation is not False:
+            numbers = activated(numbers, settings)
+        best = max(range(len(numbers)), key=numbers.__getitem__)
+        found.append((labels[best] if best < len(labels) else None, numbers))
+    return found
 
 
 def activated(logits: Sequence[float], settings: PoolingSettings) -> list[float]:

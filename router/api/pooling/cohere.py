@@ -17,12 +17,13 @@ from starlette.responses import Response
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.api.dialect import in_own_names
 from router.api.openai.fields import AtLeastOne, Dimensions, NotEmpty
+from router.api.pooling.config import PoolingSettings
 from router.api.pooling.embeddings import (
     MAX_INPUT_TOKENS,
     MAX_INPUTS,
     InputBody,
+    PoolingApis,
     PoolingBody,
-    PoolingParts,
     base64_of,
     numbers_of,
     read_pooling,
@@ -89,16 +90,17 @@ class EmbedReply(msgspec.Struct):
 class CohereApi:
     """The endpoint /v2/embed. It keeps no state."""
 
-    def __init__(self, parts: PoolingParts) -> None:
-        self._parts = parts
+    def __init__(self, models: PoolingApis) -> None:
+        self._models = models
 
     async def embed(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, EmbedBody, COHERE)
-        asked = _inputs_of(body, self._prompt_of(body.input_type))
+        parts = self._models.of(body.model)
+        asked = _inputs_of(body, _prompt_of(body.input_type, parts.settings))
         given = "inputs" if body.texts is None else "texts"
         with in_own_names({**NAMES, "input": given}):
-            wanted = self._parts.embedding_of(asked, body.output_dimension)
-            told = await self._parts.of_inputs(request, asked, "embd-", wanted)
+            wanted = parts.embedding_of(asked, body.output_dimension)
+            told = await parts.of_inputs(request, asked, "embd-", wanted)
         if body.truncate == "NONE" and max(told.lengths) > (body.max_tokens or MAX_INPUT_TOKENS):
             message = f"{given}: {max(told.lengths)} tokens are more than max_tokens"
             raise InvalidRequest(message, field="max_tokens")
@@ -111,20 +113,21 @@ class CohereApi:
         )
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    def _prompt_of(self, given: str | None) -> str:
-        """Return the model's prompt for an input type, "" for none.
 
-        Raises InvalidRequest for an unknown type."""
-        tasks, encoder = self._parts.settings.tasks, self._parts.settings.encoder
-        if given is None:
-            return "" if encoder is None else encoder.prompt(None)
-        known = [name for name in (given, INPUT_TYPES.get(given, given)) if name in tasks]
-        if known:
-            return tasks[known[0]] if encoder is None else encoder.prompt(known[0])
-        if not tasks and given in INPUT_TYPES:
-            return ""
-        there = ", ".join(sorted(tasks) or INPUT_TYPES)
-        raise InvalidRequest(f"input_type must be one of {there}", field="input_type")
+def _prompt_of(given: str | None, settings: PoolingSettings) -> str:
+    """Return the model's prompt for an input type, "" for none.
+
+    Raises InvalidRequest for an unknown type."""
+    tasks, encoder = settings.tasks, settings.encoder
+    if given is None:
+        return "" if encoder is None else encoder.prompt(None)
+    known = [name for name in (given, INPUT_TYPES.get(given, given)) if name in tasks]
+    if known:
+        return tasks[known[0]] if encoder is None else encoder.prompt(known[0])
+    if not tasks and given in INPUT_TYPES:
+        return ""
+    there = ", ".join(sorted(tasks) or INPUT_TYPES)
+    raise InvalidRequest(f"input_type must be one of {there}", field="input_type")
 
 
 def _inputs_of(body: EmbedBody, prefix: str) -> InputBody:

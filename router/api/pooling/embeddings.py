@@ -24,7 +24,6 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
 from router.api.http.connection import while_connected
 from router.api.http.preparing import end_preparing
@@ -33,8 +32,9 @@ from router.api.openai.bodies import object_of, struct_of, token_ids_below
 from router.api.openai.fields import Dimensions, Priority, RequestId, Truncation
 from router.api.openai.prompt_options import truncated, useful_length
 from router.api.pooling.config import PoolingSettings
-from router.api.served import served_model
+from router.api.served import Served, served_model
 from router.api.unserved import POOLING, Unserved, refuse
+from router.models import PromptReaders
 from router.nodes.slo import ANY
 from router.prompts.reader import PromptReader, TextInputs
 from router.request.failures import as_baton_error
@@ -104,22 +104,46 @@ class EmbeddingReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
+class PoolingApis:
+    """What all pooling endpoints use: for each request `of` finds the parts of its model."""
+
+    def __init__(self, services: RouterServices, prompts: PromptReaders, pools: Pools) -> None:
+        self._services, self._prompts, self._pools = services, prompts, pools
+        self._settings = {it.key: PoolingSettings.of(it.config) for it in services.models.all}
+
+    def of(self, asked: str | None) -> PoolingParts:
+        """Return the parts of the model that a body names. Raises the errors of served_model."""
+        served = served_model(self._services, asked)
+        key = served.model.key
+        prompts, settings = self._prompts.of[key], self._settings[key]
+        return PoolingParts(self._services, prompts, self._pools, settings, served)
+
+    def classifies(self, asked: object) -> bool:
+        """Whether the model that a body names is a classifier; False if there is no such model."""
+        for model in self._services.models.all:
+            mine = model.names(self._services.registry.model(model.key))
+            if asked in mine or self._services.models.only is not None:
+                return bool(self._settings[model.key].labels)
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class PoolingParts:
-    """The parts that all pooling endpoints use."""
+    """The parts that serve one pooling request."""
 
     services: RouterServices
     prompts: PromptReader
     pools: Pools
     settings: PoolingSettings
+    served: Served
 
-    async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
+    async def run(self, request: HttpRequest, ask: PoolAsk) -> list[bytes]:
         """Compute the vectors of a call; end the work if the client leaves.
 
-        The tokens count for `model` in the metrics. The call passes the gate like any request of
+        The tokens count for the model in the metrics. The call passes the gate like any request of
         its key (router/request/gate/gate.py). Raises BatonError."""
         end_preparing(request.scope)
-        trace = RequestTrace(pooled=ask.field)
+        trace = RequestTrace(model=ask.model, pooled=ask.field)
         request.scope[TRACES_KEY] = [trace]
         # Service levels are about generated tokens, and no tokens are generated here.
         terms = msgspec.structs.replace(terms_of(request), slo=ANY)
@@ -133,7 +157,7 @@ class PoolingParts:
             outcome, tokens = as_baton_error(error).code, 0
             raise
         finally:
-            self.services.metrics.pooled(model, tokens, outcome, trace.retries)
+            self.services.metrics.pooled(self.served.name, tokens, outcome, trace.retries)
 
     async def _vectors(self, ask: PoolAsk, trace: RequestTrace) -> list[bytes]:
         terms, arrival = trace.terms, trace.terms.arrival
@@ -158,8 +182,8 @@ class PoolingParts:
         """Compute the vector `wanted` of each input of a body. `prefix`: of the reply's id.
 
         Raises BatonError."""
-        model, base, adapter = served_model(self.services, body.model)
-        grant = terms_of(request).grant
+        served = self.served
+        model, grant = served.info, terms_of(request).grant
         prompts = await self._prompts(body, model.max_model_len, model.vocab_size, grant)
         id_ = reply_id(prefix, request)
         ask = replace(
@@ -167,13 +191,12 @@ class PoolingParts:
             id=pool_id(id_),
             prompts=prompts,
             deadline=self.deadline(),
-            adapter=adapter,
+            adapter=served.adapter,
+            model=served.model.key,
             priority=body.priority,
         )
-        vectors = await self.run(request, ask, base)
-        return PooledInputs(
-            id_, adapter_name(ask.adapter) or base, vectors, tuple(map(len, prompts))
-        )
+        vectors = await self.run(request, ask)
+        return PooledInputs(id_, served.shown, vectors, tuple(map(len, prompts)))
 
     def embedding_of(self, body: InputBody, dimensions: int | None) -> PoolAsk:
         """Return the order for an embedding, still without inputs.
@@ -225,16 +248,17 @@ class PooledInputs:
 class EmbeddingsApi:
     """The endpoint /v1/embeddings. It keeps no state."""
 
-    def __init__(self, parts: PoolingParts) -> None:
-        self._parts = parts
+    def __init__(self, models: PoolingApis) -> None:
+        self._models = models
 
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, EmbeddingBody, POOLING)
-        wanted = self._parts.embedding_of(body, body.dimensions)
+        parts = self._models.of(body.model)
+        wanted = parts.embedding_of(body, body.dimensions)
         if body.normalize is not None and body.use_activation is not False:
             wanted = replace(wanted, normalize=body.normalize)
-        body.input = self._parts.settings.prompted(body.input, body.prompt_name)
-        told = await self._parts.of_inputs(request, body, "embd-", wanted)
+        body.input = parts.settings.prompted(body.input, body.prompt_name)
+        told = await parts.of_inputs(request, body, "embd-", wanted)
         reply = EmbeddingReply(told.id, int(time.time()), told.model, [], told.usage)
         content = msgspec.to_builtins(reply)
         as_base64 = body.encoding_format == "base64"

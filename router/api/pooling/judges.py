@@ -80,7 +80,7 @@ class YesOrNo:
 
     async def order(self, asked: PairsAsked) -> Order:
         """See Judge.order."""
-        answers, prompts = answer_tokens(self.parts.services.tokenizer), self.parts.prompts
+        answers, prompts = answer_tokens(self.parts.served.model.tokenizer), self.parts.prompts
         _check_chars(self.parts, asked)
         read = await prompts.rerank(asked.pairs, asked.instruction, asked.grant)
         ask = PoolAsk(prompts=read, kind="yes_no", answers=answers)

@@ -16,20 +16,18 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.api.pooling.embeddings import (
     MAX_INPUT_TOKENS,
     MAX_INPUTS,
+    PoolingApis,
     PoolingBody,
-    PoolingParts,
     PoolingUsage,
     checked_length,
     pool_id,
     read_pooling,
 )
 from router.api.pooling.judges import PairsAsked, judge_of
-from router.api.served import served_model
 from router.api.unserved import RERANKING
 from router.prompts.reader import Length
 from router.request.request_ids import reply_id
@@ -121,8 +119,8 @@ class _Scored:
 class RerankApi:
     """The endpoints /v1/rerank and /v1/score. They keep no state."""
 
-    def __init__(self, parts: PoolingParts) -> None:
-        self._parts = parts
+    def __init__(self, models: PoolingApis) -> None:
+        self._models = models
 
     async def rerank(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, RerankBody, RERANKING)
@@ -157,9 +155,8 @@ class RerankApi:
     ) -> _Scored:
         """Compute the score of each (query, document). `field`: the name of the documents in
         errors. Raises BatonError."""
-        parts, services = self._parts, self._parts.services
-        model, base, adapter = served_model(services, body.model)
-        name = adapter_name(adapter) or base
+        parts = self._models.of(body.model)
+        served, model, name = parts.served, parts.served.info, parts.served.shown
         judge = judge_of(parts, name)
         if not 0 < len(pairs) <= MAX_INPUTS:
             raise InvalidRequest(f"{field}: 1 to {MAX_INPUTS} documents", field=field)
@@ -177,11 +174,12 @@ class RerankApi:
             order.ask,
             id=pool_id(id_),
             deadline=parts.deadline(),
-            adapter=adapter,
+            adapter=served.adapter,
+            model=served.model.key,
             field=field,
             priority=body.priority,
         )
-        vectors = await parts.run(request, ask, base)
+        vectors = await parts.run(request, ask)
         scores = await judge.scores(asked, vectors)
         return _Scored(id_, name, scores, PoolingUsage(tokens, tokens))
 

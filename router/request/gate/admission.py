@@ -12,10 +12,11 @@ room is decided by a function that the caller passes in. router/request/gate/gat
 
 The most urgent priority (smallest number) first; within a priority tenants share by weight
 (fair_queue.py); within tenant and priority first come, first served. If the first ticket is too
-large for the room on the nodes, the tickets behind it wait as well. The queue is bounded. When it
-is full, a fairer or more urgent ticket takes the place of another one: of the newest ticket of the
-tenant with the longest queue for its weight, in the least urgent priority. So a client that floods
-the queue pushes out only its own requests.
+large for the room on the nodes, the tickets of its model behind it wait as well; each model has a
+line of its own (line.py). The queue is bounded. When it is full, a fairer or more urgent ticket
+takes the place of another one: of the newest ticket of the tenant with the longest queue for its
+weight, in the least urgent priority. So a client that floods the queue pushes out only its own
+requests.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from baton.protocol.request import Request
-from router.request.gate.rates import AnswerLength, DrainRate, TokenBucket
+from router.request.gate.line import ModelLine
+from router.request.gate.rates import TokenBucket
 from router.request.trace import RequestTrace
 from router.tenants.fair_queue import FairQueue
 from router.tenants.keys import Grant
@@ -81,6 +83,7 @@ class Ticket:
     request: Request
     trace: RequestTrace
     grant: Grant = field(init=False)
+    model: str = field(init=False)  # the key of its model
     prompt_tokens: int = field(init=False)
     room_tokens: int = field(init=False)  # prompt tokens for which nodes must have room at first
     max_tokens: int = field(init=False)  # most output tokens of each sample
@@ -97,7 +100,7 @@ class Ticket:
 
     def __post_init__(self) -> None:
         request, params, pooled = self.request, self.request.params, self.trace.pooled
-        self.grant = self.trace.terms.grant
+        self.grant, self.model = self.trace.terms.grant, self.trace.model
         self.prompt_tokens = len(request.prompt_ids)
         # Inputs that are pooled go out one group after another (router/request/pool.py).
         self.room_tokens = min(POOLED_TOKENS, self.prompt_tokens) if pooled else self.prompt_tokens
@@ -126,11 +129,13 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """At most `max_live` requests are under way, and at most `max_queued` wait. Their images have
-    at most `max_image_bytes`, those of one key at most half of that."""
+    at most `max_image_bytes`, those of one key at most half of that. `of_models`: the most requests
+    under way of a model that has a limit of its own, by its key."""
 
     max_live: int = 1024
     max_queued: int = 0
     max_image_bytes: int = 1 << 30
+    of_models: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(slots=True)
@@ -169,14 +174,11 @@ class AdmissionQueue:
         self.num_queued = 0
         self.image_bytes = 0  # of all tickets that wait or are ADMITTED
         self._bounds = bounds
-        self._levels: dict[int, FairQueue[Ticket]] = {}
+        self._lines: dict[str, ModelLine] = {}  # by the key of the model
         self._keys: dict[str, _KeyUse] = {}
         self._expiries: list[tuple[float, int, Ticket]] = []
         self._pushes = 0
         self._swept_at = -math.inf
-        self._drain = DrainRate()
-        self._paused = False
-        self._answers = AnswerLength()
         self._displaced: list[Ticket] = []
         self.stats = AdmissionStats()
 
@@ -184,19 +186,24 @@ class AdmissionQueue:
 
     @property
     def queued_tokens(self) -> float:
-        return sum(level.backlog for level in self._levels.values())
+        return sum(line.backlog for line in self._lines.values())
 
     @property
     def tokens_per_s(self) -> float | None:
-        """How fast the queue drains; None until that has been measured."""
-        return self._drain.tokens_per_s
+        """How fast the queue drains, over all models; None until that has been measured."""
+        rates = [line.drain.tokens_per_s for line in self._lines.values()]
+        return sum(rate for rate in rates if rate) if any(rates) else None
 
     def queued_by_tenant(self) -> dict[str, int]:
         counts: dict[str, int] = {}
-        for level in self._levels.values():
-            for ticket, _ in level.ahead():
+        for line in self._lines.values():
+            for ticket in line.waiting():
                 counts[ticket.tenant] = counts.get(ticket.tenant, 0) + 1
         return counts
+
+    def waiting_models(self) -> list[str]:
+        """Return the keys of the models of which a ticket waits."""
+        return [model for model, line in self._lines.items() if line.num_queued]
 
     def next_expiry(self) -> float | None:
         """Return the earliest `latest_start` of the waiting tickets; None if none has one."""
@@ -204,11 +211,12 @@ class AdmissionQueue:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
-    def pause(self, now: float, paused: bool) -> None:
-        """Note that from now on no ticket can leave the queue (`paused`), or that tickets can
-        again. The drain rate is not measured in a pause."""
-        self._tick(now)
-        self._paused = paused
+    def pause(self, model: str, now: float, paused: bool) -> None:
+        """Note that from now on no ticket of a model can leave the queue (`paused`), or that they
+        can again. The drain rate is not measured in a pause."""
+        line = self._line(model)
+        line.tick(now)
+        line.paused = paused
 
     # ---- tickets ----
 
@@ -236,18 +244,19 @@ class AdmissionQueue:
 
     def offer(self, ticket: Ticket, now: float, take_room: Room) -> Ticket:
         """Admit, queue or refuse a ticket, and return it. Call pump() next if it is QUEUED."""
-        expected = self._answers.expect(ticket.max_tokens, ticket.samples)
+        line = self._lines.get(ticket.model) or self._line(ticket.model)
+        expected = line.answers.expect(ticket.max_tokens, ticket.samples)
         ticket.cost, ticket.arrived_at = ticket.prompt_tokens + expected, now
         ahead = 0.0
-        if self.num_queued:
-            self._tick(now)
-            ahead = self._ahead_of_new(ticket)
+        if line.num_queued:
+            line.tick(now)
+            ahead = line.ahead_of_new(ticket)
         use, limit = self._use(ticket.grant, now), ticket.grant.max_concurrency
         if limit is not None and use.live >= limit:
-            return self._refuse(ticket, Reason.CONCURRENCY, self._slot_wait(ticket.cost))
+            return self._refuse(ticket, Reason.CONCURRENCY, line.wait_s(ticket.cost))
         if ticket.image_bytes and not self._has_room_for_images(use, ticket):
-            return self._refuse(ticket, Reason.IMAGE_BYTES, self._slot_wait(ticket.cost))
-        late_s = self._lateness(ticket, ahead, now)
+            return self._refuse(ticket, Reason.IMAGE_BYTES, line.wait_s(ticket.cost))
+        late_s = _lateness(ticket, line, ahead, now)
         if late_s > 0:
             return self._refuse(ticket, _too_late(ticket), late_s)
         if use.bucket is not None and (wait_s := use.bucket.take(ticket.cost, now)) > 0:
@@ -255,12 +264,13 @@ class AdmissionQueue:
         use.live += 1
         use.image_bytes += ticket.image_bytes
         self.image_bytes += ticket.image_bytes
-        if not self.num_queued and self.num_live < self._bounds.max_live and take_room(ticket):
-            return self._admit(ticket, now)
+        free = self.num_live < self._bounds.max_live and line.num_live < line.max_live
+        if not line.num_queued and free and take_room(ticket):
+            return self._admit(ticket, line, now)
         if self._may_queue(ticket):
-            return self._push(ticket)
+            return self._push(ticket, line)
         self._end_use(ticket, 0.0, now)
-        return self._refuse(ticket, Reason.QUEUE_FULL, self._slot_wait(self.queued_tokens))
+        return self._refuse(ticket, Reason.QUEUE_FULL, line.wait_s(line.backlog))
 
     def pump(self, now: float, take_room: Room) -> list[Ticket]:
         """Admit the tickets whose turn it is, and refuse those that cannot begin in time any more.
@@ -268,30 +278,33 @@ class AdmissionQueue:
         Returns all tickets that have left the queue since the last call, also those that had to
         give their place to another ticket.
         """
-        self._tick(now)
+        for line in self._lines.values():
+            line.tick(now)
         left, self._displaced = self._displaced, []
         left += self._expired(now)
         if self.num_queued and now - self._swept_at >= SWEEP_S:
             self._swept_at = now
             left += self._swept(now)
-        while self._levels and self.num_live < self._bounds.max_live:
-            level = self._levels[min(self._levels)]
-            head = level.head()
-            assert head is not None, "an empty level is dropped"
-            if not take_room(head):
-                break
-            level.pop()
-            self._unqueued(head)
-            self._drain.add(head.cost)
-            self._admit(head, now)
+        lines = [line for line in self._lines.values() if line.num_queued]
+        while lines and self.num_live < self._bounds.max_live:
+            line = min(lines, key=lambda line: line.urgency)
+            head = line.head()
+            if line.num_live >= line.max_live or not take_room(head):
+                lines.remove(line)
+                continue
+            line.pop()
+            self._unqueued()
+            self._admit(head, line, now)
             self.stats.queued += 1
             left.append(head)
+            if not line.num_queued:
+                lines.remove(line)
         return left
 
     def cancel(self, ticket: Ticket, now: float) -> None:
         """Remove a waiting ticket whose client went away. Do nothing unless it is QUEUED."""
         if ticket.state is TicketState.QUEUED:
-            self._tick(now)
+            self._line(ticket.model).tick(now)
             self._drop(ticket, now)
             ticket.state = TicketState.OVER
             self.stats.cancelled += 1
@@ -303,16 +316,18 @@ class AdmissionQueue:
         """
         assert ticket.state is TicketState.ADMITTED, f"released when {ticket.state.value}"
         ticket.state = TicketState.OVER
+        line = self._lines[ticket.model]
         self.num_live -= 1
+        line.num_live -= 1
         self._end_use(ticket, used_tokens, now)
         if ticket.level is not None:
             ticket.level.settle(ticket.tenant, used_tokens - ticket.cost)
         if output_tokens:
-            self._answers.add(output_tokens / ticket.samples)
+            line.answers.add(output_tokens / ticket.samples)
 
     def stop(self, now: float) -> list[Ticket]:
         """Refuse all waiting tickets and return them."""
-        waiting = list(self._waiting())
+        waiting = [ticket for line in self._lines.values() for ticket in line.waiting()]
         for ticket in waiting:
             self._drop(ticket, now)
             self._refuse(ticket, Reason.STOPPING, 1)
@@ -320,10 +335,11 @@ class AdmissionQueue:
 
     # ---- inside ----
 
-    def _tick(self, now: float) -> None:
-        """Let the drain rate count the time until `now`, unless nobody waits or it is paused."""
-        if self.num_queued:
-            self._drain.tick(now, not self._paused)
+    def _line(self, model: str) -> ModelLine:
+        """Return the line of a model; a new one at its first ticket."""
+        if model not in self._lines:
+            self._lines[model] = ModelLine(self._bounds.of_models.get(model, math.inf))
+        return self._lines[model]
 
     def _use(self, grant: Grant, now: float) -> _KeyUse:
         use = self._keys.get(grant.name)
@@ -349,10 +365,11 @@ class AdmissionQueue:
         whole, own = self.image_bytes + num_bytes, use.image_bytes + num_bytes
         return whole <= most and own <= most // 2
 
-    def _admit(self, ticket: Ticket, now: float) -> Ticket:
+    def _admit(self, ticket: Ticket, line: ModelLine, now: float) -> Ticket:
         ticket.state = TicketState.ADMITTED
         ticket.trace.admitted_at = now
         self.num_live += 1
+        line.num_live += 1
         self.stats.admitted += 1
         return ticket
 
@@ -365,12 +382,8 @@ class AdmissionQueue:
         self.stats.refused[reason] += 1
         return Refusal(reason, min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))
 
-    def _push(self, ticket: Ticket) -> Ticket:
-        if not self.num_queued:
-            self._drain.tick(ticket.arrived_at, queued=False)
-        level = self._levels.setdefault(ticket.priority, FairQueue())
-        ticket.level = level
-        level.push(ticket)
+    def _push(self, ticket: Ticket, line: ModelLine) -> Ticket:
+        line.push(ticket)
         self.num_queued += 1
         self._pushes += 1
         latest = ticket.latest_start
@@ -382,23 +395,17 @@ class AdmissionQueue:
             heapq.heapify(self._expiries)
         return ticket
 
-    def _unqueued(self, ticket: Ticket) -> None:
-        """Update counts and levels after the ticket has left its level."""
+    def _unqueued(self) -> None:
+        """Count a ticket that has left its line."""
         self.num_queued -= 1
-        if ticket.level is not None and not len(ticket.level):
-            del self._levels[ticket.priority]
-        if not self._levels:
+        if not self.num_queued:
             self._expiries.clear()  # entries of served tickets would keep their prompts in memory
 
     def _drop(self, ticket: Ticket, now: float) -> None:
         """Remove a ticket from the queue unserved; its tenant and its key are charged nothing."""
-        assert ticket.level is not None, "it waits"
-        ticket.level.remove(ticket)
-        self._unqueued(ticket)
+        self._lines[ticket.model].remove(ticket)
+        self._unqueued()
         self._end_use(ticket, 0.0, now)
-
-    def _waiting(self) -> Iterator[Ticket]:
-        return (ticket for level in self._levels.values() for ticket, _ in level.ahead())
 
     def _may_queue(self, ticket: Ticket) -> bool:
         """Whether the ticket gets a place in the queue.
@@ -407,47 +414,26 @@ class AdmissionQueue:
         """
         if self.num_queued < self._bounds.max_queued:
             return True
-        if not self._levels:
+        lines = [line for line in self._lines.values() if line.num_queued]
+        if not lines:
             return False
-        priority = max(self._levels)
-        level = self._levels[priority]
+        priority = max(max(line.levels) for line in lines)
         if ticket.priority > priority:
             return False
+        levels = [line.levels[priority] for line in lines if priority in line.levels]
+        level = max(levels, key=lambda level: level.fattest()[1])
         tenant, share = level.fattest()
-        mine = level.share_of(ticket.tenant) + ticket.cost / ticket.weight
-        if ticket.priority == priority and (tenant == ticket.tenant or share <= mine):
+        mine = self._lines[ticket.model].levels.get(priority)
+        own = ticket.cost / ticket.weight + (0.0 if mine is None else mine.share_of(ticket.tenant))
+        if ticket.priority == priority and (tenant == ticket.tenant or share <= own):
             return False
         victim = level.last_of(tenant)
         self._drop(victim, ticket.arrived_at)
-        wait_s = self._slot_wait(self.queued_tokens)
-        self._displaced.append(self._refuse(victim, Reason.QUEUE_FULL, wait_s))
+        line = self._lines[victim.model]
+        self._displaced.append(self._refuse(victim, Reason.QUEUE_FULL, line.wait_s(line.backlog)))
         return True
 
     # ---- can it make it? ----
-
-    def _ahead_of_new(self, ticket: Ticket) -> float:
-        """Return the cost that would be served before `ticket` if it waited."""
-        mine = ticket.priority
-        ahead = sum(level.backlog for priority, level in self._levels.items() if priority < mine)
-        level = self._levels.get(mine)
-        return ahead if level is None else ahead + level.ahead_of_new(ticket.tenant, ticket.weight)
-
-    def _lateness(self, ticket: Ticket, ahead: float, now: float) -> float:
-        """Return by how many seconds the ticket would begin too late; at most 0 if in time.
-
-        `ahead`: the cost that is served before it.
-        """
-        latest = ticket.latest_start
-        if latest is None:
-            return 0.0
-        rate = self._drain.tokens_per_s if ahead else None
-        wait_s = ahead / rate if rate else 0.0
-        return now + wait_s - latest
-
-    def _slot_wait(self, tokens: float) -> float:
-        """Return the seconds until `tokens` have left the queue; 1 while no rate is known."""
-        rate = self._drain.tokens_per_s
-        return tokens / rate if rate else 1.0
 
     def _expired(self, now: float) -> list[Ticket]:
         late: list[Ticket] = []
@@ -459,19 +445,27 @@ class AdmissionQueue:
     def _swept(self, now: float) -> list[Ticket]:
         """Refuse the tickets for which the queue has become too slow."""
         late: list[tuple[Ticket, float]] = []
-        above = 0.0
-        for priority in sorted(self._levels):
-            level = self._levels[priority]
-            for ticket, ahead in level.ahead():
-                late_s = self._lateness(ticket, above + ahead, now)
+        for line in self._lines.values():
+            for ticket, ahead in line.ahead():
+                late_s = _lateness(ticket, line, ahead, now)
                 if late_s > 0:
                     late.append((ticket, late_s))
-            above += level.backlog
         return [self._give_up(ticket, now, late_s) for ticket, late_s in late]
 
     def _give_up(self, ticket: Ticket, now: float, late_s: float) -> Ticket:
         self._drop(ticket, now)
         return self._refuse(ticket, _too_late(ticket), late_s)
+
+
+def _lateness(ticket: Ticket, line: ModelLine, ahead: float, now: float) -> float:
+    """Return by how many seconds the ticket would begin too late; at most 0 if in time.
+
+    `ahead`: the cost that is served before it.
+    """
+    latest = ticket.latest_start
+    if latest is None:
+        return 0.0
+    return now + (line.wait_s(ahead, unknown_s=0.0) if ahead else 0.0) - latest
 
 
 def _too_late(ticket: Ticket) -> Reason:

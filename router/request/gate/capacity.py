@@ -29,24 +29,32 @@ AHEAD: Final = 0.1
 
 
 class Capacity:
-    """All `nodes` at one moment, and what they can take.
+    """The nodes of one model at one moment, and what they can take. `model`: its key; `nodes` are
+    those of all models.
 
     `prefillers` and `decoders`: the nodes that take requests now, by what they compute. Without a
     prefill node the decode nodes are also the `prefillers`. `pause`: what operators want for new
     requests: "" serves them, "hold" lets them wait, "refuse" refuses them.
     """
 
-    __slots__ = ("_prefill_window_s", "decoders", "nodes", "pause", "prefillers")
+    __slots__ = ("_all", "_model", "_prefill_window_s", "decoders", "pause", "prefillers")
 
-    def __init__(self, nodes: Sequence[NodeSnapshot], prefill_window_s: float) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeSnapshot], prefill_window_s: float, model: str = ""
+    ) -> None:
         self._prefill_window_s = prefill_window_s
-        self.nodes = nodes
-        pauses = {node.load.pause for node in nodes}
+        self._all, self._model = nodes, model
+        pauses = {node.load.pause for node in nodes if node.model == model}
         self.pause = "refuse" if "refuse" in pauses else "hold" if "hold" in pauses else ""
-        serving = [node for node in nodes if node.takes_requests]
+        serving = [node for node in nodes if node.model == model and node.takes_requests]
         self.decoders = [node for node in serving if node.role is Role.DECODE]
         self.prefillers = [node for node in serving if node.role is not Role.DECODE]
         self.prefillers = self.prefillers or self.decoders
+
+    @property
+    def nodes(self) -> list[NodeSnapshot]:
+        """The nodes of the model, also those that take no requests now."""
+        return [node for node in self._all if node.model == self._model]
 
     def has_room(
         self, prompt_tokens: int, starting: int, starting_tokens: int, *, pooled: bool = False

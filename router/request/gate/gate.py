@@ -19,7 +19,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -63,11 +63,13 @@ _WORDS: Final[dict[Reason, str]] = {
 @dataclass(frozen=True, slots=True)
 class GateSettings:
     """Limits of one gate. `max_request_tokens`: the most n x (prompt + max_tokens) of a request.
+    `tokens_of_models`: the same of a model that has a limit of its own, by its key.
     `prefill_window_s`: see capacity.py."""
 
     bounds: Bounds = field(default_factory=Bounds)
     max_request_tokens: int = MOST_REQUEST_TOKENS
     prefill_window_s: float = 0.5
+    tokens_of_models: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(slots=True)
@@ -88,7 +90,8 @@ class Gate:
     """Lets requests in, lets them wait, or refuses them.
 
     `nodes`: returns the snapshots of the nodes; if it returns none, only the bounds count.
-    `expected_s(pooled)`: returns for how many seconds a node for such requests is still expected.
+    `expected_s(model, pooled)`: returns for how many seconds a node for such requests is still
+    expected.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Gate:
         clock: Clock,
         settings: GateSettings,
         nodes: Callable[[], Sequence[NodeSnapshot]] = tuple,
-        expected_s: Callable[[bool], float] = lambda _: 0.0,
+        expected_s: Callable[[str, bool], float] = lambda *_: 0.0,
     ) -> None:
         self._clock = clock
         self._settings = settings
@@ -104,8 +107,7 @@ class Gate:
         self._expected_nodes_s = expected_s
         self._tickets: dict[str, Ticket] = {}  # tickets that wait or were let in, by request id
         self._turns: dict[str, asyncio.Future[None]] = {}  # what waiting requests wait for
-        self._starting: deque[Ticket] = deque()  # let in, and perhaps not on a node yet
-        self._starting_tokens = 0
+        self._starting: dict[str, Starting] = {}  # by the key of the model
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
         self.stats = GateStats()
@@ -175,7 +177,7 @@ class Gate:
         now = trace.entered_at = self._clock.monotonic()
         if request.id in self._tickets:
             raise InvalidRequest("this request id is in use", field="request_id")
-        nodes = Capacity(self._nodes(), self._settings.prefill_window_s)
+        nodes = Capacity(self._nodes(), self._settings.prefill_window_s, trace.model)
         if nodes.pause == "refuse":
             raise self._refused(Reason.PAUSED, RETRY_PAUSED_S)
         ticket = Ticket(request, trace)
@@ -185,7 +187,7 @@ class Gate:
         if asks_for_times and not self._levels.plan(ticket, nodes.nodes):
             raise self._refused(Reason.SLO, RETRY_TPOT_S)
         if self.queue.num_queued:
-            self._note_pause(nodes, now)
+            self._note_pause(ticket.model, nodes, now)
         self.queue.offer(ticket, now, partial(self._take_room, nodes))
         if ticket.state is TicketState.REFUSED:
             raise self._refusal(ticket)
@@ -210,7 +212,6 @@ class Gate:
             self._levels.observe(ticket)
         if not self._tickets:  # the last tickets would keep their prompts in memory
             self._starting.clear()
-            self._starting_tokens = 0
         self.poke()
 
     def poke(self) -> None:
@@ -238,12 +239,16 @@ class Gate:
     def _check_size(self, ticket: Ticket, nodes: Capacity) -> None:
         """Raises InvalidRequest for more tokens than the settings allow, or more sequences than any
         node runs at once."""
-        tokens = ticket.samples * (ticket.prompt_tokens + ticket.max_tokens)
-        if tokens > self._settings.max_request_tokens:
+        tokens, settings = (
+            ticket.samples * (ticket.prompt_tokens + ticket.max_tokens),
+            self._settings,
+        )
+        most_tokens = settings.tokens_of_models.get(ticket.model, settings.max_request_tokens)
+        if tokens > most_tokens:
             pooled = ticket.trace.pooled
             raise self._too_large(
                 f"{'the input' if pooled else 'n x (prompt + max_tokens)'} is {tokens}"
-                f" tokens, at most {self._settings.max_request_tokens} are allowed",
+                f" tokens, at most {most_tokens} are allowed",
                 field=pooled or ("n" if ticket.samples > 1 else "max_tokens"),
             )
         params = ticket.request.params
@@ -273,35 +278,39 @@ class Gate:
         return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
 
     def _take_room(self, nodes: Capacity, ticket: Ticket) -> bool:
-        """Take room on the nodes for a ticket; return False if there is none.
+        """Take room on the nodes of its model for a ticket; return False if there is none.
 
         The room counts as taken until the nodes report the request as part of their load.
         """
         pooled = bool(ticket.trace.pooled)
-        if nodes.pause == "hold" or self._missing_s(nodes, pooled=pooled):
+        if nodes.pause == "hold" or self._missing_s(ticket.model, nodes, pooled=pooled):
             return False
-        starting = self._starting
-        while starting and _has_started(starting[0]):
-            self._starting_tokens -= starting.popleft().room_tokens
-        tokens, ahead = ticket.room_tokens, self._starting_tokens
-        if not nodes.has_room(tokens, len(starting), ahead, pooled=pooled):
+        starting = self._starting.get(ticket.model)
+        if starting is None:
+            starting = self._starting[ticket.model] = Starting()
+        tickets = starting.tickets
+        while tickets and _has_started(tickets[0]):
+            starting.tokens -= tickets.popleft().room_tokens
+        tokens = ticket.room_tokens
+        if not nodes.has_room(tokens, len(tickets), starting.tokens, pooled=pooled):
             return False
-        starting.append(ticket)
-        self._starting_tokens += tokens
+        tickets.append(ticket)
+        starting.tokens += tokens
         return True
 
-    def _missing_s(self, nodes: Capacity, *, pooled: bool) -> float:
-        """Return for how many seconds requests still wait for a node that could serve them.
+    def _missing_s(self, model: str, nodes: Capacity, *, pooled: bool) -> float:
+        """Return for how many seconds requests of a model still wait for a node that could serve
+        them.
 
         0 if there is such a node, or none is expected. Pooling can be served by any node, other
         requests need a decode node.
         """
         serving = nodes.prefillers if pooled else nodes.decoders
-        return 0.0 if serving else self._expected_nodes_s(pooled)
+        return 0.0 if serving else self._expected_nodes_s(model, pooled)
 
-    def _note_pause(self, nodes: Capacity, now: float) -> None:
-        """Tell the queue whether it is paused because no node serves."""
-        self.queue.pause(now, bool(self._missing_s(nodes, pooled=False)))
+    def _note_pause(self, model: str, nodes: Capacity, now: float) -> None:
+        """Tell the queue whether a model's requests stand because no node serves them."""
+        self.queue.pause(model, now, bool(self._missing_s(model, nodes, pooled=False)))
 
     # ---- waits ----
 
@@ -334,26 +343,36 @@ class Gate:
 
     def _pump(self) -> None:
         """Let in or refuse the requests whose turn it is."""
-        now = self._clock.monotonic()
-        nodes = Capacity(self._nodes(), self._settings.prefill_window_s)
-        self._note_pause(nodes, now)
-        for ticket in self.queue.pump(now, partial(self._take_room, nodes)):
+        now, nodes, window_s = (
+            self._clock.monotonic(),
+            self._nodes(),
+            self._settings.prefill_window_s,
+        )
+        models = self.queue.waiting_models()
+        waiting = {model: Capacity(nodes, window_s, model) for model in models}
+        for model, capacity in waiting.items():
+            self._note_pause(model, capacity, now)
+
+        def take_room(ticket: Ticket) -> bool:
+            return self._take_room(waiting[ticket.model], ticket)
+
+        for ticket in self.queue.pump(now, take_room):
             let_in = ticket.state is TicketState.ADMITTED
             if let_in and ticket.trace.terms.slo.ttft_s is not None:
-                self._levels.promise(ticket, nodes.nodes)
+                self._levels.promise(ticket, waiting[ticket.model].nodes)
             self._wake(ticket)
-        self._set_timer(nodes, now)
+        self._set_timer(waiting, now)
 
-    def _set_timer(self, nodes: Capacity, now: float) -> None:
+    def _set_timer(self, nodes: Mapping[str, Capacity], now: float) -> None:
         """Set the timer for the next pump: when the next ticket's time runs out, or when no node is
-        expected any more."""
+        expected any more. `nodes`: of each model whose tickets waited."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         expiry = self.queue.next_expiry()
         ends = [] if expiry is None else [expiry - now]
-        if self.queue.num_queued:
-            missing = (self._missing_s(nodes, pooled=pooled) for pooled in (False, True))
+        for model in self.queue.waiting_models():
+            missing = (self._missing_s(model, nodes[model], pooled=it) for it in (False, True))
             ends += [left_s for left_s in missing if left_s]
         if ends:
             loop = asyncio.get_running_loop()
@@ -373,6 +392,15 @@ class Gate:
         waited_s = (ticket.trace.admitted_at or 0.0) - ticket.arrived_at
         for observe in self.stats.waits:
             observe(waited_s)
+
+
+@dataclass(slots=True)
+class Starting:
+    """Tickets of one model that were let in and are perhaps not on a node yet; `tokens`: for which
+    they took room."""
+
+    tickets: deque[Ticket] = field(default_factory=deque[Ticket])
+    tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)

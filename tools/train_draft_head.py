@@ -73,7 +73,8 @@ class Head(nn.Module):
         return torch.cat([hidden[tap] for tap in TAPS], -1) @ self.weights["join"].T
 
     def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Run states [B, T, H] with the embeddings of the tokens behind them, tokens [B, T, H]."""
+        """Run states [B, T, H] with the embeddings of the tokens behind them, tokens [B, T, H].
+        Return the states behind: of MTP normalized, as the target's hidden states are."""
         w = self.weights
         if self.known is None:
             both = (self._norm(tokens, "token_norm"), self._norm(states, "state_norm"))
@@ -85,12 +86,14 @@ class Head(nn.Module):
         x = x + self._attention(inputs) @ w["o_proj"].T
         normal = self._norm(x, "mlp_norm")
         gate = functional.silu(normal @ w["gate_proj"].T) * (normal @ w["up_proj"].T)
-        return x + gate @ w["down_proj"].T
+        x = x + gate @ w["down_proj"].T
+        return self._norm(x, "final_norm") if self.known is None else x
 
     def logits(self, states: Tensor, target: LlamaForCausalLM) -> Tensor:
         """Return logits over the tokens that the head knows."""
-        head = target.lm_head.weight if self.known is None else self.weights["head"]
-        return self._norm(states, "final_norm") @ head.T
+        if self.known is None:
+            return states @ target.lm_head.weight.T
+        return self._norm(states, "final_norm") @ self.weights["head"].T
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return the weights under the names of a checkpoint. `prefix`: of the layer's names."""

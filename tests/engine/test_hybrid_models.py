@@ -146,7 +146,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, "recurrent state is not split over ranks"),
         ({"data_parallel_size": 2}, "models with recurrent state do not go with"),
         ({"deterministic": True}, "how the prompt is cut"),
-        ({"speculative_method": "mtp"}, "no layer that drafts"),
+        ({"speculative_method": "mtp"}, "lacks tensors"),
     ):
         with pytest.raises((ModelRefused, ConfigError), match=text) as error:
             load(path, **options)

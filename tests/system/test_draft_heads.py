@@ -1,6 +1,7 @@
 """A draft head on prefill and decode nodes: the decode node verifies drafts in its first step.
 
-No token differs from those of one engine without drafts."""
+No token differs from those of one engine without drafts. Behind a Llama, and behind a Qwen3.5 or
+Qwen3-Next, whose recurrent states are handed over too."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.cluster import Plan, cluster
+from tests.golden import hybrid_heads
 from tests.golden.draft_models import add_mtp, make_bigram, save_eagle3
+from tests.golden.hybrid_models import save_hybrid
 from tests.system.references import one_engine_tokens, prompts
 from tests.system.test_failover import die
 from tests.system.test_migration import Stream, move_all
@@ -23,17 +26,26 @@ TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 PROMPTS = prompts((3, 17, 40, 65), seed=3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=4)
+KINDS = ("llama", "hybrid")
 
 
-@pytest.fixture(scope="module")
-def perfect(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama without context, with a head that is always right."""
-    return make_bigram(add_mtp(make_tiny_model("llama", tmp_path_factory.mktemp("bigram"))))
+@pytest.fixture(scope="module", params=KINDS)
+def perfect(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without context, with a head that is always right."""
+    path = tmp_path_factory.mktemp("bigram")
+    if request.param == "llama":
+        return make_bigram(add_mtp(make_tiny_model("llama", path)))
+    return hybrid_heads.make_bigram(
+        hybrid_heads.add_head(save_hybrid(path, "qwen3.5", eos_token_id=2))
+    )
 
 
-@pytest.fixture(scope="module")
-def random_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_mtp(make_tiny_model("llama", tmp_path_factory.mktemp("random")))
+@pytest.fixture(scope="module", params=KINDS)
+def random_head(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random")
+    if request.param == "llama":
+        return add_mtp(make_tiny_model("llama", path))
+    return hybrid_heads.add_head(save_hybrid(path, "qwen3 next"))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -60,9 +72,11 @@ async def test_a_random_head_changes_no_token(
     expected = one_engine_tokens(random_head, PROMPTS, SAMPLED)
     head = dict(MTP)
     if method == "eagle3":
-        path = save_eagle3(tmp_path, random_head, 200, **TAPS)
+        llama = make_tiny_model("llama", tmp_path / "llama")
+        path = save_eagle3(tmp_path / "head", llama, 200, **TAPS)
         head |= {"speculative_method": method, "speculative_model": str(path)}
     small = {**head, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    small |= {"num_state_checkpoints": 8, "state_checkpoint_spacing": 8}
     async with cluster(Plan(random_head, (small,), (head,))) as c:
         for _ in range(2):  # prefix hits, and their head's KV, the second time
             done = await c.generate(PROMPTS, SAMPLED)

@@ -80,7 +80,7 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
         except NotLean as reason:
             leave_lean(values, config, str(reason))
     if config.speculative_method in HEAD_METHODS:
-        _refuse_head(config, lean, classifies(values))
+        _refuse_head(config, lean, values)
     if config.data_parallel_size > 1:
         from baton.engine.parallel import data_rank  # lazy: as above
 
@@ -208,21 +208,25 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
         raise ModelRefused(message, field="tensor_parallel_size")
 
 
-def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, classifier: bool) -> None:
+def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[str, Any]) -> None:
     """Raise ConfigError if this model, or these options, cannot have a draft head."""
     method, reason = config.speculative_method, None
     if config.tensor_parallel_size > 1:
         reason = "a draft head is not split over tensor-parallel ranks yet"
     elif config.data_parallel_size > 1:
         reason = "data-parallel ranks have no draft head yet"
-    elif classifier:
+    elif classifies(values):
         reason = "a classifier generates nothing"
     elif lean is None:
         reason = "only the lean route runs a draft head, and it does not serve this model"
+        if family_of(values) is not None:
+            reason += " with images (--language-model-only: text alone)"
     elif method == "eagle3" and config.deterministic:
         reason = "--deterministic keeps no inputs of layers for the head"
     elif method == "mtp" and not lean.extra_layers:
         reason = "the checkpoint has no layer that drafts (num_nextn_predict_layers)"
+    elif method == "mtp" and text_config(values).get("mtp_use_dedicated_embeddings"):
+        reason = "its layer that drafts has an embedding of its own (mtp_use_dedicated_embeddings)"
     if reason is not None:
         raise ConfigError(f"speculative_method {method}: {reason}", field="speculative_method")
 

@@ -139,12 +139,12 @@ class KVArena:
         """Return views of int8 KV's scales, K's and V's, each [num_blocks, block_size, kv_heads]
         float32.
 
-        They are as long as the views of `layer`. MLA has no V: its second view is that of K. Raises
-        InternalError for any other dtype.
+        They are as long as the views of `layer`. MLA has no V: its second view is that of K. Those
+        of a layer without KV are empty. Raises InternalError for any other dtype.
         """
         spec = self.layers[layer]
         size = self.block_size * spec.scale_bytes(self.dtype)
-        if not size:
+        if self.dtype != "int8":
             raise InternalError(f"KV stored as {self.dtype} has no scales")
         start = self._scale_slots[self.groups.places[layer][1]]
         parts = 2 if spec.v_dim else 1

@@ -160,8 +160,9 @@ class DecoderConfig:
     """Everything `Decoder` needs to know. `windows[l]` 0 = full attention in layer l.
 
     With `latent`, `head_dim` counts the rotated dims of a head. `extra_layers`: layers that draft
-    tokens; a checkpoint may hold them behind the last layer, and they are not read. `norm_offset`:
-    a number that norms add to their weights. `scale`: the factor of attention scores, None =
+    tokens; a checkpoint may hold them behind the last layer, or under names that begin with
+    `extra_prefix`; only a draft head reads them. `norm_offset`: a number that norms add to their
+    weights. `scale`: the factor of attention scores, None =
     head_dim ** -0.5. `softcap`: the soft cap of scores; `logit_softcap`: that of logits.
     `rotated_dim`: how many dims of a head rotate, from the first on; 0 = all. `pairs`: see
     PairRotation. `local_rope`: the RoPE rule of layers with a window, None = `rope`. `prefix`:
@@ -190,6 +191,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     extra_layers: int = 0
+    extra_prefix: str = ""
     names: LayerNames = LayerNames()
     norm_offset: float = 0.0
     activation: Activation = "silu"

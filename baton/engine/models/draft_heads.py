@@ -4,13 +4,14 @@
                          -> one layer, which writes slot i of its own KV
                          -> a state of position i + 1; its logits guess token i + 2
 
-MtpHead is a layer of the target's own checkpoint (DeepSeek-V3, GLM-4). The state of a position is
-the target's hidden state. Eagle3Head has a checkpoint of its own. The state of a position is made
-of what goes into three layers of the target, and the head knows a part of the vocabulary. For both,
-behind the first guess the state is the head's own output. A head owns weights only; its KV is one
-more layer of the target's pool.
-Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); EAGLE-3 (arXiv 2503.01840); vLLM's
-deepseek_mtp.py and llama_eagle3.py.
+MtpHead is a layer of the target's own checkpoint (DeepSeek-V3, GLM-4, Qwen3-Next, Qwen3.5). The
+state of a position is the target's hidden state. Eagle3Head has a checkpoint of its own. The state
+of a position is made of what goes into three layers of the target, and the head knows a part of the
+vocabulary. For both, behind the first guess the state is the head's own output: of MtpHead behind
+its last norm, as the target's hidden state is. A head owns weights only; its KV is one more layer
+of the target's pool. A head always attends, also where layers of the target keep recurrent state.
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); EAGLE-3 (arXiv 2503.01840); transformers'
+MtpLayer; vLLM's deepseek_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py and llama_eagle3.py.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class MtpHead:
-    """Multi-token prediction: the layer behind the last one of the target's checkpoint.
+    """Multi-token prediction: a layer of the target's checkpoint, behind its last one.
 
     Its embedding and vocabulary head are the target's. A checkpoint may hold copies of both, which
     are not read.
@@ -122,11 +123,11 @@ class MtpHead:
         states = self.own.norm(states, self.state_norm)
         joined = self.join(torch.cat((tokens, states), dim=1))
         hidden = self.own.norm(joined, self.own.layer.input_norm)
-        return self.own(joined, hidden, positions, batch)
+        return self.own.norm(self.own(joined, hidden, positions, batch), self.final_norm)
 
     def logits(self, states: Tensor) -> Tensor:
         """See DraftHead."""
-        return self.target.logits(self.own.norm(states, self.final_norm))
+        return self.target.logits(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,39 +174,62 @@ class Eagle3Head:
         return whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What the checkpoint calls the parts of MtpHead. `layer`: stands before the names of its
+    decoder layer."""
+
+    layer: str
+    token_norm: str
+    state_norm: str
+    join: str
+    final_norm: str
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> _Names:
+        """Return the names in a checkpoint of `config`."""
+        if first := config.extra_prefix:
+            norm = f"{first}pre_fc_norm_"
+            return cls(
+                f"{first}layers.0.", norm + "embedding", norm + "hidden", first + "fc",
+                first + "norm",
+            )  # fmt: skip
+        own = f"model.layers.{config.num_layers}."
+        return cls(own, own + "enorm", own + "hnorm", own + "eh_proj", own + "shared_head.norm")
+
+
 def read_mtp_head(
     config: DecoderConfig, target: Decoder, source: WeightSource, names: frozenset[str]
 ) -> MtpHead:
-    """Read the layer behind the last one of `target`, which `config` describes.
+    """Read the layer that drafts behind the last one of `target`, which `config` describes.
 
     `names`: those of the checkpoint's tensors. Raises ModelRefused, naming them, if some are
     missing.
     """
-    index = config.num_layers
-    prefix = f"model.layers.{index}."
-    experts = config.experts
-    if experts is not None and f"{prefix}{experts.prefix}{experts.router}.weight" in names:
+    index, own, experts = config.num_layers, _Names.of(config), config.experts
+    if experts is not None and f"{own.layer}{experts.prefix}{experts.router}.weight" in names:
         experts = replace(experts, layers=experts.layers | {index})
     whole = replace(
         config, num_layers=index + 1, windows=(*config.windows, 0), local_rope=None, experts=experts
     )
-    own = (f"{prefix}{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-    needed = {name for name in tensor_names(whole) if name.startswith(prefix)}.union(own)
+    last = f"model.layers.{index}."
+    needed = {n.replace(last, own.layer) for n in tensor_names(whole) if n.startswith(last)}
+    needed |= {f"{n}.weight" for n in (own.token_norm, own.state_norm, own.join, own.final_norm)}
     missing = sorted(needed - names)
     if missing:
         raise ModelRefused(
             f"the layer that drafts lacks tensors: {missing[:3]}", field="speculative_method"
         )
-    own_layer = read_layer(whole, target, source, prefix)
-    norm = own_layer.between.norm_weight
+    layer = read_layer(whole, target, source, own.layer)
+    norm = layer.between.norm_weight
     return MtpHead(
         target=target,
-        own=own_layer,
-        config=replace(config, num_layers=1, windows=(0,), local_rope=None),
-        token_norm=norm(source.tensor(f"{prefix}enorm.weight")),
-        state_norm=norm(source.tensor(f"{prefix}hnorm.weight")),
-        join=source.read([f"{prefix}eh_proj"], False),
-        final_norm=norm(source.tensor(f"{prefix}shared_head.norm.weight")),
+        own=layer,
+        config=replace(config, num_layers=1, windows=(0,), local_rope=None, delta=None),
+        token_norm=norm(source.tensor(f"{own.token_norm}.weight")),
+        state_norm=norm(source.tensor(f"{own.state_norm}.weight")),
+        join=source.read([own.join], False),
+        final_norm=norm(source.tensor(f"{own.final_norm}.weight")),
     )
 
 

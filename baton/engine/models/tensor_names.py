@@ -8,7 +8,6 @@ from typing import Final
 from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig, LayerNames
 
 _DELTA_TENSORS: Final = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
-_MTP: Final = "mtp."  # of the layers that draft tokens in Qwen3-Next and Qwen3.5
 
 
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
@@ -40,10 +39,10 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
 
 def is_extra_layer(config: DecoderConfig, name: str) -> bool:
     """Whether a tensor belongs to a layer behind the model's last one, which drafts tokens."""
+    if config.extra_prefix:
+        return name.startswith(config.extra_prefix)
     first = config.num_layers
     prefixes = [f"model.layers.{first + index}." for index in range(config.extra_layers)]
-    if config.delta is not None:
-        prefixes.append(_MTP)
     return name.startswith(tuple(prefixes))
 
 

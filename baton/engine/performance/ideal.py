@@ -224,7 +224,7 @@ def estimate(
 ) -> Estimate:
     """Compute everything that can be said of the model.
 
-    `stored_bytes` (of the checkpoint's files) is passed on. `draft` is a draft model that shares
+    `stored_bytes` (of the checkpoint's files) is passed on. `draft` (a draft model or head) shares
     the memory; times are those without it. Raises ConfigError for bad units or too little memory.
     """
     tp, dp = options.tensor_parallel_size, options.data_parallel_size
@@ -245,8 +245,9 @@ def estimate(
     elif options.memory is not None:
         activations = max(activations, drafts.activations)
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
-        # Each token of the model's KV has a token of the draft's KV.
-        both = block_bytes + drafts.token * options.block_size // groups.num_groups
+        if draft is not None and options.speculative_method != "draft":  # a head's layer is ours
+            groups = group_layers([*specs, *draft.layers], precision.kv_dtype)
+        both = _page_bytes(groups, draft, options, precision)
         pool = _pool(groups, options, kv_bytes, both, context, precision.kv_dtype)
     result = Estimate(
         model_type=shape.model_type,
@@ -273,6 +274,16 @@ def estimate(
         **pool,
     )
     return _with_times(result, shape, options, precision)
+
+
+def _page_bytes(
+    groups: LayerGroups, draft: ModelShape | None, options: EstimateOptions, precision: Precision
+) -> int:
+    """Return the bytes of a page, and of a draft model's KV of as many tokens."""
+    page = max(ALIGNMENT, groups.page_bytes(options.block_size, precision.kv_dtype))
+    if draft is None or options.speculative_method != "draft":
+        return page
+    return page + _drafts(draft, options).token * options.block_size // groups.num_groups
 
 
 def _pool(

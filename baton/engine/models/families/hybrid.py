@@ -17,7 +17,7 @@ from typing import Any, Final
 from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig
 from baton.engine.models.families.fused import partly_rotated
-from baton.engine.models.families.keys import COUNTS, NotLean, check_rope
+from baton.engine.models.families.keys import COUNTS, EXTRA_LAYERS, NotLean, check_rope
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _EVERY: Final = 4  # every 4th layer has full attention
@@ -82,7 +82,16 @@ def hybrid_config(config: dict[str, Any], base: DecoderConfig) -> DecoderConfig:
         gated=True,
         experts=None if family == "qwen3_5_text" else _experts(config, base.num_layers),
         delta=_delta(config, base.num_layers),
+        extra_layers=extra_layers(config),
+        extra_prefix="mtp.",
     )
+
+
+def extra_layers(config: dict[str, Any]) -> int:
+    """Return how many layers draft tokens. Published configs of Qwen3-Next do not state it: their
+    checkpoints have one."""
+    stated = [config[key] for key in EXTRA_LAYERS if config.get(key) is not None]
+    return stated[0] if stated else int(config["model_type"] == "qwen3_next")
 
 
 def _experts(config: dict[str, Any], num_layers: int) -> ExpertsConfig:

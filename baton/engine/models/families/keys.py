@@ -65,10 +65,12 @@ _GLM_MOE: Final = {
     "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "first_k_dense_replace",
     "use_qk_norm",
 }  # fmt: skip
+# The keys of which one states how many layers of a Qwen3-Next or Qwen3.5 draft tokens.
+EXTRA_LAYERS: Final = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 _HYBRID: Final = _ROPE | {
     "hidden_act", "partial_rotary_factor", "tie_word_embeddings", "layer_types",
     "full_attention_interval", "attn_output_gate", "output_gate_type", "mamba_ssm_dtype",
-    "attention_bias", "use_sliding_window", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "attention_bias", "use_sliding_window", "mtp_use_dedicated_embeddings", *EXTRA_LAYERS,
 }  # fmt: skip
 _HYBRID_MOE: Final = _HYBRID | {
     "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",

@@ -47,11 +47,12 @@ def _quiet() -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
-def save_wide(path: Path, name: str) -> Path:
+def save_wide(path: Path, name: str, **overrides: Any) -> Path:
     """As save_hybrid, of WIDE's sizes."""
     moe = ("moe_intermediate_size", "shared_expert_intermediate_size")
     dense = HYBRID_MODELS[name][0] == "qwen3_5_text"
-    return save_hybrid(path, name, **{key: WIDE[key] for key in WIDE if not (dense and key in moe)})
+    sizes = {key: WIDE[key] for key in WIDE if not (dense and key in moe)}
+    return save_hybrid(path, name, **sizes, **overrides)
 
 
 def prefilled(loaded: LoadedModel, sizes: list[int]) -> Driver:
@@ -143,7 +144,7 @@ def test_adapters(name: str, tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     path = save_hybrid(tmp_path, "qwen3 next")
     for options, text in (
-        ({"tensor_parallel_size": 2}, "recurrent state is not split over ranks"),
+        ({"tensor_parallel_size": 4}, "2 key heads of linear attention cannot be split over 4"),
         ({"data_parallel_size": 2}, "models with recurrent state do not go with"),
         ({"deterministic": True}, "how the prompt is cut"),
         ({"speculative_method": "mtp"}, "no layer that drafts"),

@@ -12,7 +12,9 @@ import pytest
 
 from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
 from baton.engine.loading.loading import LoadedModel
+from baton.engine.loading.model_shape import model_shape
 from baton.engine.loading.route import choose_route
+from baton.engine.loading.shape_on_meta import shape_on_meta
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.elementwise import CompiledElementwise
 from baton.engine.models.families.keys import NotLean
@@ -175,6 +177,35 @@ QWEN35: dict[str, Any] = {  # as published, fewer layers
         },
     },
 }  # fmt: skip
+
+
+COUNTED: dict[str, Any] = {
+    "model_type": "qwen3_next", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "num_experts": 6,
+    "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "mlp_only_layers": [1], "decoder_sparse_step": 2,
+            "layer_types": ["full_attention", *["linear_attention"] * 4],
+        },
+        {"model_type": "qwen3_5_moe_text", "attention_bias": True},
+        {"model_type": "qwen3_5_text", "num_experts": None, "dtype": "bfloat16"},
+    ],
+)  # fmt: skip
+def test_sizes_are_counted_as_transformers_builds_them(changes: dict[str, Any]) -> None:
+    ours, built = (of({**COUNTED, **changes}) for of in (model_shape, shape_on_meta))
+    for name in ("parameters", "active_parameters", "embedding", "matrices", "tied", "layers"):
+        assert getattr(ours, name) == getattr(built, name), name
+    assert built.note == ""
 
 
 def changed(**text: Any) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.engine.config import head_quantization, parse_bytes
-from baton.engine.loading.model_shape import ModelShape, StoredWeights
+from baton.engine.loading.model_shape import ModelShape
+from baton.engine.loading.stored_weights import StoredWeights
 from baton.engine.memory.layer_groups import MIN_BLOCKS, LayerGroups, group_layers
 from baton.engine.memory.state_sizes import (
     ALIGNMENT,

@@ -181,8 +181,11 @@ class Connector:
         """Make this connector the leader of a tensor-parallel group.
 
         From then on its endpoint, and so every handle, names the endpoint of each rank in rank
-        order. Call it after all ranks have started.
+        order. Call it after all ranks have started. Raises InternalError for a model with recurrent
+        state: its ranks have one connector, beside the leader (pool/group_memory.py).
         """
+        if any(self._state_bytes):
+            raise InternalError("ranks with connectors of their own hand over no recurrent state")
         formats = [(rank.format.tp_size, rank.format.tp_rank) for rank in ranks]
         if formats != [(len(ranks), index) for index in range(len(ranks))]:
             raise InternalError(f"not the ranks of one group: {formats}")

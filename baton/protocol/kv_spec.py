@@ -9,8 +9,10 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Literal, TypeAlias
+
+from baton.protocol.errors import InternalError
 
 PROTOCOL_VERSION: Final = 1
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -23,12 +25,17 @@ class StateSpec:
 
     `conv` is [channels, taps], the last inputs of a convolution; `recurrent` is the shape of the
     matrices that a scan carries on. () = the layer has none. The dtypes are names of torch's.
+
+    `segments`: how many channels each part of `conv` has that tensor-parallel ranks split by itself
+    (queries, keys, values); () = ranks do not split the state. It says nothing of what a whole
+    state is, so it is neither compared nor in the fingerprint.
     """
 
     conv: tuple[int, ...] = ()
     recurrent: tuple[int, ...] = ()
     conv_dtype: str = "float32"
     recurrent_dtype: str = "float32"
+    segments: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def conv_bytes(self) -> int:
@@ -46,6 +53,24 @@ class StateSpec:
     def num_bytes(self) -> int:
         """The bytes of both, as a transfer sends them."""
         return self.conv_bytes + self.recurrent_bytes
+
+    def share(self, size: int) -> StateSpec:
+        """Return what one of `size` ranks keeps: its heads' matrices, and their channels of each
+        segment. Raises InternalError if the ranks cannot split the state evenly."""
+        if size == 1:
+            return self
+        channels, *taps = self.conv or (0,)
+        heads, *matrix = self.recurrent or (0,)
+        if not self.segments or sum(self.segments) != channels:
+            raise InternalError(f"segments {self.segments} are not {channels} channels of a state")
+        if heads % size or any(segment % size for segment in self.segments):
+            raise InternalError(f"{size} ranks cannot split a state of {self}")
+        return replace(
+            self,
+            conv=(channels // size, *taps),
+            recurrent=(heads // size, *matrix) if heads else (),
+            segments=tuple(segment // size for segment in self.segments),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +159,7 @@ def layout_fingerprint(model_digest: str, rope: str, layers: tuple[LayerSpec, ..
     for spec in specs:
         if spec["state"] is None:
             del spec["state"]
+        else:
+            del spec["state"]["segments"]
     body = json.dumps([PROTOCOL_VERSION, model_digest, rope, specs], sort_keys=True)
     return hashlib.sha256(body.encode()).hexdigest()

@@ -2,8 +2,9 @@
 
 The leader has every rank's pool mapped (baton/engine/parallel/pool.py), so to its peers the node
 looks like one that holds all heads: rows are put together from the ranks' slices, and cut into
-them. A head that lies on several ranks is read from the first and written to all. There are no
-views, as a row's bytes lie in several pools. A group whose leader cannot reach the other ranks'
+them. A head that lies on several ranks is read from the first and written to all. A recurrent state
+is the whole model's, too, put together by segments and heads. There are no views, as a row's bytes
+lie in several pools. A group whose leader cannot reach the other ranks'
 pools has a connector per rank instead (Connector.join_group).
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from baton.engine.parallel.pool import GroupArena
-from baton.protocol.errors import InternalError, KVCorrupt
+from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.pool.codec import bytes_of, unpack
 from kv_transfer.pool.layout import ArenaMemory, movable
@@ -95,12 +96,12 @@ class GroupMemory:
                 target[block, row] = movable(values[:, local])
 
     def read_state(self, layer: int, blocks: Blocks, start: int, end: int) -> Sequence[memoryview]:
-        """See KVMemory. Raises InternalError: a group serves no model with recurrent state."""
-        raise InternalError("tensor parallelism knows no recurrent state")
+        """See KVMemory. The bytes are those of the whole state (GroupStates.layer_bytes)."""
+        return self._ranks[0].read_state(layer, blocks, start, end)
 
     def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
-        """See KVMemory. Raises InternalError, as read_state."""
-        raise InternalError("tensor parallelism knows no recurrent state")
+        """See KVMemory. Each rank gets its heads of the whole state."""
+        self._ranks[0].write_state(layer, blocks, start, data)
 
     def _pieces(self, layer: int, wanted: range) -> Iterator[tuple[ArenaMemory, range]]:
         """Yield each rank's memory with the wanted heads that it holds, in order; replicated heads

@@ -229,15 +229,19 @@ class ArenaMemory:
             torch.cuda.current_stream(self._arena.device).synchronize()
 
     def _state(self, layer: int, blocks: Blocks, start: int, end: int) -> list[torch.Tensor]:
-        """Return views of bytes [start, end) of a layer's state, uint8, none of them empty."""
+        """Return views of bytes [start, end) of a layer's state, uint8, none of them empty. Raises
+        InternalError where only a part of the state lies, that of one tensor-parallel rank."""
         states, slot = self._arena.states, blocks[0].state_slot
         if states is None or slot is None:
             raise InternalError(f"there is no slot for the recurrent state of layer {layer}")
         if not 0 <= start < end <= self.layers[layer].state_bytes:
             raise KVCorrupt(f"bytes [{start}, {end}) of the state of layer {layer}")
+        held = states.layer_bytes(layer, slot)
+        if sum(map(torch.Tensor.numel, held)) != self.layers[layer].state_bytes:
+            raise InternalError(f"only a part of the state of layer {layer} is here")
         parts: list[torch.Tensor] = []
         at = 0
-        for whole in states.layer_bytes(layer, slot):
+        for whole in held:
             part = whole[max(0, start - at) : max(0, end - at)]
             at += whole.numel()
             if part.numel():

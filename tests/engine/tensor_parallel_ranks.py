@@ -8,18 +8,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.active_model import ActiveModel
-from baton.engine.core.assembly import EngineParts, assemble
+from baton.engine.core.assembly import assemble, load_parts
 from baton.engine.core.engine import Engine
-from baton.engine.core.pooling import Pooler
-from baton.engine.loading.leader import load_leader
+from baton.engine.loading import leader
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
@@ -27,8 +27,8 @@ from baton.engine.parallel.group import RankGroup
 from baton.engine.parallel.messages import Gone, Link, MessageKind
 from baton.engine.parallel.ranks import RankProcess, RankStart
 from baton.engine.running.attention_choice import choose_attention
-from baton.engine.running.runner import ModelRunner
 from baton.engine.running.worker import join
+from baton.engine.sampling.proposer import Proposer
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.engine.state.place import RankPlace, rank_layers
@@ -37,12 +37,12 @@ from baton.protocol.kv_spec import HeldBlocks
 BLOCK = 8
 
 CHUNKS = (
-    SequenceChunk("a", range(7, 28), 0, (HeldBlocks((1, 4, 2)),)),
-    SequenceChunk("b", range(90, 99), 0, (HeldBlocks((5, 6)),)),
+    SequenceChunk("a", range(7, 28), 0, (HeldBlocks((1, 4, 2)),), state_slot=1),
+    SequenceChunk("b", range(90, 99), 0, (HeldBlocks((5, 6)),), state_slot=0),
 )
 NEXT = (
-    SequenceChunk("b", (200,), 9, (HeldBlocks((5, 6)),)),
-    SequenceChunk("a", (11, 12, 13), 21, (HeldBlocks((1, 4, 2)),)),
+    SequenceChunk("b", (200,), 9, (HeldBlocks((5, 6)),), state_slot=0),
+    SequenceChunk("a", (11, 12, 13), 21, (HeldBlocks((1, 4, 2)),), state_slot=1),
 )
 
 
@@ -51,13 +51,14 @@ def config_of(path: Path, **options: Any) -> EngineConfig:
 
 
 def logits_of(loaded: LoadedModel, size: int) -> torch.Tensor:
-    """Logits of all rows of CHUNKS, then NEXT, over a pool of this rank's heads."""
+    """Logits of all rows of CHUNKS, then NEXT, over a pool and states of this rank's heads."""
     info = loaded.info
     arena = KVArena(one_group(rank_layers(info.layers, size)), 8, BLOCK, info.kv_dtype)
+    arena.keep_states(2 if any(spec.state for spec in arena.layers) else 0)
     attention = choose_attention(loaded, arena)
     told: list[torch.Tensor] = []
     for chunks in (CHUNKS, NEXT):
-        step = flatten(chunks, attention, BLOCK, loaded.device)
+        step = flatten(chunks, attention, BLOCK, loaded.device, states=arena.states)
         told.append(loaded.logits(loaded.forward(step.token_ids, step.positions, step.batch)))
     return torch.cat(told)
 
@@ -117,20 +118,29 @@ def start_thread(start: RankStart) -> RankProcess:
 
 
 @contextmanager
-def engine_of_ranks(model: str, size: int, **options: Any) -> Iterator[Engine]:
-    """What build_engine makes, but for the processes."""
+def engine_of_ranks(
+    model: str, size: int, proposer: Proposer | None = None, **options: Any
+) -> Iterator[Engine]:
+    """What build_engine makes, its ranks as threads. `proposer`: drafts in place of its own."""
     config = EngineConfig(
         model, tensor_parallel_size=size, dtype="float32", device="cpu", threads=1,
         check_invariants=True, **options,
     )  # fmt: skip
-    assert config.num_kv_blocks is not None
-    assert config.block_size is not None
-    loaded = load_leader(config, start_thread)
-    assert loaded.ranks is not None
+    with ranks_as_threads():
+        parts = load_parts(config)
+    if proposer is not None:
+        parts = replace(parts, active=replace(parts.active, proposer=proposer))
+    engine = assemble(parts)
+    assert engine.ranks is not None
     try:
-        arena = loaded.ranks.make_pool(loaded.info, config.num_kv_blocks, config.block_size)
-        pooler = Pooler(loaded, arena, config.max_num_batched_tokens, config.max_num_seqs)
-        active = ActiveModel(ModelRunner(loaded, arena), loaded, pooler)
-        yield assemble(EngineParts(config, active, arena, loaded.info))
+        yield engine
     finally:
-        loaded.ranks.close()
+        engine.ranks.close()
+
+
+@contextmanager
+def ranks_as_threads() -> Iterator[None]:
+    """Whoever loads a model of several ranks in here gets threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leader.load_leader, "__defaults__", (start_thread,))
+        yield

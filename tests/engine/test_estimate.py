@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.loading.model_shape import ModelShape, StoredWeights, model_shape, stored_weights
+from baton.engine.loading.model_shape import ModelShape, model_shape
+from baton.engine.loading.stored_weights import StoredWeights, stored_weights
 from baton.engine.performance.estimate import main, read_config, rows, sized, stored_bytes
 from baton.engine.performance.ideal import (
     Estimate,

@@ -12,7 +12,9 @@ import pytest
 
 from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
 from baton.engine.loading.loading import LoadedModel
+from baton.engine.loading.model_shape import model_shape
 from baton.engine.loading.route import choose_route
+from baton.engine.loading.shape_on_meta import shape_on_meta
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.elementwise import CompiledElementwise
 from baton.engine.models.families.keys import NotLean
@@ -47,11 +49,12 @@ def _quiet() -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
-def save_wide(path: Path, name: str) -> Path:
+def save_wide(path: Path, name: str, **overrides: Any) -> Path:
     """As save_hybrid, of WIDE's sizes."""
     moe = ("moe_intermediate_size", "shared_expert_intermediate_size")
     dense = HYBRID_MODELS[name][0] == "qwen3_5_text"
-    return save_hybrid(path, name, **{key: WIDE[key] for key in WIDE if not (dense and key in moe)})
+    sizes = {key: WIDE[key] for key in WIDE if not (dense and key in moe)}
+    return save_hybrid(path, name, **sizes, **overrides)
 
 
 def prefilled(loaded: LoadedModel, sizes: list[int]) -> Driver:
@@ -143,7 +146,7 @@ def test_adapters(name: str, tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     path = save_hybrid(tmp_path, "qwen3 next")
     for options, text in (
-        ({"tensor_parallel_size": 2}, "recurrent state is not split over ranks"),
+        ({"tensor_parallel_size": 4}, "2 key heads of linear attention cannot be split over 4"),
         ({"data_parallel_size": 2}, "models with recurrent state do not go with"),
         ({"deterministic": True}, "how the prompt is cut"),
         ({"speculative_method": "mtp"}, "lacks tensors"),
@@ -174,6 +177,35 @@ QWEN35: dict[str, Any] = {  # as published, fewer layers
         },
     },
 }  # fmt: skip
+
+
+COUNTED: dict[str, Any] = {
+    "model_type": "qwen3_next", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "num_experts": 6,
+    "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "mlp_only_layers": [1], "decoder_sparse_step": 2,
+            "layer_types": ["full_attention", *["linear_attention"] * 4],
+        },
+        {"model_type": "qwen3_5_moe_text", "attention_bias": True},
+        {"model_type": "qwen3_5_text", "num_experts": None, "dtype": "bfloat16"},
+    ],
+)  # fmt: skip
+def test_sizes_are_counted_as_transformers_builds_them(changes: dict[str, Any]) -> None:
+    ours, built = (of({**COUNTED, **changes}) for of in (model_shape, shape_on_meta))
+    for name in ("parameters", "active_parameters", "embedding", "matrices", "tied", "layers"):
+        assert getattr(ours, name) == getattr(built, name), name
+    assert built.note == ""
 
 
 def changed(**text: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ a prefix hit without its state            the blocks are there, the state behind
 speculation that advances state           a refused draft stays in the state
 a stale slot after an abort               a request begins with the state of one that is gone
 a flattened batch that mixes sequences    one scan runs over the rows of several sequences
+conv state across unequal TP              its channels are cut as one range, not by segments
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from baton.engine.memory.state_arena import StateArena
 from baton.engine.memory.state_checkpoints import StateCheckpoints
 from baton.engine.memory.state_slots import StateSlots
 from baton.engine.models import recurrent
+from baton.engine.parallel.pool import GroupStates
 from baton.engine.state.batch import Batch
 from baton.protocol.errors import ModelRefused
+from baton.protocol.sampling import SamplingParams
+from tests.cluster import Plan, cluster
 from tests.engine.driving import run, run_samples, tokens_of
+from tests.engine.tensor_parallel_ranks import ranks_as_threads
 from tests.engine.test_state_machine import engine_with_states
 from tests.engine.test_state_models import NEW_TOKENS, ask, engine_of
 from tests.fakes import ScriptedProposer, request
 from tests.golden.greedy import random_prompts, transformers_tokens
+from tests.golden.hybrid_models import RANKED, save_hybrid
 from tests.golden.random_models import save_random
 from tests.golden.stateful_models import STATEFUL
 from tests.tiny_models import VOCAB_SIZE
@@ -135,8 +141,9 @@ def test_a_flattened_batch_that_mixes_sequences(monkeypatch: Patch, tmp_path: Pa
             ask(engine, str(index), prompt)
         return [tokens_of(events) for _, events in sorted(run_samples(engine).items())]
 
-    assert together(engine_of(path)) == expected
-    loaded = engine_of(path)
+    route = {"model_impl": "transformers"}  # the lean one has no mixers of transformers
+    assert together(engine_of(path, **route)) == expected
+    loaded = engine_of(path, **route)
     split = recurrent._SplitMixer.__call__
 
     def as_one(self: Any, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
@@ -148,4 +155,32 @@ def test_a_flattened_batch_that_mixes_sequences(monkeypatch: Patch, tmp_path: Pa
     monkeypatch.setattr(recurrent._SplitMixer, "__call__", as_one)
     assert together(loaded) != expected
     with pytest.raises(ModelRefused, match="logits change"):
-        engine_of(path)  # the comparison at the start finds it, too
+        engine_of(path, **route)  # the comparison at the start finds it, too
+
+
+async def test_conv_state_across_unequal_tp(monkeypatch: Patch, tmp_path: Path) -> None:
+    """As many bytes arrive, in another order: only the tokens tell. (Between equal sizes they do
+    not: both ends make the same mistake.)"""
+    path = save_hybrid(tmp_path, "qwen3.5", **RANKED)
+    prompts = [tuple(prompt) for prompt in random_prompts(VOCAB_SIZE, (17, 30))]
+    expected = transformers_tokens(path, prompts, NEW_TOKENS)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    async def handed_over(*sizes: int) -> list[list[int]]:
+        nodes = [{"dtype": "float32", "tensor_parallel_size": size} for size in sizes]
+        with ranks_as_threads():
+            async with cluster(Plan(path, nodes[:1], nodes[1:], lanes=("stream",))) as c:
+                done = await c.generate(prompts, greedy)
+                assert c.decode[0].transfers.fetches == len(prompts)
+                return [list(each.token_ids) for each in done]
+
+    for sizes in ((2, 1), (1, 2)):
+        assert await handed_over(*sizes) == expected
+
+    def as_one_range(self: GroupStates, layer: int, slot: int) -> tuple[Tensor, ...]:
+        parts = [StateArena.layer_bytes(each, layer, slot) for each in self._ranks]
+        return (*(conv for conv, _ in parts), *(matrices for _, matrices in parts))
+
+    monkeypatch.setattr(GroupStates, "layer_bytes", as_one_range)
+    for sizes in ((2, 1), (1, 2)):
+        assert await handed_over(*sizes) != expected

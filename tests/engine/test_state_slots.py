@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,15 @@ def test_layers_without_state_keep_their_fingerprint() -> None:
     plain = layout_fingerprint("digest", "rope", (KV,))
     assert plain != layout_fingerprint("digest", "rope", (BOTH,))
     assert plain == known  # as before layers had states: nodes of both kinds exchange KV
+
+
+def test_how_ranks_cut_a_state_is_not_what_it_is() -> None:
+    """So the routes' layers are equal, and nodes of any tensor parallel sizes exchange states."""
+    cut = replace(STATE, state=StateSpec((6, 4), (2, 3, 5), segments=(2, 2, 2)))
+    known = "f2af55e2921d1005a2425f2bea1e1d9cdb2f2142e914e4b18748a92c8828f42e"
+    assert cut == STATE
+    assert known == layout_fingerprint("digest", "rope", (STATE,))
+    assert known == layout_fingerprint("digest", "rope", (cut,))
 
 
 def test_each_slot_has_one_owner() -> None:

@@ -46,6 +46,11 @@ HYBRID_MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "qwen3_next", {**DELTA, **MOE, "layer_types": ["full_attention"] * 3},
     ),
 }  # fmt: skip
+# Four key heads, so that four ranks can share them; segments of unequal sizes.
+RANKED: Final[dict[str, Any]] = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}  # fmt: skip
 _WITH_IMAGES: Final[dict[str, tuple[Any, Any]]] = {
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),

@@ -18,9 +18,10 @@ from baton.protocol.sampling import SamplingParams
 from tests.cluster import Plan, cluster
 from tests.engine.quantized_models import make_quantized
 from tests.engine.test_latent_models import WIDE
+from tests.golden.hybrid_models import RANKED, save_hybrid
 from tests.golden.latent_models import as_published, save_latent
 from tests.system.processes import Processes
-from tests.system.references import one_engine_tokens, prompts
+from tests.system.references import one_engine_tokens, prompts, transformers_tokens
 from tests.tiny_models import make_tiny_model
 from tests.waiting import eventually
 
@@ -114,6 +115,26 @@ async def test_latents_and_whole_experts_over_two_sizes(
             size = each.get("tensor_parallel_size", 1)
             assert (0 if ranks is None else len(ranks.processes)) == size - 1
             assert member.engine.info.digest == llm.engine.info.digest
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])
+async def test_recurrent_states_over_two_sizes(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """A state travels whole; each process has its heads of it."""
+    path = save_hybrid(tmp_path, "qwen3 next", **RANKED)
+    nodes = [{"tensor_parallel_size": size, "dtype": "float32"} for size in sizes]
+    async with cluster(Plan(path, nodes[:1], nodes[1:], lanes=("stream",))) as c:
+        done = await c.generate(PROMPTS, GREEDY)
+        await c.settle()
+        found = [generation.token_ids for generation in done]
+        assert found == transformers_tokens(path, PROMPTS, 20)
+        assert {generation.retries for generation in done} == {0}
+        (d,), layers = c.decode, c.decode[0].engine.info.layers
+        assert d.stats.num_prompt_tokens == 0, "all KV and states came from the prefill node"
+        states = len(PROMPTS) * sum(spec.state_bytes for spec in layers)
+        assert d.transfers.lanes["stream"].state_bytes == states > 0
+        for member, size in zip(c.members, sizes, strict=True):
+            ranks = member.engine.ranks
+            assert (0 if ranks is None else len(ranks.processes)) == size - 1
 
 
 def children(pid: int) -> Iterator[int]:

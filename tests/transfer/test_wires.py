@@ -19,7 +19,15 @@ from kv_transfer.protocol.base import Serve, Wire
 from kv_transfer.protocol.identity import Identity, Side
 from tests.fakes import FakeClock
 from tests.transfer.cluster import FIRST, transfer
-from tests.transfer.pools import BOOT_D, Node, fill_random, fill_untouched, outcome, request_of
+from tests.transfer.pools import (
+    BOOT_D,
+    HYBRID,
+    Node,
+    fill_random,
+    fill_untouched,
+    outcome,
+    request_of,
+)
 
 HELLO = Identity("0a" * 16, "f", PoolFormat(8, "float32"), fixed("s")).hello(
     Side.EXPORTER, b"P" * 16, b"D" * 16
@@ -178,6 +186,14 @@ async def test_only_the_ranks_of_one_group_are_joined() -> None:
     endpoint = node.connector.endpoint()
     with pytest.raises(InternalError, match="not the ranks of one group"):
         node.connector.join_group([endpoint, endpoint])
+    await node.connector.stop()
+
+
+async def test_ranks_with_recurrent_state_have_one_connector() -> None:
+    node = Node(MemoryLane(MemoryFabric()), layers=HYBRID)
+    await node.connector.start()
+    with pytest.raises(InternalError, match="hand over no recurrent state"):
+        node.connector.join_group([node.connector.endpoint()])
     await node.connector.stop()
 
 

@@ -46,9 +46,15 @@ class DeltaSizes:
     taps: int
 
     @property
+    def segments(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values, in the order of the convolution."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.values
+
+    @property
     def channels(self) -> int:
         """Numbers of a token that pass the convolution: queries, keys, values."""
-        return 2 * self.key_heads * self.key_dim + self.values
+        return sum(self.segments)
 
     @property
     def values(self) -> int:
@@ -124,9 +130,7 @@ class TorchDeltaRule:
         summed = functional.conv1d(
             window[..., 1:].float(), weights.conv.float()[:, None], groups=sizes.channels
         )
-        of_heads = functional.silu(summed).split((
-            sizes.key_heads * sizes.key_dim, sizes.key_heads * sizes.key_dim, sizes.values
-        ), dim=1)  # fmt: skip
+        of_heads = functional.silu(summed).split(sizes.segments, dim=1)
         query, key, value = (
             each.unflatten(1, (heads, -1)).transpose(2, 3)
             for each, heads in zip(

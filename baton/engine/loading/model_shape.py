@@ -10,20 +10,14 @@ memory.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from baton.engine.checkpoint.kinds import (
-    GGUF_KEPT_BYTES,
-    MXFP4_KEPT_BYTES,
-    WIDENED_BITS,
-    widened_kind,
-)
+from baton.engine.loading.stored_weights import StoredWeights, stored_dtype, stored_weights
 from baton.protocol.errors import ModelRefused
-from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +48,6 @@ class RowProduct:
     inputs: int  # of one product
     parameters: int  # of all of them
     routed: bool = False  # products of routed experts
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """How the matrices of a model's layers are held."""
-
-    method: str
-    bits: int
-    group_size: int = 0  # weights that share a scale; 0 = a whole row or more
-    widened: bool = False  # weights are widened while they are read, and kept in the model's dtype
-    zeros: bool = True  # each group has a zero beside its scale
-    mean_bytes: float | None = None  # mean bytes of a weight, if matrices differ in format
-    integers: StoredWeights | None = None  # the integers that are kept unless widening is asked for
-    head: StoredWeights | None = None  # the integers that are kept of the head
-    only_experts: bool = False  # matrices other than routed experts are kept in the model's dtype
-    act_order: bool = False  # groups are no runs of inputs
-
-    @property
-    def bytes_per_group(self) -> int:
-        """Of a scale, and of a zero, which are float32."""
-        return 8 if self.zeros else 4
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """Mean bytes of a weight in memory, with its share of the group's scale and zero."""
-        if self.mean_bytes is not None:
-            return self.mean_bytes
-        if not self.group_size:
-            return self.bits / 8
-        return self.bits / 8 + self.bytes_per_group / self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,67 +257,6 @@ def _paged(c: dict[str, Any]) -> tuple[LayerSpec, ...]:
     )
 
 
-def stored_dtype(c: dict[str, Any]) -> str:
-    """Return the checkpoint's own dtype; float32 if its config states none."""
-    return str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch.")
-
-
-def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
-    """Return how a checkpoint stores weights, by its quantization_config; None if it has none.
-    Raises ModelRefused if that does not state the bits."""
-    given = c.get("quantization_config")
-    if not given:
-        return None
-    method = str(given.get("quant_method", "unknown"))
-    with contextlib.suppress(ModelRefused):  # the route refuses it later; its size is still counted
-        kind = widened_kind(given)
-        if kind is not None:
-            types = ", ".join(given.get("types") or ())
-            named = f"{kind} ({types})" if types else kind
-            kept, head = _kept_integers(c, given)
-            return StoredWeights(named, WIDENED_BITS[kind], widened=True, integers=kept, head=head)
-    if method == "bitsandbytes":
-        return StoredWeights(method, 4 if given.get("load_in_4bit") else 8)
-    groups = given.get("config_groups") or {}
-    weights = next((g.get("weights") or {} for g in groups.values()), given)
-    bits = weights.get("num_bits") or weights.get("bits") or weights.get("w_bit")
-    if not isinstance(bits, int):
-        raise ModelRefused(
-            f"the quantization of method {method} does not say its bits", field="model"
-        )
-    group_size = weights.get("group_size") or weights.get("q_group_size") or 0
-    symmetric = weights.get("sym", weights.get("symmetric", not weights.get("zero_point", True)))
-    return StoredWeights(
-        method, bits, max(0, group_size), zeros=not symmetric,
-        act_order=bool(weights.get("desc_act")) or weights.get("actorder") == "group",
-    )  # fmt: skip
-
-
-def _kept_integers(
-    c: dict[str, Any], given: dict[str, Any]
-) -> tuple[StoredWeights | None, StoredWeights | None]:
-    """Return what is kept narrow of the matrices (of a GGUF file's, of gpt-oss's experts), and of
-    the head; None for matrices or a head that are kept in the model's dtype."""
-    if c.get("model_type") == "gpt_oss" and given["quant_method"] == "mxfp4":
-        named = "mxfp4 (experts)"
-        return StoredWeights(named, 4, mean_bytes=MXFP4_KEPT_BYTES, only_experts=True), None
-    counts: dict[str, int] = dict(given.get("types") or {})
-    head: str | None = given.get("head")
-    if head is None:
-        return None, None
-    for kind in (head,) if c.get("tie_word_embeddings") else (head, given["embedding"]):
-        counts[kind] -= c["vocab_size"] * c["hidden_size"]
-    counts.pop("F32", None)  # norms
-    dtype_bytes = 4 if stored_dtype(c) == "float32" else 2
-    kept = sum(count * GGUF_KEPT_BYTES.get(kind, dtype_bytes) for kind, count in counts.items())
-    matrices, of_head = None, None
-    if any(count and kind in GGUF_KEPT_BYTES for kind, count in counts.items()):
-        matrices = StoredWeights("integers", 8, mean_bytes=kept / sum(counts.values()))
-    if head in GGUF_KEPT_BYTES:
-        of_head = StoredWeights("integers", 8, mean_bytes=GGUF_KEPT_BYTES[head])
-    return matrices, of_head
-
-
 # ---- families ----
 
 
@@ -379,21 +282,83 @@ def _qwen_moe(c: dict[str, Any]) -> ModelShape:
     third = c["model_type"] == "qwen3_moe"
     bias = bool(c.get("attention_bias", False)) if third else bool(c.get("qkv_bias", True))
     attention = _attention(c, qkv_bias=bias, output_bias=bias and third, qk_norm=third)
-    hidden, routed = c["hidden_size"], _routed(c) or c["num_experts"]
-    shared = 0 if third else c["shared_expert_intermediate_size"]
-    sparse = _experts(hidden, c["moe_intermediate_size"], routed, shared)
-    if not third:  # one more row in front of the shared expert: its gate
+    return _sum(c, attention, _qwen_mlps(c, shared=not third), _paged(c))
+
+
+def _qwen_mlps(c: dict[str, Any], *, shared: bool) -> list[_Layer]:
+    """Count the MLP or mixture of each layer. `shared`: mixtures have a shared expert."""
+    hidden, num_layers = c["hidden_size"], c["num_hidden_layers"]
+    routed = _routed(c)
+    if routed is None:
+        return [_mlp(hidden, c["intermediate_size"])] * num_layers
+    inner = c["shared_expert_intermediate_size"] if shared else 0
+    sparse = _experts(hidden, c["moe_intermediate_size"], routed, inner)
+    if shared:  # one more row in front of the shared expert: its gate
         whole = sparse.plain + hidden
         matrices = sparse.matrices + hidden
         sparse = replace(sparse, matrices=matrices, plain=whole, routers=whole)
-    dense = _mlp(hidden, c["intermediate_size"])
     step = c.get("decoder_sparse_step", 1)
     only: set[int] = set(c.get("mlp_only_layers") or ())
-    mlps = [
-        sparse if layer not in only and (layer + 1) % step == 0 else dense
-        for layer in range(c["num_hidden_layers"])
+    return [
+        sparse
+        if layer not in only and (layer + 1) % step == 0
+        else _mlp(hidden, c["intermediate_size"])
+        for layer in range(num_layers)
     ]
-    return _sum(c, attention, mlps, _paged(c))
+
+
+def _hybrid(c: dict[str, Any]) -> ModelShape:
+    """Count Qwen3-Next and Qwen3.5. Source: transformers, models/qwen3_5/modeling_qwen3_5.py."""
+    hidden, heads, kv_heads, dim = _heads(c)
+    bias = bool(c.get("attention_bias", False))
+    full = _attention(c, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    queries = heads * dim  # and as many gates
+    full = replace(
+        full, matrices=full.matrices + hidden * queries, vectors=full.vectors + queries * bias
+    )
+    linear, state = _linear_attention(c)
+    every, kinds = c.get("full_attention_interval") or 4, c.get("layer_types")
+    num_layers = c["num_hidden_layers"]
+    if kinds is None:
+        kinds = [
+            "linear_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(num_layers)
+        ]
+    attends = [kind != "linear_attention" for kind in kinds]
+    layers = [
+        _both(full if full_one else linear, mlp)
+        for full_one, mlp in zip(attends, _qwen_mlps(c, shared=True), strict=True)
+    ]
+    specs = tuple(LayerSpec(kv_heads, dim, dim) if full_one else state for full_one in attends)
+    return _sum(c, _Layer(0, 0), layers, specs)
+
+
+def _linear_attention(c: dict[str, Any]) -> tuple[_Layer, LayerSpec]:
+    """Count a layer's gated delta rule, and say what it keeps."""
+    hidden, heads, taps = c["hidden_size"], c["linear_num_value_heads"], c["linear_conv_kernel_dim"]
+    key_dim, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
+    keys, values = c["linear_num_key_heads"] * key_dim, heads * value_dim
+    channels = 2 * keys + values
+    conv = channels * taps
+    matrices = hidden * (channels + 2 * values + 2 * heads) + conv
+    state = StateSpec(
+        (channels, taps), (heads, key_dim, value_dim), stored_dtype(c),
+        segments=(keys, keys, values),
+    )  # fmt: skip
+    rows = (RowProduct(values, values * hidden),)
+    layer = _Layer(matrices, 2 * heads + value_dim, plain=conv, rows=rows)
+    return layer, LayerSpec(0, 0, 0, kind="state", state=state)
+
+
+def _both(attention: _Layer, mlp: _Layer) -> _Layer:
+    """Sum the two halves of a layer."""
+    return replace(
+        mlp,
+        matrices=mlp.matrices + attention.matrices,
+        vectors=mlp.vectors + attention.vectors,
+        plain=mlp.plain + attention.plain,
+        rows=mlp.rows + attention.rows,
+    )
 
 
 def _deepseek(c: dict[str, Any]) -> ModelShape:
@@ -436,6 +401,9 @@ FAMILIES: Final[dict[str, Callable[[dict[str, Any]], ModelShape]]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen_moe,
     "qwen3_moe": _qwen_moe,
+    "qwen3_next": _hybrid,
+    "qwen3_5_text": _hybrid,
+    "qwen3_5_moe_text": _hybrid,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "glm4_moe_lite": _deepseek,

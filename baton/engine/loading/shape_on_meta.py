@@ -21,9 +21,8 @@ from baton.engine.loading.model_shape import (
     RowProduct,
     layer_windows,
     row_products,
-    stored_dtype,
-    stored_weights,
 )
+from baton.engine.loading.stored_weights import stored_dtype, stored_weights
 from baton.engine.models.causal import causal_class, named_refusals
 from baton.engine.models.config import layer_spec
 from baton.engine.models.universal import UniversalModel, use_paged_attention

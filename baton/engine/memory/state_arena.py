@@ -29,12 +29,17 @@ class StateArena:
         num_slots: int,
         device: str | torch.device = "cpu",
         num_checkpoints: int = 0,
+        memory: Tensor | None = None,
     ) -> None:
+        """`memory`: zeros, uint8, as many as all rows have bytes; None = memory of its own, on
+        `device`."""
         self.num_slots = num_slots
         self.num_checkpoints = num_checkpoints
         self.slot_bytes = slot_bytes(layers)
         count = num_slots + num_checkpoints
-        self._rows = torch.zeros(count, self.slot_bytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.zeros(count * self.slot_bytes, dtype=torch.uint8, device=device)
+        self._rows = memory.view(count, self.slot_bytes)
         self._views: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         self._places: dict[int, tuple[slice, slice]] = {}  # in a row, without padding
         at = 0
@@ -86,9 +91,9 @@ class StateArena:
         index = torch.tensor(slots, device=self._rows.device)
         self._rows.index_copy_(0, index, rows.to(self._rows.device))
 
-    def layer_bytes(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Return views of a layer's convolution inputs and matrices in one slot, uint8 [bytes]; the
-        views of a part that the layer lacks are empty.
+    def layer_bytes(self, layer: int, slot: int) -> tuple[Tensor, ...]:
+        """Return views of a layer's convolution inputs and matrices in one slot, uint8 [bytes]:
+        joined they are the layer's state. Views of what the layer lacks are empty.
         """
         conv, recurrent = self._places[layer]
         return self._rows[slot, conv], self._rows[slot, recurrent]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+import torch
 
 from baton.engine.checkpoint.stacked_experts import Stacking
 from baton.engine.kernels.delta_rule import DeltaSizes
@@ -134,6 +136,7 @@ class DeltaConfig:
         state = StateSpec(
             conv=(sizes.channels, sizes.taps),
             recurrent=(sizes.value_heads, sizes.key_dim, sizes.value_dim),
+            segments=sizes.segments,
         )
         return LayerSpec(0, 0, 0, kind="state", state=state)
 
@@ -233,6 +236,16 @@ class DecoderConfig:
             for layer in self.delta.layers:
                 specs[layer] = self.delta.layer
         return tuple(specs)
+
+    def layers_in(self, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
+        """What each layer stores in a model of `dtype`, which inputs of convolutions have, too."""
+        name = str(dtype).removeprefix("torch.")
+        return tuple(
+            spec
+            if spec.state is None
+            else replace(spec, state=replace(spec.state, conv_dtype=name))
+            for spec in self.layers
+        )
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

@@ -139,13 +139,7 @@ class Decoder:
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each layer stores per token. Inputs of convolutions have the model's dtype."""
-        dtype = str(self._embedding.dtype).removeprefix("torch.")
-        return tuple(
-            spec
-            if spec.state is None
-            else replace(spec, state=replace(spec.state, conv_dtype=dtype))
-            for spec in self._config.layers
-        )
+        return self._config.layers_in(self._embedding.dtype)
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

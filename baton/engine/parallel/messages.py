@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.state.attention import Attention
-from baton.engine.state.batch import Batch, GroupTables, Span, Step
+from baton.engine.state.batch import Batch, GroupTables, Span, States, Step
 from baton.protocol.errors import InternalError
 
 _HEADER: Final = struct.Struct("<BI")
 _FIXED: Final = 3  # counts at the head of a step: tokens, spans, layer groups
-_PER_SPAN: Final = 4
+_PER_SPAN: Final = 5
 ALL_ROWS: Final = b""  # body of LOGITS for all rows of the last forward, which each rank has
 
 
@@ -36,7 +36,9 @@ class MessageKind(enum.IntEnum):
     """The kind of a message. MEET, DRAIN, STOP and DRAINED are used by data-parallel nodes only."""
 
     SETUP = 1  # engine configuration, rank, size
-    POOL = 2  # number and size of blocks: make the arena, connect to the other ranks
+    POOL = (
+        2  # number and size of blocks, number of states: make the arena, connect to the other ranks
+    )
     FORWARD = 3  # run the forward of this step
     LOGITS = 4  # compute logits: of so many rows (u64), which the leader broadcasts, or ALL_ROWS
     MEET = 5  # all ranks have loaded: connect to the other ranks
@@ -119,7 +121,13 @@ def encode_step(
     spans = [
         n
         for span in batch.spans
-        for n in (span.first_row, span.num_rows, span.start, names.index(span.adapter))
+        for n in (
+            span.first_row,
+            span.num_rows,
+            span.start,
+            names.index(span.adapter),
+            span.state_slot,
+        )
     ]
     parts: list[Any] = [
         [len(token_ids), len(batch.spans), len(batch.tables)],
@@ -138,9 +146,14 @@ def encode_step(
 
 
 def decode_step(
-    body: bytes, attention: Attention, device: torch.device, adapters: Sequence[str] = ()
+    body: bytes,
+    attention: Attention,
+    device: torch.device,
+    adapters: Sequence[str] = (),
+    states: States | None = None,
 ) -> Step:
-    """Return the step that `encode_step` was given, for this rank's attention and device."""
+    """Return the step that `encode_step` was given, for this rank's attention, device and recurrent
+    states."""
     numbers = _Numbers(torch.frombuffer(bytearray(body), dtype=torch.int64))
     num_tokens, num_spans, num_groups = numbers.take(_FIXED).tolist()
     token_ids = numbers.take(num_tokens).to(device)
@@ -154,8 +167,10 @@ def decode_step(
         blocks = numbers.take(num_spans * width).view(num_spans, width).to(device)
         tables.append(GroupTables(slots, blocks, first))
     names = ("", *adapters)
-    spans = tuple(Span(first, count, start, names[name]) for first, count, start, name in rows)
-    return Step(token_ids, positions, Batch(spans, tuple(tables), attention))
+    spans = tuple(
+        Span(first, count, start, names[name], slot) for first, count, start, name, slot in rows
+    )
+    return Step(token_ids, positions, Batch(spans, tuple(tables), attention, states=states))
 
 
 class _Numbers:

@@ -34,7 +34,7 @@ class RankModel:
         Raises ModelRefused."""
         shards = RankShards(cuts.config, group)
         decoder = Decoder(cuts.own, share.tensor, share, shards=shards)
-        return RankModel(decoder, cuts, cuts.config.layers)
+        return RankModel(decoder, cuts, cuts.config.layers_in(decoder.place[0]))
 
     @property
     def vocab_size(self) -> int:

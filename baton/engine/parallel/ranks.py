@@ -166,17 +166,19 @@ class Ranks:
         """The number of ranks, the leader included."""
         return self._group.place.size
 
-    def make_pool(self, info: ModelInfo, num_blocks: int, block_size: int) -> GroupArena:
-        """Make the KV pools of all ranks and connect the ranks. Raises InternalError."""
+    def make_pool(
+        self, info: ModelInfo, num_blocks: int, block_size: int, states: tuple[int, int] = (0, 0)
+    ) -> GroupArena:
+        """Make the KV pools of all ranks and connect the ranks. `states`: how many slots for
+        recurrent states, and checkpoints of them, each rank gets. Raises InternalError."""
         if self._memory is None:
             raise InternalError("the ranks have their pools already")
         blocks, group = (num_blocks, block_size), self._group
-        memory = SharedMemory(self._memory, group.place, blocks, info.layers, info.kv_dtype)
+        memory = SharedMemory(self._memory, group.place, blocks, info.layers, info.kv_dtype, states)
+        pool = {"num_blocks": num_blocks, "block_size": block_size, "states": states}
         with self.fatal():
             for each in self.processes:
-                each.link.send_json(
-                    MessageKind.POOL, {"num_blocks": num_blocks, "block_size": block_size}
-                )
+                each.link.send_json(MessageKind.POOL, pool)
             group.connect(store(str(self._meeting.path), group.place.size))
             for each in self.processes:
                 self._expect(each, MessageKind.READY)

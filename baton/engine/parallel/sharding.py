@@ -4,6 +4,9 @@
     row parallel      o, down: the matching slice of the inputs; products are summed over the ranks
     vocabulary        embedding and head: a slice of the tokens; lookups summed, logits gathered
     heads             sinks: those of this rank's query heads
+    linear attention  whole key heads, and the value heads that each of them serves. Where queries,
+                      keys and values lie one behind the other (in_proj_qkv, the convolution), each
+                      of the three is cut by itself. out_proj is row parallel
     replicated        norms, routers with their biases, the gate of a shared expert. Of latent
                       attention: the product that makes latents, since every rank's pool holds
                       them whole, and the first of two products that make queries
@@ -28,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.checkpoint.weights import StoredWeight
-from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig
 from baton.engine.models.experts import ExpertDispatch
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
@@ -39,9 +42,15 @@ from baton.protocol.errors import ModelRefused
 
 FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
-_COLUMN: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"})
-_FUSED: Final = frozenset({"qkv_proj", "gate_up_proj"})  # several column-parallel ones in a tensor
-_ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
+_COLUMN: Final = frozenset({
+    "q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a",
+})  # fmt: skip
+_MIXED: Final = frozenset({"in_proj_qkv", "conv1d"})  # of linear attention: queries, keys, values
+# Several column-parallel ones in a tensor.
+_FUSED: Final = _MIXED | {"qkv_proj", "gate_up_proj"}
+_ROW: Final = frozenset({"o_proj", "down_proj", "w2", "out_proj"})
+_BY_HEAD: Final = frozenset({"sinks", "A_log", "dt_bias"})  # a number for each head
 _WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "router"})
 _ROUTED: Final = ".experts."  # occurs in the names of products of routed experts
 
@@ -54,12 +63,12 @@ def rank_config(
 
     Raises ModelRefused for a model that cannot be split over so many ranks.
     """
-    if config.delta is not None:
-        raise ModelRefused("recurrent state is not split over ranks yet", field=FIELD)
     heads, kv_heads, experts, size = (
         config.num_heads, config.num_kv_heads, config.experts, place.size
     )  # fmt: skip
     inner = {"query heads": heads}
+    if config.delta is not None:
+        inner["key heads of linear attention"] = config.delta.sizes.key_heads
     if experts is None or len(experts.layers) < config.num_layers:
         inner["intermediate size"] = config.intermediate_size
     if experts is not None:
@@ -84,7 +93,15 @@ def rank_config(
         num_kv_heads=max(1, kv_heads // size),
         intermediate_size=config.intermediate_size // size,
         experts=None if experts is None else _rank_experts(experts, place, whole_experts),
+        delta=None if config.delta is None else _rank_delta(config.delta, size),
     )
+
+
+def _rank_delta(delta: DeltaConfig, size: int) -> DeltaConfig:
+    """Return a rank's share of linear attention: key heads with all their value heads."""
+    whole = delta.sizes
+    keys, values = whole.key_heads // size, whole.value_heads // size
+    return replace(delta, sizes=replace(whole, key_heads=keys, value_heads=values))
 
 
 def _rank_experts(experts: ExpertsConfig, place: RankPlace, whole: bool) -> ExpertsConfig:
@@ -189,7 +206,8 @@ class Cuts:
         return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
 
     def heads(self, count: int) -> slice:
-        """Return which of `count` query heads are this rank's."""
+        """Return which of `count` query heads, or value heads of linear attention, are this
+        rank's."""
         return self._even(count)
 
     def _fused_outputs(self, module: str, part: str, count: int) -> Tensor:
@@ -203,6 +221,8 @@ class Cuts:
                 (queries, self._even(queries)),
                 *[(keys, self._kv_outputs(module, keys))] * 2,
             ]
+        elif part in _MIXED and config.delta is not None:
+            cuts = [(segment, self._even(segment)) for segment in config.delta.sizes.segments]
         else:
             cuts = [(count // 2, self._even(count // 2))] * 2
         ids: list[Tensor] = []
@@ -238,14 +258,14 @@ class RankShare:
         self._group = group
 
     def tensor(self, name: str, whole: Tensor) -> Tensor:
-        """See Share. It also cuts the weight of `kv_b_proj`, which is not read as a product: it is
-        absorbed into attention."""
+        """See Share. It also cuts two weights that are not read as products: `kv_b_proj`, which is
+        absorbed into attention, and a convolution's."""
         if name in _BY_TOKEN:
             return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
         module, _, kind = name.rpartition(".")
-        if kind == "sinks":
+        if kind in _BY_HEAD:
             return whole[self._cuts.heads(len(whole))].clone()
-        is_cut = kind == "bias" or module.endswith(".kv_b_proj")
+        is_cut = kind == "bias" or module.endswith((".kv_b_proj", ".conv1d"))
         is_cut = is_cut and not self._cuts.is_whole(module)
         outputs = self._cuts.outputs(module, len(whole)) if is_cut else None
         return whole if outputs is None else whole[outputs].clone()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from baton.engine.loading.model_shape import ModelShape, RowProduct, StoredWeights
+from baton.engine.loading.model_shape import ModelShape, RowProduct
+from baton.engine.loading.stored_weights import StoredWeights
 
 _STEP = 4  # act-order: columns of a group are a multiple (kernels/cpu/quantized.py, QUAD)
 _INDEX_BYTES = 8  # of a column's input

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.engine.config import head_quantization, parse_bytes
-from baton.engine.loading.model_shape import ModelShape, StoredWeights
+from baton.engine.loading.model_shape import ModelShape
+from baton.engine.loading.stored_weights import StoredWeights
 from baton.engine.memory.layer_groups import MIN_BLOCKS, LayerGroups, group_layers
 from baton.engine.memory.state_sizes import (
     ALIGNMENT,
@@ -149,7 +150,7 @@ class Estimate:
     mbu: float | None = None
     draft_weight_bytes: int = 0
     draft_kv_bytes_per_token: int = 0
-    state_bytes: int = 0  # recurrent state of one sequence
+    state_bytes: int = 0  # recurrent state of one sequence, on each device
     state_slots: int | None = None  # for which memory leaves room
     state_checkpoints: int | None = None  # the same, for the states of prefixes
     refused: str | None = None  # why Baton would refuse to serve it; None = it would serve it
@@ -270,7 +271,7 @@ def estimate(
         activation_bytes=activations,
         draft_weight_bytes=drafts.weights,
         draft_kv_bytes_per_token=drafts.token,
-        state_bytes=slot_bytes(shape.layers),
+        state_bytes=slot_bytes(specs),
         **pool,
     )
     return _with_times(result, shape, options, precision)
@@ -419,7 +420,14 @@ def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
 
     The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank.
     """
-    return replace(spec, kv_heads=-(-spec.kv_heads // tp))
+    state = spec.state
+    if state is not None:  # its channels and its heads come first in the shapes
+        conv, recurrent = (
+            tuple(-(-size // tp) if index == 0 else size for index, size in enumerate(shape))
+            for shape in (state.conv, state.recurrent)
+        )
+        state = replace(state, conv=conv, recurrent=recurrent)
+    return replace(spec, kv_heads=-(-spec.kv_heads // tp), state=state)
 
 
 def _note(shape: ModelShape, precision: Precision) -> str:

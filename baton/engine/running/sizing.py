@@ -312,7 +312,8 @@ def make_pool(
     """
     info, num_blocks = model.info, size.num_blocks
     if model.ranks is not None:
-        arena: KVArena = model.ranks.make_pool(info, num_blocks, block_size)
+        states = (size.num_slots, size.num_checkpoints)
+        arena: KVArena = model.ranks.make_pool(info, num_blocks, block_size, states)
     else:
         placed = memory if model.device.type == "cpu" else None
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed)

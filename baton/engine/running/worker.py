@@ -3,8 +3,8 @@
 `python -m baton.engine.running.worker SOCKET MEMORY` (two inherited descriptors): started by
 ranks.py, never by hand. Its life: SETUP -> weights -> LOADED -> POOL -> connects to the other ranks
 -> READY -> FORWARD and LOGITS in turn, until the socket closes. It ignores SIGINT and SIGTERM: the
-leader drains, and the ranks end with the leader. It keeps no state except KV and the hidden states
-of the last forward pass.
+leader drains, and the ranks end with the leader. It keeps nothing except KV, recurrent states and
+the hidden states of the last forward pass.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from baton.engine.parallel.pool import SharedMemory
 from baton.engine.parallel.ranks import store
 from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.attention import Attention
+from baton.engine.state.batch import States
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ConfigError, InternalError
 from baton.runtime import log as logs
@@ -44,6 +45,7 @@ class Rank:
     group: RankGroup
     loaded: LoadedModel
     attention: Attention
+    states: States | None  # of its heads; None for a model without recurrent state
 
     @torch.inference_mode()
     def follow(self) -> None:
@@ -53,7 +55,7 @@ class Rank:
         while True:
             kind, body = self.link.receive()
             if kind is MessageKind.FORWARD:
-                step = decode_step(body, self.attention, self.loaded.device, adapters)
+                step = decode_step(body, self.attention, self.loaded.device, adapters, self.states)
                 last = self.loaded.forward(step.token_ids, step.positions, step.batch)
             elif kind is MessageKind.LOGITS and last is not None:
                 hidden = last
@@ -108,12 +110,14 @@ def join(link: Link, memory: int, setup: dict[str, Any]) -> Rank:
     _, pool = link.expect(MessageKind.POOL)
     info = loaded.info
     blocks = (pool["num_blocks"], pool["block_size"])
-    shared = SharedMemory(memory, place, blocks, info.layers, info.kv_dtype)
+    states = (pool["states"][0], pool["states"][1])
+    shared = SharedMemory(memory, place, blocks, info.layers, info.kv_dtype, states)
     os.close(memory)
-    attention = choose_attention(loaded, shared.arena(place.rank))
+    arena = shared.arena(place.rank)
+    attention = choose_attention(loaded, arena)
     group.connect(store(setup["directory"], place.size))
     link.send(MessageKind.READY)
-    return Rank(link, group, loaded, attention)
+    return Rank(link, group, loaded, attention, arena.states)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,16 @@ class RankPlace:
 
 
 def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
-    """Return what the pool of one of `size` ranks stores of each layer of the whole model."""
-    return tuple(replace(spec, kv_heads=max(1, spec.kv_heads // size)) for spec in layers)
+    """Return what the pool of one of `size` ranks stores of each layer of the whole model. Raises
+    InternalError for recurrent states that these ranks cannot split."""
+    return tuple(
+        replace(
+            spec,
+            kv_heads=max(min(1, spec.kv_heads), spec.kv_heads // size),
+            state=None if spec.state is None else spec.state.share(size),
+        )
+        for spec in layers
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -70,7 +70,7 @@ def store_over(servers: Servers) -> Callable[[str, Timing, Clock], RequestStore]
 @asynccontextmanager
 async def two_routers(servers: Servers) -> AsyncIterator[tuple[HeldRouter, HeldRouter]]:
     place = store_over(servers)
-    deadline = {"request_timeout_s": GIVE_UP_S}
+    deadline: dict[str, Any] = {"request_timeout_s": GIVE_UP_S}
     others = {"registry": FakeRegistry(FakeModel(max_model_len=1000))}
     async with (
         held_router("one", place, timing=TIMING, others=others, **deadline) as one,

@@ -8,9 +8,10 @@ checkpoint  -> read_causal                            (the universal route runs 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -46,6 +47,7 @@ SERVED_STATES: Final = {
     "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 }  # fmt: skip
 _WRONG_IN_CHUNKS: Final = {"falcon_mamba", "jamba", "mamba", "minimax"}
+_CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")  # the first: since 5.24
 _ENCODER: Final = (
     "it is an encoder, which writes no text, or of a family that is not served (docs/models.md "
     "lists those that are); serve another, or a decoder such as Qwen3-Embedding and Qwen3-Reranker"
@@ -132,6 +134,12 @@ def refuse_layers(family: Any, config: Any) -> None:
     # A class may keep recurrent state in some checkpoints and in others none.
     if family._is_stateful and not kinds:
         raise ModelRefused("it keeps recurrent state")
+
+
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """Return the name of a forward's parameter for a cache; None = it takes none."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in _CACHE_NAMES if name in names), None)
 
 
 def decoder_name(causal: Any) -> str:

@@ -12,23 +12,20 @@ The step's states lie in a StateArena, in the slots that the spans name. A span 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from baton.engine.models.causal import SERVED_STATES
+from baton.engine.models.causal import SERVED_STATES, cache_name
 from baton.engine.state.batch import Batch, Span, States
 from baton.protocol.errors import InternalError, ModelRefused
 from baton.protocol.kv_spec import StateSpec
-
-_CACHE_NAMES: Final = ("past_key_values", "cache_params")
 
 
 class _LayerStates:
@@ -88,7 +85,9 @@ class StepCache:
         self.batch = batch
         self.stored: int | None = None  # the layer whose keys came last
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values alone."""
         self.stored = layer_idx
         return key, value
@@ -119,7 +118,9 @@ class ProbeCache(_LayerStates):
         self.after_attention: set[int] = set()  # layers whose mixer runs after their attention
         self._running: list[nn.Module] = []
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """See StepCache.update."""
         self.stored = layer_idx
         return key, value
@@ -215,10 +216,10 @@ def split_mixers(probe: ProbeCache, attending: Sequence[int]) -> None:
     for a mixer that takes no cache."""
     for layer, mixer in probe.mixers.items():
         own = mixer.forward
-        names = [name for name in inspect.signature(own).parameters if name in _CACHE_NAMES]
-        if len(names) != 1:
+        name = cache_name(own)
+        if name is None:
             raise ModelRefused(f"{type(mixer).__name__} takes no cache")
-        split = _SplitMixer(own, layer, names[0], layer not in attending)
+        split = _SplitMixer(own, layer, name, layer not in attending)
         mixer.forward = split  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -232,12 +233,6 @@ def steps_differ(probe: ProbeCache) -> bool:
 def keeps_state(causal: Any) -> bool:
     """Whether some layers of a served model keep recurrent state, or no KV."""
     return causal.config.get_text_config().model_type in SERVED_STATES
-
-
-def cache_name(decoder: nn.Module) -> str:
-    """Return the name of the decoder's parameter for a cache."""
-    names = inspect.signature(decoder.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])
 
 
 def _name(tensor: Tensor) -> str:

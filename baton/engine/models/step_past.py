@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from baton.engine.attention.indexed import index_of
+from baton.engine.models.causal import cache_name
 from baton.engine.state.batch import Batch
 from baton.protocol.errors import ModelRefused
 
 _PARAMETERS: Final = (
     "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids",
-    "past_key_values",
 )  # fmt: skip
 
 
@@ -45,7 +45,9 @@ class StepPast:
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions.device)
         self._before = positions - torch.arange(len(positions), device=positions.device)
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values alone."""
         return key, value
 
@@ -80,9 +82,11 @@ class _ProbedKeys:
 
 @dataclass(frozen=True, slots=True)
 class _SplitIndexer:
-    """The forward of an indexer over the rows of a step. `own`: transformers' forward."""
+    """The forward of an indexer over the rows of a step. `own`: transformers' forward; `cache`: its
+    name for the cache."""
 
     own: Callable[..., Tensor]
+    cache: str
 
     def __call__(
         self,
@@ -90,14 +94,15 @@ class _SplitIndexer:
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *_: Any,
-        past_key_values: StepPast,
+        **named: StepPast,
     ) -> tuple[Tensor, ...]:
         """Run the rows hidden_states [1, T, H]; return the positions of each span's chosen keys,
         [rows, n]. Writes the step's index keys."""
         given = (hidden_states, q_resid, *position_embeddings)
-        batch = past_key_values.batch
+        past = named[self.cache]
+        batch = past.batch
         if batch is None:
-            return (self._chosen(given, 0, _ProbedKeys(past_key_values)),)
+            return (self._chosen(given, 0, _ProbedKeys(past)),)
         return tuple(
             self._chosen(
                 tuple(x[:, span.first_row : span.first_row + span.num_rows] for x in given),
@@ -114,7 +119,7 @@ class _SplitIndexer:
         hidden, q_resid, cos, sin = rows
         position = torch.arange(start + hidden.shape[1], device=hidden.device)
         seen = position <= position[start:, None]
-        found = self.own(hidden, q_resid, (cos, sin), seen[None], None, past_key_values=keys)
+        found = self.own(hidden, q_resid, (cos, sin), seen[None], None, **{self.cache: keys})
         return found[0]
 
 
@@ -126,10 +131,10 @@ def split_indexers(causal: nn.Module) -> bool:
         indexer = getattr(module, "indexer", None)
         if not isinstance(indexer, nn.Module):
             continue
-        names = tuple(inspect.signature(indexer.forward).parameters)
-        if names != _PARAMETERS:
+        names, cache = inspect.signature(indexer.forward).parameters, cache_name(indexer.forward)
+        if cache is None or tuple(names) != (*_PARAMETERS, cache):
             raise ModelRefused(f"{type(indexer).__name__} chooses keys in a way that is not known")
-        split = _SplitIndexer(indexer.forward)
+        split = _SplitIndexer(indexer.forward, cache)
         indexer.forward = split  # pyright: ignore[reportAttributeAccessIssue]
         found = True
     return found

@@ -33,7 +33,7 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.shared_weights import WeightsKey, shared_file
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.causal import decoder_name, named_refusals
+from baton.engine.models.causal import cache_name, decoder_name, named_refusals
 from baton.engine.models.causal_once import causal_once
 from baton.engine.models.config import NO_ATTENTION, latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
@@ -42,7 +42,6 @@ from baton.engine.models.mla import Absorbed, absorb_latents
 from baton.engine.models.recurrent import (
     ProbeCache,
     StepCache,
-    cache_name,
     keeps_state,
     split_mixers,
     steps_differ,
@@ -251,7 +250,8 @@ class UniversalModel:
         self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
         self.parameter_counts = _parameter_counts(causal, config)
         self._attending = [module for module in causal.modules() if hasattr(module, "layer_idx")]
-        self._cache_name = cache_name(self._decoder) if keeps_state(causal) else None
+        self._cache = cache_name(self._decoder.forward) or "past_key_values"
+        self._keeps_state = keeps_state(causal)
         self.has_index: bool = split_indexers(causal)
         self._asks_past = self.has_index or counts_positions(causal)
         probe, states = _Probe(), ProbeCache()
@@ -259,9 +259,8 @@ class UniversalModel:
         with states.watch(self._decoder):
             example = self._run(ids, torch.arange(2, device=causal.device), probe, states)
         expected: int = config.num_hidden_layers
-        if not states.mixers:
-            self._cache_name = None
-        if self._cache_name is None and sorted(probe.specs) != list(range(expected)):
+        self._keeps_state = bool(states.mixers)
+        if not self._keeps_state and sorted(probe.specs) != list(range(expected)):
             raise ModelRefused(
                 f"{len(probe.specs)} of {expected} layers use transformers' attention interface"
             )
@@ -284,7 +283,7 @@ class UniversalModel:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Run token_ids [T], positions [T] int64 -> hidden [T, H]; write the batch's KV."""
         with self._adapters.rows(rows_by_adapter(batch, self._fixed_shapes)):
-            cache = None if self._cache_name is None else StepCache(batch)
+            cache = StepCache(batch) if self._keeps_state else None
             if self._late_mixers:
                 batch = self._without_late(batch)
             return self._run(token_ids, positions, batch, cache).last_hidden_state[0]
@@ -306,7 +305,7 @@ class UniversalModel:
     def add_adapter(self, adapter: Adapter) -> None:
         """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
         cannot be adapted."""
-        if self._cache_name is not None:
+        if self._keeps_state:
             raise ModelRefused(
                 f"adapter {adapter.name}: models with recurrent state take no adapters yet",
                 field="lora_modules",
@@ -331,12 +330,12 @@ class UniversalModel:
         cache: StepCache | ProbeCache | None = None,
     ) -> Any:
         given = self._inputs(token_ids, positions, step.images if isinstance(step, Batch) else None)
-        if self._cache_name is not None:
-            given[self._cache_name] = cache
+        if self._keeps_state:
+            given[self._cache] = cache
         past: StepPast | None = None
         if self._asks_past:
             past = StepPast(None if isinstance(step, _Probe) else step, positions)
-            given["past_key_values"] = past
+            given[self._cache] = past
         if past is not None and self.has_index:
             given["attention_mask"] = {"indexed_attention": past.mask}
         context = _Context(step, self._absorbed, cache, past)

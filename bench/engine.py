@@ -1,6 +1,6 @@
 """The engine against transformers' `generate`, row by row: `baton bench engine [--json]`.
 
-Random weights of two real shapes (--models names others: mixtures of experts), bfloat16, greedy,
+Random weights of two real shapes (--models names others: mixtures, hybrids), bfloat16, greedy,
 ends ignored, both in one process and in turn:
     prefill n        tokens of one prompt per second, its first new token included
     decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off
@@ -41,7 +41,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import parse
 from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 from bench.measure import median_and_range
-from bench.models import LARGE, MIXTURES, SMALL, write_checkpoint
+from bench.models import HYBRIDS, LARGE, MIXTURES, SMALL, write_checkpoint
 from bench.peer import PeerFailed, PeerServer, Took
 from bench.roofline import Point, Roofline, svg
 
@@ -80,6 +80,8 @@ ROWS: Final = (
     *(EngineRow(name, context, batch, quantization) for name in MIXTURES
       for quantization in ("none", "int8")
       for context, batch in ((512, 0), (32, 1), (32, 8), (32, 16))),
+    *(EngineRow(name, context, batch) for name in HYBRIDS
+      for context, batch in ((2048, 0), (128, 1), (128, 8), (128, 16))),
 )  # fmt: skip
 
 
@@ -346,7 +348,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rows", default="", help="only rows with this, such as decode, or ^decode"
     )
     parser.add_argument(
-        "--models", default=f"{LARGE},{SMALL}", help="such as a name of bench/models.py's MIXTURES"
+        "--models",
+        default=f"{LARGE},{SMALL}",
+        help="such as a name of bench/models.py's MIXTURES or HYBRIDS",
     )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)

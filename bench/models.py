@@ -4,11 +4,12 @@
 folder; further words name others.
 
 Only the shapes matter: Qwen3-0.6B (28 layers, hidden 1024, vocabulary 151,936 tied) and a Llama of
-25 million numbers (8 layers, hidden 512, vocabulary 8,192), bfloat16; and MIXTURES of 25 and about
-600 million, with Qwen3-MoE's layers and with DeepSeek-V2-Lite's (latent attention, a dense first
-layer, two shared experts; without YaRN). The same seed gives the same files. The tokenizer is the
-demo model's, with further words that no text contains, so that each id that a random model chooses
-has a text to stream.
+25 million numbers (8 layers, hidden 512, vocabulary 8,192), bfloat16; MIXTURES of 25 and about 600
+million, with Qwen3-MoE's layers and with DeepSeek-V2-Lite's (latent attention, a dense first layer,
+two shared experts; without YaRN); and HYBRIDS with the layers of Qwen3.5-0.8B: all 24, or four of
+them (three of linear attention, one of full), for machines with little time. The same seed gives
+the same files. The tokenizer is the demo model's, with further words that no text contains, so that
+each id that a random model chooses has a text to stream.
 """
 
 from __future__ import annotations
@@ -68,6 +69,20 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
         "num_experts_per_tok": 6, "moe_intermediate_size": 256,
     },
 }  # fmt: skip
+_QWEN35: Final[dict[str, Any]] = {
+    **_SHARED, "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+HYBRIDS: Final[dict[str, dict[str, Any]]] = {
+    "Qwen3.5-0.6B": {**_QWEN35, "vocab_size": LARGE_VOCABULARY, "num_hidden_layers": 24},
+    "Qwen3.5-90M": {**_QWEN35, "vocab_size": SMALL_VOCABULARY, "num_hidden_layers": 4},
+}
 SPACE: Final = "\u0120"  # as byte-level tokenizers write it
 
 
@@ -101,7 +116,7 @@ def _write_random(sizes: Mapping[str, Any], path: Path) -> None:
 WRITERS: Final[Mapping[str, Callable[[Path], None]]] = {
     LARGE: _write_large,
     SMALL: partial(_write_random, _LLAMA),
-    **{name: partial(_write_random, sizes) for name, sizes in MIXTURES.items()},
+    **{name: partial(_write_random, sizes) for name, sizes in (MIXTURES | HYBRIDS).items()},
 }
 
 

@@ -50,6 +50,8 @@ ALLOWED = {
     "baton/engine/checkpoint/convert.py": frozenset({"torch.load"}),
     # Models in processes of their own, to be killed; what they answer is numbers.
     "tests/golden/breadth.py": frozenset({"multiprocessing"}),
+    # Nodes that are killed, forked from a server that has imported all; they get words and a pipe.
+    "tests/system/forked.py": frozenset({"multiprocessing"}),
 }
 # Where a secret, a key or a proof is compared: by hmac.compare_digest, so many times. `==` tells by
 # its time how far it got, and no test could see it.

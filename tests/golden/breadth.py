@@ -1,15 +1,17 @@
 """Breadth: every causal language model of transformers, tiny and random, through our engine.
 
     python -m tests.golden.breadth              all of them; writes the table in docs/models.md
-    python -m tests.golden.breadth qwen3 bloom  these only; prints, and writes their rows anew
+    python -m tests.golden.breadth qwen3 bloom  these only, and writes their rows anew
 
 Each architecture runs in a child process with limits on memory and time. Its greedy tokens in
 float32, as mixed and chunked steps over the paged pool, must be `generate`'s own; else it must have
-been refused at load, by name. Then an engine must give the same tokens with a prompt whose prefix
-is cached, and with drafts; what the loader says of two ranks and of rounded weights is asked of it.
-A difference is a failure of this program (exit status 1). What was found lies in a file beside the
-table's page, so that a run can do a part.
-Not a test of pytest: it takes minutes. tests/engine/test_models_families.py holds what CI runs.
+been refused at load, by name. Then a prefill and a decode node must give the same tokens twice, the
+second time behind cached prefixes, and an engine with drafts; the loader is asked what it says of
+draft heads, ranks and rounded weights (breadth_features.py). A difference, or a promised
+architecture that is missing, is a failure of this program (exit status 1). What was found lies in
+breadth.jsonl, so that a run can do a part.
+Not a test of pytest: it takes minutes. tests/engine/test_models_families.py holds what CI runs,
+tests/system/test_breadth.py runs some rows anew.
 """
 
 from __future__ import annotations
@@ -23,35 +25,39 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import build_engine
-from baton.engine.loading.loading import LoadedModel, load_model
-from baton.engine.loading.route import choose_route
-from baton.protocol.errors import ConfigError, ModelRefused
-from baton.protocol.request import Request
-from baton.protocol.sampling import SamplingParams
-from tests.engine.driving import run, tokens_of
+from baton.protocol.errors import ModelRefused
+from tests.golden.breadth_features import (
+    NEW_TOKENS,
+    described,
+    examine_images,
+    load,
+    with_features,
+)
+from tests.golden.breadth_table import (
+    Outcome,
+    read_found,
+    write_found,
+    write_table,
+)
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.golden.stateful_models import STATEFUL
 from tests.tiny_models import write_tiny_tokenizer
+from tests.tiny_vision import KINDS
 
-DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "models.md"
-FOUND: Final = Path(__file__).with_name("breadth.jsonl")  # an Outcome per line
-BEGIN, END = "<!-- breadth: begin -->", "<!-- breadth: end -->"
 MEMORY_BYTES: Final = 14 << 30
-TIME_S: Final = 120
-NEW_TOKENS: Final = 24
+TIME_S: Final = 120  # of a processor
+LONGEST_S: Final = 20 * TIME_S  # until one that waits for ever is ended
 PROMPT_LENGTHS: Final = (3, 17, 30, 11, 1)
 WINDOW: Final = 9
 
@@ -83,6 +89,7 @@ _GEMMA3N: dict[str, Any] = {
     "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16, "laurel_rank": 8,
     "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
 }  # fmt: skip
+_DELTA: dict[str, Any] = {**STATEFUL["qwen3_5_text"], "num_hidden_layers": 3}
 _GPT: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_ctx": 256}
 # What a family needs beyond the sizes; None removes a size that its config does not take.
 _SPECIAL: dict[str, dict[str, Any]] = {
@@ -114,18 +121,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "minicpm3": {**_LATENT, "qk_head_dim": 24},
     "mistral4": _LATENT,
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": _DELTA,
     "youtu": _LATENT,
     **{name: {"num_hidden_layers": 3, **values} for name, values in STATEFUL.items()},
 }  # fmt: skip
 
-# What a served model also does; the last two are the loader's own answers.
-FEATURES: Final = ("prefixes", "drafts", "two ranks", "int8 weights")
-_ENGINE: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4,
-    "num_kv_blocks": 120, "max_num_batched_tokens": 16, "max_num_seqs": 4,
-    "num_state_checkpoints": 4, "state_checkpoint_spacing": 4,
-}  # fmt: skip
-
+IMAGES: Final = {f"{kind}, images": kind for kind in KINDS}
+# What models.md promises beyond what transformers happens to have.
+REQUIRED: Final = (
+    *STATEFUL, *IMAGES, "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "llama4_text",
+)  # fmt: skip
 # Checkpoints of a family that are served though its default is not: (family, what they have).
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid, attention only": (
@@ -133,19 +139,6 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next, attention only": ("qwen3_next", {"layer_types": ["full_attention"] * 4}),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one architecture. `detail`: a refusal's reason, or why it was not built."""
-
-    name: str
-    result: Literal["identical", "different", "refused", "not built"]
-    detail: str = ""
-    route: str = ""
-    heads: str = ""
-    windows: str = ""
-    serves: tuple[str, ...] = ()  # of FEATURES
 
 
 def tiny_config(name: str) -> Any:
@@ -202,9 +195,9 @@ def examine(name: str, folder: Path) -> Outcome:
     except Exception as error:  # noqa: BLE001 - exotic configs fail in exotic ways
         return Outcome(name, "not built", _one_line(error))
     try:
-        routes = [_load(folder, "auto")]
+        routes = [load(folder)]
         if routes[0].info.model_impl == "lean":
-            routes.append(_load(folder, "transformers"))
+            routes.append(load(folder, model_impl="transformers"))
     except ModelRefused as refusal:
         return Outcome(name, "refused", str(refusal))
     prompts = random_prompts(vocab_size, PROMPT_LENGTHS, first=3)
@@ -216,71 +209,11 @@ def examine(name: str, folder: Path) -> Outcome:
         expected = transformers_tokens(reference, prompts, NEW_TOKENS)
     except Exception as error:  # noqa: BLE001 - then there is nothing to be equal to
         return Outcome(name, "not built", f"its own generate fails: {_one_line(error)}")
-    described = _described(routes)
+    seen = described(routes)
     if not all(our_tokens(loaded, prompts, NEW_TOKENS) == expected for loaded in routes):
-        return Outcome(name, "different", "", *described)
-    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-    return _with_features(
-        Outcome(name, "identical", "", *described), folder, prompts[longest], expected[longest]
-    )
-
-
-def _with_features(found: Outcome, folder: Path, prompt: list[int], expected: list[int]) -> Outcome:
-    """Add what else the model does; "different" if that changes its tokens."""
-    serves: list[str] = []
-    plain, prefixes = _answers(folder, prompt)
-    drafted: list[list[int]] | None = None
-    try:
-        drafted, _ = _answers(folder, prompt, speculative_method="ngram")
-    except ConfigError as refusal:
-        logging.getLogger(__name__).info("%s takes no drafts: %s", found.name, refusal)
-    if any(tokens != expected for tokens in (*plain, *(drafted or ()))):
-        return replace(found, result="different", detail="in an engine")
-    serves += ["prefixes"] * (prefixes > 0) + ["drafts"] * (drafted is not None)
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    asked: dict[str, dict[str, Any]] = {
-        "two ranks": {"tensor_parallel_size": 2},
-        "int8 weights": {"quantization": "int8"},
-    }
-    for feature, option in asked.items():
-        try:
-            choose_route(values, EngineConfig(str(folder), dtype="float32", **option))
-        except ConfigError:
-            continue
-        serves.append(feature)
-    return replace(found, serves=tuple(serves))
-
-
-def _answers(folder: Path, prompt: list[int], **options: Any) -> tuple[list[list[int]], int]:
-    """The tokens of a prompt that is asked twice, and how many of its tokens were cached."""
-    engine = build_engine(EngineConfig(str(folder), **_ENGINE, **options))
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    answers: list[list[int]] = []
-    for name in ("first", "again"):
-        engine.add(Request(name, tuple(prompt), params))
-        answers.append(tokens_of(run(engine)[name]))
-    return answers, engine.stats.num_prefix_hit_tokens
-
-
-def _load(folder: Path, impl: Literal["auto", "transformers"]) -> LoadedModel:
-    # A length, because Mamba 2 has no limit of its own.
-    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 128}
-    return load_model(EngineConfig(str(folder), model_impl=impl, **options))
-
-
-def _described(routes: list[LoadedModel]) -> tuple[str, str, str]:
-    """(routes, KV heads and dims, windows) of a loaded model."""
-    layers = routes[0].info.layers
-    heads = [
-        f"latent {layer.k_dim}"
-        if layer.kind == "mla"
-        else f"{layer.kv_heads} x ({layer.k_dim}, {layer.v_dim})"
-        for layer in layers
-    ]
-    windows = sorted({layer.window for layer in layers})
-    named = ["none" if window == 0 else str(window) for window in windows]
-    impls = ", ".join(loaded.info.model_impl for loaded in routes)
-    return impls, ", ".join(dict.fromkeys(heads)), ", ".join(named)
+        return Outcome(name, "different", "", *seen)
+    found = Outcome(name, "identical", "", *seen)
+    return with_features(found, folder, [(tuple(ids), ()) for ids in prompts], expected)
 
 
 def _one_line(error: BaseException) -> str:
@@ -290,12 +223,17 @@ def _one_line(error: BaseException) -> str:
 
 def _child(name: str, folder: str, pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.alarm(TIME_S)  # the default action ends the process
+    resource.setrlimit(resource.RLIMIT_CPU, (TIME_S, TIME_S))
+    signal.alarm(LONGEST_S)  # the default action ends the process
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    pipe.send(asdict(examine(name, Path(folder))))
+    kind = IMAGES.get(name)
+    found = (
+        examine(name, Path(folder)) if kind is None else examine_images(name, kind, Path(folder))
+    )
+    pipe.send(asdict(replace(found, transformers=transformers.__version__)))
 
 
 def outcomes(names: list[str]) -> Iterator[Outcome]:
@@ -317,80 +255,29 @@ def outcomes(names: list[str]) -> Iterator[Outcome]:
             child.join()
 
 
-def _mark(outcome: Outcome, feature: str) -> str:
-    if outcome.result != "identical":
-        return "-"
-    return "yes" if feature in outcome.serves else "no"
-
-
-def table(found: list[Outcome]) -> str:
-    """The Markdown between the markers of docs/models.md."""
-    counts = Counter(outcome.result for outcome in found)
-    by_result = {kind: [o for o in found if o.result == kind] for kind in counts}
-    served = [
-        f"| {o.name} | {o.result} | {o.heads} | {o.windows} | {o.route} | "
-        + " | ".join(_mark(o, feature) for feature in FEATURES)
-        + " |"
-        for o in by_result.get("identical", []) + by_result.get("different", [])
-    ]
-    # What would work instead, the refusal itself says behind a semicolon.
-    reasons = ((o.name, o.detail.split(";")[0]) for o in by_result.get("refused", []))
-    refused = [f"| {name} | {_cell(reason)} |" for name, reason in reasons]
-    unbuilt = [f"| {o.name} | {_cell(o.detail)} |" for o in by_result.get("not built", [])]
-    summary = ", ".join(f"{counts[kind]} {kind}" for kind in ("identical", "different", "refused"))
-    return "\n".join(
-        [
-            f"{summary}; {counts['not built']} that this program could not build small.",
-            "",
-            "| architecture | tokens | KV heads x (key, value dims) | windows | route | "
-            + " | ".join(FEATURES)
-            + " |",
-            "|---|---|---|---|---|" + "---|" * len(FEATURES),
-            *served,
-            "",
-            "| refused | reason |",
-            "|---|---|",
-            *refused,
-            "",
-            "| not built | why there is nothing to compare |",
-            "|---|---|",
-            *unbuilt,
-        ]
-    )
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")[:220]
-
-
-def write_table(found: list[Outcome], document: Path = DOCUMENT) -> None:
-    """Replace what is between the markers. Raises ValueError without markers."""
-    text = document.read_text(encoding="utf-8")
-    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
-    document.write_text(f"{text[:before]}\n{table(found)}\n{text[after:]}", encoding="utf-8")
-
-
-def read_found() -> list[Outcome]:
-    """What earlier runs found."""
-    lines = FOUND.read_text(encoding="utf-8").splitlines() if FOUND.exists() else ()
-    found = [Outcome(**json.loads(line)) for line in lines]
-    return [replace(each, serves=tuple(each.serves)) for each in found]
+def wanting(found: dict[str, Outcome]) -> list[str]:
+    """The names of what must be served and is not, or not with transformers' tokens."""
+    different = [each.name for each in found.values() if each.result == "different"]
+    known = {name: each.result for name, each in found.items()}
+    missing = [name for name in REQUIRED if known.get(name) != "identical"]
+    return sorted({*different, *missing})
 
 
 def main(arguments: list[str]) -> int:
-    """Examine the named architectures, or all; 1 if any was served with other tokens."""
+    """Examine the named architectures, or all; 1 if any of all is wanting."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_VARIANTS})
-    found: list[Outcome] = []
+    every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_VARIANTS, *REQUIRED})
+    known = {name: each for name, each in read_found().items() if name in every}
     for outcome in outcomes(arguments or every):
-        found.append(outcome)
         sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
         sys.stdout.flush()
-    known = {outcome.name: outcome for outcome in [*read_found(), *found]}
-    kept = [known[name] for name in sorted(known) if name in every]
-    FOUND.write_text("".join(json.dumps(asdict(each)) + "\n" for each in kept), encoding="utf-8")
-    write_table(kept)
-    return 1 if any(outcome.result == "different" for outcome in found) else 0
+        known[outcome.name] = outcome
+        kept = [known[name] for name in sorted(known)]
+        write_found(kept)
+        write_table(kept)
+    if wrong := wanting(known):
+        sys.stderr.write(f"not as transformers, or not served: {', '.join(wrong)}\n")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

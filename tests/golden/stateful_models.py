@@ -17,6 +17,9 @@ MOE: Final[dict[str, Any]] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+# transformers bounds their time step in chunks, not in steps of one token (docs/models.md): what
+# is computed again is the same with `resume: exact` alone.
+BOUNDED: Final = ("nemotron_h", "zamba2")
 STATEFUL: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": {**DELTA, **MOE},
     "qwen3_5_text": DELTA,

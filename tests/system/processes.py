@@ -20,6 +20,7 @@ from typing import Any
 import redis.asyncio as aredis
 
 from baton.protocol.handles import NodeRecord
+from tests.system.forked import ForkedProcess
 
 START_S = 180.0  # importing torch on a busy machine
 STOP_S = 60.0
@@ -44,7 +45,7 @@ class ServerProcess:
     """One running program; `ready` is its READY line."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedProcess
     ready: dict[str, Any]
     log: Path
 
@@ -83,6 +84,7 @@ class Processes:
     model: Path
     directory: Path
     redis_url: str | None = None
+    forked: bool = False  # by a server that has imported all (forked.py): quicker, no prefix
     running: list[ServerProcess] = field(default_factory=list[ServerProcess])
 
     async def __aenter__(self) -> Processes:
@@ -133,20 +135,18 @@ class Processes:
 
         Raises RuntimeError with its log.
         """
-        command = [*prefix, sys.executable, "-m", module, "--model", str(self.model), *flags]
+        given = ["--model", str(self.model), *flags]
         if self.redis_url is not None:
-            command += ["--redis-url", self.redis_url]
+            given += ["--redis-url", self.redis_url]
         if module != "router":
-            command += ["--node-id", name]
+            given += ["--node-id", name]
         log = self.directory / f"{name}-{len(self.running)}.log"
-        with log.open("wb") as stream:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stream,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
-            )
+        own = {"OMP_NUM_THREADS": "1", **(environ or {})}
+        process = (
+            ForkedProcess(module, given, own, log)
+            if self.forked
+            else await _executed([*prefix, sys.executable, "-m", module, *given], own, log)
+        )
         server = ServerProcess(name, process, {}, log)
         self.running.append(server)
         assert process.stdout is not None, "it was given a pipe"
@@ -156,3 +156,16 @@ class Processes:
                     server.ready = json.loads(line)
                     return server
         raise RuntimeError(f"{name} did not start:\n{log.read_text()[-4000:]}")
+
+
+async def _executed(
+    command: Sequence[str], environ: Mapping[str, str], log: Path
+) -> asyncio.subprocess.Process:
+    with log.open("wb") as stream:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stream,
+            env={**os.environ, **environ},
+        )

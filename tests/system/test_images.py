@@ -14,7 +14,7 @@ from baton.protocol.images import ImageInput, digest_of
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, Plan, cluster
-from tests.tiny_vision import generated, make_vision_model, picture, prompt_of
+from tests.tiny_vision import KINDS, generated, make_vision_model, picture, prompt_of
 
 NEW_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -31,7 +31,7 @@ async def told(
     return found
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_tokens_are_those_of_generate(kind: str, tmp_path: Path) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     path = make_vision_model(kind, tmp_path)

@@ -12,9 +12,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from baton.node.main import main as node_main
 from router.main import main as router_main
@@ -71,9 +70,7 @@ class ForkedProcess:
             yield line
 
 
-def _main(
-    module: str, flags: tuple[str, ...], environ: dict[str, str], log: str, out: Connection
-) -> None:
+def _main(module: str, flags: tuple[str, ...], environ: dict[str, str], log: str, out: Any) -> None:
     with Path(log).open("wb") as stream:
         os.dup2(stream.fileno(), 2)
     os.dup2(out.fileno(), 1)

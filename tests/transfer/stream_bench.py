@@ -14,7 +14,7 @@ from baton.protocol.errors import KVCorrupt, KVError
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions, StreamWire
-from kv_transfer.protocol.base import Incoming, Serve
+from kv_transfer.protocol.base import Incoming, Serve, Wire
 from kv_transfer.protocol.frames import Buffer, Header, Kind, encode
 from tests.transfer.pools import BOOT_P, PATIENCE_S
 
@@ -90,7 +90,7 @@ def dial(address: LaneAddress) -> socket.socket:
     return socket.create_connection((host, int(port)), PATIENCE_S)
 
 
-def ask(wire: StreamWire, number: int = 1) -> bytes:
+def ask(wire: Wire, number: int = 1) -> bytes:
     """One frame there and one back."""
     wire.send(frame(number))
     answer = wire.receive()

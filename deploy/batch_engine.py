@@ -31,7 +31,7 @@ from baton.runtime.timing import Timing
 from router.config import RouterConfig
 from router.metrics.router import RouterMetrics
 from router.models import Models, ServedModel
-from router.nodes.registry import ModelInfo, NodeRegistry
+from router.nodes.registry import NodeRegistry, ReportedModel
 from router.request.aborts import Aborts
 from router.request.dispatcher import Dispatcher
 from router.request.gate.gate import Gate, GateSettings
@@ -136,11 +136,11 @@ class EngineRegistry:
     There is one model, and one node, which can serve the model and its adapters.
     """
 
-    def __init__(self, model: ModelInfo, record: NodeRecord) -> None:
+    def __init__(self, model: ReportedModel, record: NodeRecord) -> None:
         self._model = model
         self._record = record
 
-    def model(self, _: str = "") -> ModelInfo:
+    def model(self, _: str = "") -> ReportedModel:
         return self._model
 
     def can_serve(self) -> bool:
@@ -150,7 +150,7 @@ class EngineRegistry:
         return [self._record]
 
 
-def record_of(engine: Engine, model: ModelInfo) -> NodeRecord:
+def record_of(engine: Engine, model: ReportedModel) -> NodeRecord:
     """Return the record of a decode node with this engine. Nobody ever fetches its KV."""
     block_size = engine.pool.block_size
     return NodeRecord(
@@ -178,7 +178,7 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
     engine = await asyncio.to_thread(build_engine, config)
     dispatcher = EngineDispatcher(engine)
     info = engine.info
-    model = ModelInfo(
+    model = ReportedModel(
         config.model_name, info.digest, info.max_model_len, info.vocab_size, info.eos_token_ids
     )
     clock = SystemClock()

@@ -131,11 +131,10 @@ class Router:
         timelines = TimelineRing(config.timeline_requests)
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.config = config = replace(config, router_id=router_id)
-        self._redis: Redis | None = None
         # Of the reads of node records; no request waits for them. The store's own is shorter.
         patience_s = longest_s(config.timing, config.store_timeout_s)
-        if config.redis_url is not None:
-            self._redis = connect(config.redis_url, patience_s)
+        url = config.redis_url
+        self._redis: Redis | None = None if url is None else connect(url, patience_s)
         self.guard = StoreGuard(_store(config, router_id, patience_s), config.timing, events)
         self.registry = NodeRegistry(
             RegistryParts(
@@ -185,8 +184,7 @@ class Router:
         Raises ConfigError if the picker's port is taken."""
         registry, config = self.services.metrics.registry, self.config
         watch_process(registry, asyncio.get_running_loop())
-        tls = (config.tls, config.node_tls)
-        watch_files(registry, config.secret_file, tls, config.key_files())
+        watch_files(registry, config.secret_file, (config.tls, config.node_tls), config.key_files())
         if config.picker_port is not None:
             self.picker = PickerServer(self.services, own_address)
             self.picker_port = self.picker.bind()

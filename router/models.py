@@ -39,7 +39,7 @@ from baton.text.sentence_files import SentenceFiles, sentence_files
 from baton.text.tokenizer import Tokenizer
 from router.config import API_OPTIONS, RouterConfig
 from router.images.fetching import MediaFetcher
-from router.nodes.registry import ModelInfo, NodeRegistry
+from router.nodes.registry import NodeRegistry, ReportedModel
 from router.prompts.images import ImageReader, images_of
 from router.prompts.reader import PromptReader, PromptWorkers
 
@@ -101,7 +101,7 @@ class ServedModel:
             **more,
         )
 
-    def names(self, info: ModelInfo | None) -> tuple[str, ...]:
+    def names(self, info: ReportedModel | None) -> tuple[str, ...]:
         """Return the names that clients may use; answers use the first. `info`: what its nodes say,
         who name the model if no option does. Empty if nobody does."""
         return self.config.served_model_name or (() if info is None else (info.name,))

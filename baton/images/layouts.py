@@ -22,7 +22,7 @@ from baton.protocol.errors import InvalidRequest
 MAX_ASPECT_RATIO: Final = 200  # the limit of Qwen's processors
 
 
-class Layout(Protocol):
+class ImageLayout(Protocol):
     """How an image becomes tokens."""
 
     def tokens(self, width: int, height: int) -> tuple[int, ...]:

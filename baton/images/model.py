@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from baton.images.layouts import FixedCount, Layout, PatchRows, ResizedGrid
+from baton.images.layouts import FixedCount, ImageLayout, PatchRows, ResizedGrid
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelRefused
 from baton.protocol.images import ImageInput
 from baton.text.tokenizer import Tokenizer, read_json
@@ -48,7 +48,7 @@ class ImageModel:
     rewritten_marker: str
     marker_id: int
     reserved: frozenset[int]
-    layout: Layout
+    layout: ImageLayout
 
     @classmethod
     def load(cls, directory: str | Path, tokenizer: Tokenizer) -> ImageModel | None:

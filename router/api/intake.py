@@ -42,7 +42,7 @@ from router.api.openai.prompt_options import (
     useful_length,
 )
 from router.api.openai.reply_ids import pin_of
-from router.api.served import Served, served_model
+from router.api.served import ServedCall, served_model
 from router.images.parts import refuse_remote
 from router.models import PromptReaders
 from router.prompts.grammar_checks import Constraint
@@ -189,7 +189,7 @@ class Intake:
     def params(
         self,
         body: CompletionBody | ChatBody,
-        served: Served,
+        served: ServedCall,
         num_prompt_tokens: int,
         default_max_tokens: int,
         guided: Constraint | None,
@@ -248,7 +248,7 @@ class Intake:
     def completion(
         self,
         request: Request,
-        served: Served,
+        served: ServedCall,
         rules: OutputRules,
         terms: Terms,
         guided: Constraint | None,

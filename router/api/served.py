@@ -17,19 +17,19 @@ from baton.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, Un
 from baton.protocol.handles import NodeRecord
 from router.api.openai.replies import Model
 from router.models import ServedModel
-from router.nodes.registry import ModelInfo
+from router.nodes.registry import ReportedModel
 from router.services import RouterServices
 
 MOST_NAMES: Final = 20  # names that an error message lists
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedCall:
     """The model that one request is for, looked up once. `info`: what its nodes say. `name`: in
     answers. `adapter`: the id of the adapter that the client named, "" for none."""
 
     model: ServedModel
-    info: ModelInfo
+    info: ReportedModel
     name: str
     adapter: str = ""
 
@@ -39,7 +39,9 @@ class Served:
         return adapter_name(self.adapter) or self.name
 
 
-def served_model(services: RouterServices, asked: str | None, *, writes: bool = False) -> Served:
+def served_model(
+    services: RouterServices, asked: str | None, *, writes: bool = False
+) -> ServedCall:
     """Return the model that a client's `model` names, by a name of its own or an adapter's.
 
     Without a name there must be one model. `writes`: the request wants text.
@@ -66,7 +68,7 @@ def served_model(services: RouterServices, asked: str | None, *, writes: bool = 
                 "/v1/rerank, /v1/score or /classify",
                 field="model",
             )
-        return Served(model, info, names[0], adapter)
+        return ServedCall(model, info, names[0], adapter)
     if not registry.records():  # nobody can say which adapters there are
         unknown_yet = all(registry.model(model.key) is None for model in services.models.all)
         raise Unavailable("no node has registered yet" if unknown_yet else "no node is connected")

@@ -39,7 +39,7 @@ STOP_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ReportedModel:
     """What the nodes of a model say of it. `max_model_len` is the smallest one of all nodes."""
 
     name: str
@@ -109,7 +109,7 @@ class NodeRegistry:
         self._parts = parts
         self._sessions: dict[str, NodeSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._models: dict[str, ModelInfo] = {}  # by key
+        self._models: dict[str, ReportedModel] = {}  # by key
         self._links: _Links | None = None  # None: a session came up or went down since
         self._directory_away = False
         self._doubtful_until = 0.0  # until then records of living nodes may be missing
@@ -246,7 +246,7 @@ class NodeRegistry:
             for rate in session.flows.rates()
         ]
 
-    def model(self, key: str = "") -> ModelInfo | None:
+    def model(self, key: str = "") -> ReportedModel | None:
         """Return what its nodes say of a model; the last known while none of them is up, None
         before the first."""
         self._known()
@@ -410,7 +410,7 @@ class NodeRegistry:
             if session.record is not None
         ]
 
-    def _by_model(self, records: Sequence[NodeRecord]) -> dict[str, ModelInfo]:
+    def _by_model(self, records: Sequence[NodeRecord]) -> dict[str, ReportedModel]:
         """Return what the nodes with these records say of each model, by its key."""
         found: dict[str, list[NodeRecord]] = {}
         for record in records:
@@ -443,10 +443,10 @@ def _computes(record: NodeRecord) -> str:
     return f"{record.precision}, deterministic" if record.deterministic else record.precision
 
 
-def _info_of(records: Sequence[NodeRecord]) -> ModelInfo:
+def _info_of(records: Sequence[NodeRecord]) -> ReportedModel:
     """Return what the nodes of a model say of it. `records`: at least one."""
     first = records[0]
-    return ModelInfo(
+    return ReportedModel(
         name=first.model,
         digest=first.model_digest,
         max_model_len=min(record.max_model_len for record in records),

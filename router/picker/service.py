@@ -52,7 +52,7 @@ _SERVED_MODES: Final = (wire.NONE, wire.BUFFERED, _DUPLEX)
 
 
 @dataclass(slots=True)
-class Stream:
+class PickerStream:
     """What is known of one HTTP request of the gateway. `answered`: its headers were sent on."""
 
     headers: Headers = ()
@@ -80,7 +80,7 @@ class PickerService:
         self, requests: AsyncIterator[wire.ProcessingRequest], _: Any
     ) -> AsyncGenerator[wire.ProcessingResponse, None]:
         """Answer the messages of one HTTP request. An immediate response ends the stream."""
-        stream = Stream()
+        stream = PickerStream()
         async for message in requests:
             async for answer in self._answers(stream, message):
                 yield answer
@@ -88,7 +88,7 @@ class PickerService:
                     return
 
     async def _answers(
-        self, stream: Stream, message: wire.ProcessingRequest
+        self, stream: PickerStream, message: wire.ProcessingRequest
     ) -> AsyncGenerator[wire.ProcessingResponse, None]:
         match message.WhichOneof("request"):
             case "request_headers":
@@ -112,7 +112,7 @@ class PickerService:
                     yield answer
 
     async def _on_headers(
-        self, stream: Stream, message: wire.ProcessingRequest
+        self, stream: PickerStream, message: wire.ProcessingRequest
     ) -> AsyncGenerator[wire.ProcessingResponse, None]:
         if message.HasField("protocol_config"):
             stream.request_mode = message.protocol_config.request_body_mode
@@ -136,7 +136,7 @@ class PickerService:
             stream.answered = True
 
     async def _picked(
-        self, stream: Stream, *, ends: bool
+        self, stream: PickerStream, *, ends: bool
     ) -> AsyncGenerator[wire.ProcessingResponse, None]:
         """Pick, and send headers and body on; or end the request with the error. `ends`: nothing
         follows the body."""
@@ -268,7 +268,9 @@ def _pieces(body: bytes, *, ends: bool) -> Iterator[wire.StreamedBodyResponse]:
         yield wire.StreamedBodyResponse(body=piece, end_of_stream=ends and last)
 
 
-def _of_response(stream: Stream, message: wire.ProcessingRequest) -> wire.ProcessingResponse | None:
+def _of_response(
+    stream: PickerStream, message: wire.ProcessingRequest
+) -> wire.ProcessingResponse | None:
     """Return the answer that lets a part of the response pass unchanged; None for a message of a
     kind that is not known here."""
     match message.WhichOneof("request"):
@@ -282,7 +284,7 @@ def _of_response(stream: Stream, message: wire.ProcessingRequest) -> wire.Proces
             return None
 
 
-def _passed_on(stream: Stream, body: wire.HttpBody) -> wire.ProcessingResponse:
+def _passed_on(stream: PickerStream, body: wire.HttpBody) -> wire.ProcessingResponse:
     """Return the answer that lets a piece of the response's body pass unchanged."""
     if stream.response_mode != _DUPLEX:
         return wire.ProcessingResponse(response_body=wire.BodyResponse())

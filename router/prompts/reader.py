@@ -108,7 +108,7 @@ class ChatInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ReadPrompt:
     """A prompt as nodes get it, and its text before images took their places."""
 
     ids: tuple[int, ...]
@@ -189,7 +189,7 @@ class PromptReader:
             with _named(field):
                 self._images.model.check_plain(ids)
 
-    async def chat(self, asked: ChatInputs) -> Prompt:
+    async def chat(self, asked: ChatInputs) -> ReadPrompt:
         """Render a conversation and put its images into it.
 
         Raises InvalidRequest, naming the part; Overloaded, Unavailable."""
@@ -217,10 +217,10 @@ class PromptReader:
         if not ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
         if self._images.model is None:
-            return Prompt(ids, text)
+            return ReadPrompt(ids, text)
         return self._placed(ids, text, files, asked.length, "messages")
 
-    async def illustrated(self, asked: TextInputs, images: Sequence[ImagePart]) -> Prompt:
+    async def illustrated(self, asked: TextInputs, images: Sequence[ImagePart]) -> ReadPrompt:
         """Read one prompt that holds the model's marker once for each image.
 
         Raises InvalidRequest, naming the prompt's field or the image's; Overloaded, Unavailable."""
@@ -243,13 +243,13 @@ class PromptReader:
         files: Sequence[ImageFile],
         length: Length,
         field: str,
-    ) -> Prompt:
+    ) -> ReadPrompt:
         """Return a prompt with its images in place. `field`: of the prompt, for errors."""
         if self._images.model is None:
-            return Prompt(ids, text)
+            return ReadPrompt(ids, text)
         with _named(field):
             placed, images = self._images.model.placed(ids, files, length.tokens)
-        return Prompt(placed, text, images)
+        return ReadPrompt(placed, text, images)
 
     async def _rendered_by(self, source: str, chat: Chat, grant: Grant) -> str:
         """Render a chat by the template of a client, in a child process.

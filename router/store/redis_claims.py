@@ -22,7 +22,7 @@ from redis.commands.core import AsyncScript
 
 from router.store import redis_scripts
 from router.store.base import ALIAS, RequestRecord
-from router.store.redis_links import Link, Links
+from router.store.redis_links import GroupLink, Links
 from router.store.redis_records import flatten, pairs, record_of, request_of
 
 NOBODY: Final = "?"  # no claim has this token
@@ -124,7 +124,7 @@ class RedisClaims:
         link = self._links.of(request_of(key))
         return token, bool(await self._links.call(lambda: link.client.exists(key)))
 
-    def _keys(self, link: Link, request_id: str) -> Sequence[str]:
+    def _keys(self, link: GroupLink, request_id: str) -> Sequence[str]:
         names = link.keys
         return (names.request_key(request_id), names.leases, names.events, names.states)
 

@@ -42,7 +42,7 @@ class RedisServers:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class GroupLink:
     """One key group: its keys, its client, and its queue of scripts."""
 
     keys: KeyGroup
@@ -60,30 +60,30 @@ class Links:
         self.connected_at: float | None = None
         groups = SPREAD if len(servers.clients) > 1 else (ONLY,)
         self.all = tuple(
-            Link(keys, client, ScriptQueue(client, patience, servers.replicas))
+            GroupLink(keys, client, ScriptQueue(client, patience, servers.replicas))
             for keys, client in zip(groups, servers.clients, strict=True)
         )
 
-    def of(self, name: str) -> Link:
+    def of(self, name: str) -> GroupLink:
         """Return the link that has the request, alias or owner of this name."""
         return self.all[group_of(name, len(self.all))]
 
-    def split(self, names: Collection[str]) -> list[tuple[Link, list[str]]]:
+    def split(self, names: Collection[str]) -> list[tuple[GroupLink, list[str]]]:
         """Return the links that have these names, each with those that it has, in order."""
-        parts: dict[str, tuple[Link, list[str]]] = {}
+        parts: dict[str, tuple[GroupLink, list[str]]] = {}
         for name in names:
             link = self.of(name)
             parts.setdefault(link.keys.tag, (link, []))[1].append(name)
         return list(parts.values())
 
-    async def each(self, work: Callable[[Link], Awaitable[T]]) -> list[T]:
+    async def each(self, work: Callable[[GroupLink], Awaitable[T]]) -> list[T]:
         """Do `work` on all links at once; return the answers. Raises the first error, when all
         have ended."""
         return await together([work(link) for link in self.all])
 
     async def run(
         self,
-        link: Link,
+        link: GroupLink,
         script: AsyncScript,
         keys: Sequence[str],
         args: Sequence[str | int],
@@ -112,7 +112,7 @@ class Links:
         return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
 
     async def evaluate(
-        self, link: Link, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
+        self, link: GroupLink, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
     ) -> Any:
         """Run a script on its own, and return its answer. Raises StoreUnavailable."""
         return await self.call(lambda: script(keys=keys, args=args, client=link.client))

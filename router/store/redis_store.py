@@ -35,7 +35,7 @@ from router.store.patience import Patience
 from router.store.pending_moves import PendingMoves
 from router.store.redis_claims import RedisClaims
 from router.store.redis_documents import RedisDocuments
-from router.store.redis_links import Link, Links, RedisServers, together
+from router.store.redis_links import GroupLink, Links, RedisServers, together
 from router.store.redis_records import flatten, log_entry_of, pairs, record_of, request_of
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class RedisStore:
     async def start(self) -> None:
         await self._links.each(self._begin)
 
-    async def _begin(self, link: Link) -> None:
+    async def _begin(self, link: GroupLink) -> None:
         async def ping() -> None:
             reply: Any = link.client.ping()  # typed as bool | Awaitable[bool]
             await reply
@@ -152,7 +152,7 @@ class RedisStore:
         _notify(callbacks, status)
         return status
 
-    def _moving(self, link: Link, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
+    def _moving(self, link: GroupLink, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
         """Return keys and arguments of MOVE."""
         names, id_ = link.keys, move.request_id
         keys = (
@@ -169,7 +169,7 @@ class RedisStore:
         return self._ttl_ms if move.kept else 0
 
     async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
-        parts: dict[str, tuple[Link, list[int]]] = {}  # places in `entries`, by key group
+        parts: dict[str, tuple[GroupLink, list[int]]] = {}  # places in `entries`, by key group
         for place, entry in enumerate(entries):
             link = self._links.of(entry.request_id)
             parts.setdefault(link.keys.tag, (link, []))[1].append(place)
@@ -184,7 +184,7 @@ class RedisStore:
         return statuses
 
     async def _append_to(
-        self, link: Link, entries: Sequence[LogEntry], *, safe: bool
+        self, link: GroupLink, entries: Sequence[LogEntry], *, safe: bool
     ) -> list[bytes]:
         keys: list[str] = []
         args: list[str | int] = [self._owner]
@@ -202,7 +202,7 @@ class RedisStore:
         )
         return [request_id for part in lost for request_id in part]
 
-    async def _beat_of(self, link: Link, ids: Sequence[str]) -> list[str]:
+    async def _beat_of(self, link: GroupLink, ids: Sequence[str]) -> list[str]:
         """Renew the leases of a key group's requests; also without any, to see that it answers."""
         lost: list[str] = []
         names = link.keys
@@ -215,7 +215,7 @@ class RedisStore:
         await self._count_replicas(link)
         return lost
 
-    async def _count_replicas(self, link: Link) -> None:
+    async def _count_replicas(self, link: GroupLink) -> None:
         """Learn how many replicas a write can wait for."""
         if link.scripts.replicas_wanted:
             found = await self._links.call(lambda: link.client.info("replication"))
@@ -228,7 +228,7 @@ class RedisStore:
         swept = await self._links.each(lambda link: self._sweep_of(link, limit))
         return [each for part in swept for each in part]
 
-    async def _sweep_of(self, link: Link, limit: int) -> list[Swept]:
+    async def _sweep_of(self, link: GroupLink, limit: int) -> list[Swept]:
         keys = [link.keys.leases, link.keys.events, link.keys.states]
         args = [limit, self._ttl_ms, self._lease_ms]
         rows: list[tuple[bytes, bytes, int]] = await self._links.evaluate(
@@ -292,7 +292,7 @@ class RedisStore:
             total.update({RequestState(state.decode()): int(n) for state, n in part.items()})
         return dict(total)
 
-    async def _counts_of(self, link: Link) -> dict[bytes, bytes]:
+    async def _counts_of(self, link: GroupLink) -> dict[bytes, bytes]:
         states = link.keys.states
         return await self._links.call(
             lambda: cast(Awaitable[dict[bytes, bytes]], link.client.hgetall(states))

@@ -13,12 +13,12 @@ import pytest
 
 from baton.engine.loading.model_shape import ModelShape, model_shape
 from baton.engine.loading.stored_weights import StoredWeights, stored_weights
+from baton.engine.performance.device_share import kv_token_bytes
 from baton.engine.performance.estimate import main, read_config, rows, sized, stored_bytes
 from baton.engine.performance.ideal import (
     Estimate,
     EstimateOptions,
     estimate,
-    kv_token_bytes,
 )
 from baton.engine.performance.units import parse_rate, parse_seconds
 from baton.protocol.errors import ConfigError, ModelRefused

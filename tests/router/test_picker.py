@@ -39,7 +39,7 @@ from baton.runtime.timing import Timing
 from router.config import RouterConfig
 from router.models import ModelNodes, Models, ServedModel
 from router.nodes.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_route
-from router.nodes.registry import ModelInfo, NodeRegistry
+from router.nodes.registry import NodeRegistry, ReportedModel
 from router.picker.service import PickerServer
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
@@ -80,9 +80,9 @@ class Nodes:
             if model in (None, node.model)
         ]
 
-    def model(self, key: str = "") -> ModelInfo | None:
+    def model(self, key: str = "") -> ReportedModel | None:
         known = key in self.keys
-        return ModelInfo(key or "tiny", "d", MAX_MODEL_LEN, 400, (1,)) if known else None
+        return ReportedModel(key or "tiny", "d", MAX_MODEL_LEN, 400, (1,)) if known else None
 
     def can_serve(self) -> bool:
         return bool(self.now)

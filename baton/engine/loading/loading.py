@@ -410,11 +410,11 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         )
     if model.tower is not None:
         from baton.engine.vision.images import Images
-        from baton.engine.vision.pixels import ImageReader
+        from baton.engine.vision.pixels import PixelReader
 
         reader = None
         if config.vision_tower:
-            reader = ImageReader(checkpoint.path, model.tower.reading)
+            reader = PixelReader(checkpoint.path, model.tower.reading)
         images = Images(reader, model.tower, config.image_cache_bytes)
         return _Built("transformers", model, model.weight_bytes, images=images)
     if not config.deterministic:

@@ -15,7 +15,7 @@ from baton.engine.state.images import ROWS_RULE
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.place import choose_device
 from baton.engine.vision.encoder import ImageEncoder
-from baton.engine.vision.pixels import ImageReader
+from baton.engine.vision.pixels import PixelReader
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -50,4 +50,4 @@ def load_image_encoder(config: EngineConfig) -> ImageEncoder:
         "loaded the vision tower of %s: %s on %s, %.1f MB of weights",
         info.name, dtype_name, device, tower.weight_bytes / 1e6,
     )  # fmt: skip
-    return ImageEncoder(info, ImageReader(checkpoint.path, tower.reading), tower)
+    return ImageEncoder(info, PixelReader(checkpoint.path, tower.reading), tower)

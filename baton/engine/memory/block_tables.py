@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.engine.memory.block_memory import BlockMemory
-from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.block_pool import BlockMemory, BlockPool
 from baton.engine.memory.prefix_lookup import PrefixLookup, key_of
 from baton.engine.memory.state_checkpoints import StateCheckpoints
 from baton.engine.memory.state_slots import StateSlots

@@ -175,7 +175,7 @@ class Eagle3Head:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _TensorNames:
     """What the checkpoint calls the parts of MtpHead. `layer`: stands before the names of its
     decoder layer."""
 
@@ -186,7 +186,7 @@ class _Names:
     final_norm: str
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> _Names:
+    def of(cls, config: DecoderConfig) -> _TensorNames:
         """Return the names in a checkpoint of `config`."""
         if first := config.extra_prefix:
             norm = f"{first}pre_fc_norm_"
@@ -206,7 +206,7 @@ def read_mtp_head(
     `names`: those of the checkpoint's tensors. Raises ModelRefused, naming them, if some are
     missing.
     """
-    index, own, experts = config.num_layers, _Names.of(config), config.experts
+    index, own, experts = config.num_layers, _TensorNames.of(config), config.experts
     if experts is not None and f"{own.layer}{experts.prefix}{experts.router}.weight" in names:
         experts = replace(experts, layers=experts.layers | {index})
     whole = replace(

@@ -33,12 +33,7 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.weight_file import ReadingFile, WritingFile
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.causal import (
-    ModelPart,
-    cache_name,
-    decoder_name,
-    named_refusals,
-)
+from baton.engine.models.causal import ModelPart, cache_name, decoder_name, named_refusals
 from baton.engine.models.causal_once import causal_once
 from baton.engine.models.config import NO_ATTENTION, latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters

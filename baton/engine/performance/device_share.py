@@ -1,4 +1,5 @@
-"""What a tensor-parallel rank holds of a model's weights: an even part, and what does not divide.
+"""What a tensor-parallel rank holds of a model's weights and KV: an even part, and what does not
+divide.
 
     routers, first products of latents   every rank holds them whole
     k, v with fewer KV heads than ranks  a head lies on several ranks
@@ -12,10 +13,11 @@ How weights are cut: parallel/sharding.py and quantization/parts.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.engine.loading.model_shape import ModelShape, RowProduct
 from baton.engine.loading.stored_weights import StoredWeights
+from baton.protocol.kv_spec import LayerSpec
 
 _STEP = 4  # act-order: columns of a group are a multiple (kernels/cpu/quantized.py, QUAD)
 _INDEX_BYTES = 8  # of a column's input
@@ -88,3 +90,23 @@ def longest_group(inputs: int, group_size: int, size: int) -> float:
         mean += (until - before) * min(group_size, -(-count // _STEP) * _STEP)
         before = until
     return mean
+
+
+def kv_token_bytes(spec: LayerSpec, dtype: str) -> int:
+    """Return the bytes of one token in one layer, scales of int8 included."""
+    return spec.token_bytes(dtype) + spec.scale_bytes(dtype)
+
+
+def per_device(spec: LayerSpec, tp: int) -> LayerSpec:
+    """Return what one rank stores of a layer.
+
+    The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank.
+    """
+    state = spec.state
+    if state is not None:  # its channels and its heads come first in the shapes
+        conv, recurrent = (
+            tuple(-(-size // tp) if index == 0 else size for index, size in enumerate(shape))
+            for shape in (state.conv, state.recurrent)
+        )
+        state = replace(state, conv=conv, recurrent=recurrent)
+    return replace(spec, kv_heads=-(-spec.kv_heads // tp), state=state)

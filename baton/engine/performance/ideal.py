@@ -28,10 +28,10 @@ from baton.engine.memory.state_sizes import (
     slots_per_sequence,
     slots_within,
 )
-from baton.engine.performance.device_share import DeviceShare
+from baton.engine.performance.device_share import DeviceShare, kv_token_bytes, per_device
 from baton.engine.performance.units import parse_rate, parse_seconds
 from baton.protocol.errors import ConfigError
-from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.protocol.kv_spec import DTYPE_BYTES
 from baton.runtime.config import option
 
 WEIGHT_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -230,7 +230,7 @@ def estimate(
     """
     tp, dp = options.tensor_parallel_size, options.data_parallel_size
     precision = _precision(shape, options)
-    specs = [_per_device(spec, tp) for spec in shape.layers]
+    specs = [per_device(spec, tp) for spec in shape.layers]
     token_bytes = _token_bytes(shape, precision, tp)
     drafts = _Drafts() if draft is None else _drafts(draft, options)
     longest = shape.max_positions
@@ -361,7 +361,7 @@ def _decode(
     weight_bytes = precision.of_device(shape, _read_bytes(shape, precision, met), options)
     kv_bytes = batch * sum(
         min(result.context, spec.window or result.context)
-        * kv_token_bytes(_per_device(spec, tp), precision.kv_dtype)
+        * kv_token_bytes(per_device(spec, tp), precision.kv_dtype)
         for spec in shape.layers
     )
     kv_bytes += batch * result.state_bytes
@@ -382,13 +382,8 @@ def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
 # ---- parts ----
 
 
-def kv_token_bytes(spec: LayerSpec, dtype: str) -> int:
-    """Return the bytes of one token in one layer, scales of int8 included."""
-    return spec.token_bytes(dtype) + spec.scale_bytes(dtype)
-
-
 def _token_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
-    specs = (_per_device(spec, tp) for spec in shape.layers)
+    specs = (per_device(spec, tp) for spec in shape.layers)
     return sum(kv_token_bytes(spec, precision.kv_dtype) for spec in specs)
 
 
@@ -413,21 +408,6 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
         _token_bytes(shape, precision, tp),
         _activation_bytes(shape, options, precision),
     )
-
-
-def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
-    """Return what one rank stores of a layer.
-
-    The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank.
-    """
-    state = spec.state
-    if state is not None:  # its channels and its heads come first in the shapes
-        conv, recurrent = (
-            tuple(-(-size // tp) if index == 0 else size for index, size in enumerate(shape))
-            for shape in (state.conv, state.recurrent)
-        )
-        state = replace(state, conv=conv, recurrent=recurrent)
-    return replace(spec, kv_heads=-(-spec.kv_heads // tp), state=state)
 
 
 def _note(shape: ModelShape, precision: Precision) -> str:

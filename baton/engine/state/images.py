@@ -49,7 +49,7 @@ class PromptImage:
     rows: ImageRows | None = None
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Rows [first, last) of an image, which lie in a chunk."""
 
     image: PromptImage
@@ -65,13 +65,13 @@ class PromptImages:
     images: tuple[PromptImage, ...]
     mutual: bool = False
 
-    def parts(self, start: int, count: int) -> Iterator[Part]:
+    def parts(self, start: int, count: int) -> Iterator[RowRange]:
         """Yield the images with rows among tokens [start, start + count), and which rows."""
         for each in self.images:
             if each.image.end > start and each.image.start < start + count:
                 first, last = np.searchsorted(each.places, (start, start + count)).tolist()
                 if first < last:
-                    yield Part(each, first, last)
+                    yield RowRange(each, first, last)
 
     def uncut(self, start: int, count: int) -> int:
         """Return how many of the `count` tokens from `start` on to compute at once, so that the
@@ -131,7 +131,7 @@ def step_images(
     and number of tokens of each chunk. The rows that the step needs must have been made."""
     if all(images is None for images, _, _ in chunks):
         return None
-    positions, rows, found, at = list[np.ndarray](), list[int](), list[Part](), 0
+    positions, rows, found, at = list[np.ndarray](), list[int](), list[RowRange](), 0
     for images, start, count in chunks:
         if images is None:
             positions.append(np.repeat(np.arange(start, start + count)[None], 3, axis=0))

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.models.tower import VisionTower
 from baton.engine.state.images import ImageRows
 from baton.engine.state.interface import ModelInfo
-from baton.engine.vision.pixels import ImageReader
+from baton.engine.vision.pixels import PixelReader
 
 MOST_GRIDS: Final = 65_536  # of files, remembered by digest
 
@@ -25,7 +25,7 @@ MOST_GRIDS: Final = 65_536  # of files, remembered by digest
 class ImageEncoder:
     """Owns the tower, and what is known of files: their grids of tokens, by digest."""
 
-    def __init__(self, info: ModelInfo, reader: ImageReader, tower: VisionTower) -> None:
+    def __init__(self, info: ModelInfo, reader: PixelReader, tower: VisionTower) -> None:
         self.info = info
         self._reader = reader
         self._tower = tower

@@ -27,7 +27,7 @@ from torch import Tensor
 from baton.engine.models.tower import VisionTower
 from baton.engine.state.images import ImageRows, PromptImage, PromptImages
 from baton.engine.state.interface import SequenceChunk
-from baton.engine.vision.pixels import ImageReader
+from baton.engine.vision.pixels import PixelReader
 from baton.protocol.errors import InvalidRequest, RowsLost
 from baton.protocol.images import ImageInput
 from baton.protocol.request import Request
@@ -52,7 +52,7 @@ class Images:
     """Owns the cache of one engine. `most_bytes`: what pixels and rows in it may take. `reader`:
     None = this node has no vision tower."""
 
-    def __init__(self, reader: ImageReader | None, tower: VisionTower, most_bytes: int) -> None:
+    def __init__(self, reader: PixelReader | None, tower: VisionTower, most_bytes: int) -> None:
         self.tower = tower
         self.most_bytes = most_bytes
         self._reader = reader

@@ -1,4 +1,4 @@
-"""ImageReader: from the file of an image to pixel values, by transformers' own image processor.
+"""PixelReader: from the file of an image to pixel values, by transformers' own image processor.
 
 Files come from clients: whatever is wrong with one is an InvalidRequest on `images`. transformers'
 PIL processors are used on every node, whether torchvision is there or not: the two round
@@ -22,7 +22,7 @@ FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS: Final = 1 << 26  # 8192 x 8192; decoded, 200 MB
 
 
-class ImageReader:
+class PixelReader:
     """Reads files for one checkpoint. Used by any thread, one file at a time: a decoded file takes
     up to 200 MB."""
 

@@ -18,8 +18,10 @@ cancellation. `Task.cancelling` still shows it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from redis.asyncio import (
@@ -32,6 +34,7 @@ from redis.asyncio import (
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
     InvalidResponse,
@@ -44,7 +47,6 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis.file_password import with_file_password
 from baton.runtime.redis.keys import TAG, KeyGroup, key_groups, node_key, slot_of
 from baton.runtime.redis.primaries import (
     ClusterMap,
@@ -56,12 +58,14 @@ from baton.runtime.redis.primaries import (
 )
 from baton.runtime.redis.urls import (
     FLAG,
+    PASSWORD_FILE,
     RedisAddress,
     RedisKind,
     parse_redis_url,
     without_password,
 )
 
+log = logging.getLogger(__name__)
 Packed = bytes | str | Iterable[bytes]
 Call = tuple[str | int, ...]
 
@@ -274,3 +278,44 @@ def heed_cancellation(client: Redis) -> Redis:
     pool.connection_class = _HEEDING[pool.connection_class]
     pool.connection_kwargs = with_file_password(pool.connection_kwargs)
     return client
+
+
+class FilePassword(CredentialProvider):
+    """A user's password in a file, which may be replaced. If it cannot be read, the last one holds.
+
+    Inheritance is redis-py's way to ask for it.
+    """
+
+    def __init__(self, file: Path, username: str | None) -> None:
+        """Raises ConfigError if the file cannot be read."""
+        self._file = file
+        self._username = username
+        try:
+            self._password = file.read_text().strip()
+        except OSError as error:
+            text = f"{FLAG}: {PASSWORD_FILE} {file}: {error.strerror}"
+            raise ConfigError(text, field="redis_url") from error
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            self._password = self._file.read_text().strip()
+        except OSError as error:
+            log.error("the last password of Redis stays in use: %s", error)
+        if self._username is None:
+            return (self._password,)
+        return self._username, self._password
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+
+def with_file_password(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a connection as redis-py takes them: each new connection reads the password
+    in the file that `password_file` names, if there is one. Raises ConfigError for one that cannot
+    be read."""
+    taken = dict(options)
+    file = taken.pop(PASSWORD_FILE, None)
+    if file is not None:
+        username = taken.pop("username", None)
+        taken["credential_provider"] = FilePassword(Path(file), username)
+    return taken

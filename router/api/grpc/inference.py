@@ -46,12 +46,12 @@ from router.api.served import adapter_named, served_model
 from router.images import limits
 from router.images.parts import ImagePart
 from router.models import PromptReaders
-from router.nodes.registry import ModelInfo
+from router.nodes.registry import ReportedModel
 from router.prompts.reader import (
     DEFAULT_MAX_TOKENS,
     Length,
-    Prompt,
     PromptReader,
+    ReadPrompt,
     TextInputs,
     beyond_room,
     check_logprobs,
@@ -375,8 +375,8 @@ def _server_options(services: RouterServices) -> list[tuple[str, int]]:
 
 
 async def _prompt(
-    prompts: PromptReader, message: serve_pb2.GenerateRequest, model: ModelInfo, grant: Grant
-) -> tuple[Prompt, str]:
+    prompts: PromptReader, message: serve_pb2.GenerateRequest, model: ReportedModel, grant: Grant
+) -> tuple[ReadPrompt, str]:
     """Return the prompt with its images, and the name of the field that held the prompt."""
     match message.WhichOneof("prompt"):
         case "text" if message.text:
@@ -395,7 +395,7 @@ async def _prompt(
         ]
         return await prompts.illustrated(asked, parts), field
     [ids] = await prompts.read(asked)
-    return Prompt(ids), field
+    return ReadPrompt(ids), field
 
 
 async def _all_fresh(

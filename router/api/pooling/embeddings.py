@@ -32,7 +32,7 @@ from router.api.openai.bodies import object_of, struct_of, token_ids_below
 from router.api.openai.fields import Dimensions, Priority, RequestId, Truncation
 from router.api.openai.prompt_options import truncated, useful_length
 from router.api.pooling.config import PoolingSettings
-from router.api.served import Served, served_model
+from router.api.served import ServedCall, served_model
 from router.api.unserved import POOLING, Unserved, refuse
 from router.models import PromptReaders
 from router.nodes.slo import ANY
@@ -135,7 +135,7 @@ class PoolingParts:
     prompts: PromptReader
     pools: Pools
     settings: PoolingSettings
-    served: Served
+    served: ServedCall
 
     async def run(self, request: HttpRequest, ask: PoolAsk) -> list[bytes]:
         """Compute the vectors of a call; end the work if the client leaves.

@@ -77,7 +77,8 @@ async def read_body(request: HttpRequest) -> bytes:
     if length.isdigit():
         await wait_to_read(request.scope, int(length))
     parts: list[bytes] = []
-    num_bytes, more, most_bytes = 0, True, most_body_bytes(request.scope)
+    most_bytes: int = request.scope.get(_LIMIT, MAX_BODY_BYTES)
+    num_bytes, more = 0, True
     while more:  # not request.stream(): its asynchronous generator would cost more than this loop
         message = await request.receive()
         if message["type"] == "http.disconnect":

@@ -162,7 +162,7 @@ def test_groups_of_every_task_exist(run: ModuleType) -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     assert {group for task in run.TASKS.values() for group in task.groups} <= groups.keys()
     tasks = {"setup", "up", "chat", "status", "test", "coverage", "check", "bench", "proto", "fmt"}
-    tasks |= {"audit", "pictures"}
+    tasks |= {"audit", "pictures", "sbom"}
     assert set(run.TASKS) == {*tasks, "clients"}
 
 

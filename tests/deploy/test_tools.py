@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools import audit, lines, safety, stubs
+from tools import audit, lines, safety, sbom, stubs
 
 HERE = Path("x.py")
 
@@ -180,3 +181,34 @@ def test_an_audit_that_cannot_install_its_tool_is_skipped(
     monkeypatch.setattr(audit.subprocess, "run", run)
     assert audit.main(online=True) == 0
     assert "could not be installed" in capsys.readouterr().out
+
+
+def test_a_bill_lists_what_is_installed_beside_this_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The program is asked for this environment, not for its own, and its status is the result."""
+    program = tmp_path / "bin" / "cyclonedx-py"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sbom, "installed", lambda: program)
+    file = tmp_path / "new" / "bill.json"
+    asked = subprocess.run(
+        sbom.sbom_command(program, file), capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    assert asked[0] == "environment"
+    assert asked[-2:] == [str(file), sys.prefix]
+    assert sbom.main([str(file)]) == 3
+    assert file.parent.is_dir()
+
+
+def test_a_bill_without_its_tool_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def missing() -> Path:
+        raise subprocess.CalledProcessError(1, "pip")
+
+    monkeypatch.setattr(sbom, "installed", missing)
+    assert sbom.main([str(tmp_path / "bill.json")]) == 1
+    assert "could not be installed" in capsys.readouterr().err
+    assert not (tmp_path / "bill.json").exists()

@@ -1,9 +1,13 @@
 #!/bin/sh
 # Tries the chart in a real cluster: the server takes every object, all pods ready, a streamed answer,
 # a pod of each role deleted in mid-stream, every Deployment restarted and the decode nodes scaled
-# under streams, evictions and their budget, a stop in good order. Leaves nothing behind.
+# under streams, evictions and their budget, a machine drained, a stop in good order. Leaves nothing
+# behind.
 #
 #   deploy/try_kubernetes.sh [VALUES.yaml]     your values, on top of the script's own
+#
+# STREAMS (4) run at once. DRAIN (nothing) names a machine of the cluster that the script may drain: it
+# cordons it for a while, and evicts its own pods from it.
 #
 # It needs kubectl with a cluster of Kubernetes 1.20 or newer (KUBECONFIG is heard), helm, openssl and
 # python3; the four images of deploy/kubernetes/images.sh and redis:7.4-alpine, where that cluster
@@ -17,6 +21,7 @@ STREAMS=${STREAMS:-4}
 STREAM_TOKENS=${STREAM_TOKENS:-1500}
 PATIENCE_S=${PATIENCE_S:-600}
 HELM=${HELM:-helm}
+DRAIN=${DRAIN:-}
 PROMPT="PagedAttention keeps the keys and values of each token in blocks of a fixed size, which \
 need not lie one after the other. Who serves many requests at once wastes hardly any memory that \
 way, because a block"
@@ -32,6 +37,7 @@ fail() {
     exit 1
 }
 end() {
+    [ -z "$DRAIN" ] || kubectl uncordon "$DRAIN" >/dev/null 2>&1 || true
     kubectl delete namespace "$space" --ignore-not-found --wait=false >/dev/null 2>&1 || true
     rm -rf "$folder"
 }
@@ -47,11 +53,12 @@ until_true() {
         sleep 0.5
     done
 }
-# pods ROLE: the names of its pods that are not on their way out
-pods() {
-    mine get pods --selector "app.kubernetes.io/component=$1" -o jsonpath='{range .items[*]}{.metadata.name} {.metadata.deletionTimestamp}{"\n"}{end}' \
+# staying OPTION...: the names of those pods that are not on their way out
+staying() {
+    mine get pods "$@" -o jsonpath='{range .items[*]}{.metadata.name} {.metadata.deletionTimestamp}{"\n"}{end}' \
         | awk 'NF == 1 { print $1 }'
 }
+pods() { staying --selector "app.kubernetes.io/component=$1"; }
 ready() { mine rollout status "$1" --timeout "${PATIENCE_S}s" >/dev/null || fail "not ready: $1"; }
 all_ready() {
     for each in statefulset/baton-redis deployment/baton-decode deployment/baton-prefill \
@@ -112,6 +119,7 @@ under_streams() {
     what=$1
     shift
     asking=
+    began=$(date +%s)
     for each in $(seq "$STREAMS"); do
         ask "$folder/stream-$each" &
         asking="$asking $!"
@@ -121,7 +129,7 @@ under_streams() {
     for each in $asking; do wait "$each" || fail "$what: a stream broke"; done
     for each in $(seq "$STREAMS"); do same "$folder/stream-$each" "$what"; done
     all_ready
-    say "$what under $STREAMS streams: the same texts"
+    say "$what under $STREAMS streams: the same texts, $(($(date +%s) - began)) s"
 }
 # evict POD: 0 if its budget lets it go
 evict() {
@@ -131,6 +139,7 @@ evict() {
 }
 
 say "rendering, and what the server says of it"
+server=$(kubectl version -o json | sed -n '/"serverVersion"/,/}/ s/.*"gitVersion": "\(.*\)".*/\1/p')
 policy=policy/v1
 kubectl api-versions | grep -qx policy/v1 || policy=policy/v1beta1
 cat >"$folder/own.yaml" <<'YAML'
@@ -140,26 +149,26 @@ prefill: {replicas: 2}
 decode: {replicas: 2}
 YAML
 set -- -f deploy/kubernetes/values/trial.yaml -f "$folder/own.yaml" ${1:+-f "$1"}
-"$HELM" template baton deploy/kubernetes/chart --namespace "$space" "$@" 2>"$folder/said" \
-    | sed "s#^apiVersion: policy/v1\$#apiVersion: $policy#" >"$folder/objects.yaml"
-[ -s "$folder/objects.yaml" ] || { cat "$folder/said"; fail "helm"; }
+"$HELM" template baton deploy/kubernetes/chart --namespace "$space" --kube-version "$server" "$@" \
+    >"$folder/objects.yaml" 2>"$folder/said" || { cat "$folder/said"; fail "helm"; }
 kubectl create namespace "$space" >/dev/null || fail "no namespace"
-# A server of before 1.25 knows no strict check, and one of before 1.27 not all fields of a budget.
-kubectl apply --help | grep -q 'validate=.strict' && [ "$policy" = policy/v1 ] && how=strict || how=false
+how=true # no unknown field; a kubectl of 1.25 or newer calls it `strict`
+if kubectl apply --help | grep -q 'validate=.strict'; then how=strict; fi
 mine apply --dry-run=server --validate="$how" -f "$folder/objects.yaml" >"$folder/dry" 2>&1 \
     || { cat "$folder/dry"; fail "the server refuses an object"; }
-say "a dry run on the server takes $(wc -l <"$folder/dry") objects, validation: $how"
+say "a dry run on the server of Kubernetes $server takes $(wc -l <"$folder/dry") objects, validation: $how"
 
 key=$(openssl rand -hex 16)
 mine create secret generic baton --from-literal=secret="$(openssl rand -hex 32)" \
     --from-literal=api-key="$key" --from-literal=redis-password="$(openssl rand -hex 32)" >/dev/null
+applied=$(date +%s)
 mine apply --validate="$how" -f "$folder/objects.yaml" >/dev/null || fail "apply"
 mine run client --image="$(sed -n 's/.*image: "\(.*baton-router:.*\)"/\1/p' "$folder/objects.yaml" | head -1)" \
     --image-pull-policy=IfNotPresent --restart=Never --env="BATON_API_KEY=$key" --command -- sleep 36000 >/dev/null
 all_ready
 until_true "4 connected nodes" connected 4
 until_true "a client" mine wait pod/client --for=condition=Ready --timeout=10s >/dev/null
-say "all pods are ready, each of 2 routers has 4 nodes"
+say "all pods are ready, each of 2 routers has 4 nodes: $(($(date +%s) - applied)) s after they were asked for"
 
 ask "$folder/whole" || fail "a streamed answer"
 say "a streamed answer: $STREAM_TOKENS tokens, '$(head -c 50 "$folder/whole" | tr '\n' ' ')...'"
@@ -211,6 +220,37 @@ evictions() {
     grep -q "disruption budget" "$folder/evicted"
 }
 under_streams "an eviction, and a second one that the budget refuses," evictions
+
+# drain: every pod leaves that machine, as soon as its budget lets it
+drain() {
+    set -- --selector app.kubernetes.io/name=baton --field-selector "spec.nodeName=$DRAIN"
+    kubectl cordon "$DRAIN" >/dev/null || return 1
+    refused=0
+    gone=0
+    since=$(date +%s)
+    while [ -n "$(mine get pods "$@" -o name)" ]; do
+        [ $(($(date +%s) - since)) -lt "$PATIENCE_S" ] || return 1
+        for each in $(staying "$@"); do
+            if evict "$each"; then
+                gone=$((gone + 1))
+            elif grep -q "disruption budget" "$folder/evicted"; then
+                refused=$((refused + 1))
+            fi
+        done
+        sleep 1
+    done
+    told="$gone pods left within $(($(date +%s) - since)) s, the budget said no $refused times"
+}
+if [ -n "$DRAIN" ]; then
+    mine scale deployment/baton-decode --replicas=4 >/dev/null
+    all_ready
+    until_true "6 connected nodes" connected 6
+    crowd=$(staying --selector app.kubernetes.io/component=decode --field-selector "spec.nodeName=$DRAIN" | wc -l)
+    under_streams "draining $DRAIN" drain
+    [ "$crowd" -lt 2 ] || [ "$refused" -gt 0 ] || fail "$crowd decode nodes left at once"
+    say "$told"
+    kubectl uncordon "$DRAIN" >/dev/null
+fi
 
 mine get pods -o jsonpath='{range .items[*]}{.status.containerStatuses[*].restartCount}{"\n"}{end}' \
     | awk '$1 > 0 { exit 1 }' || fail "a container was restarted"

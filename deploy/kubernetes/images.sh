@@ -6,7 +6,8 @@
 #   deploy/kubernetes/images.sh                           only built, in this Docker Engine
 #
 # MODEL_DIR (demo_model) is the model's folder, TAG (latest) the images' tag, VARIANT (cpu) that of the
-# nodes: cpu or cuda; EXTRAS (node,otel) what is installed in them.
+# nodes: cpu or cuda; EXTRAS (node,otel) what is installed in them. BUILD (docker build) may be another
+# builder.
 set -eu
 cd "$(dirname "$0")/../.."
 place=${1:-}
@@ -15,10 +16,10 @@ registry=
 TAG=${TAG:-latest}
 
 for role in router prefill decode; do
-    docker build -f deploy/Dockerfile --target "$role" --build-arg "VARIANT=${VARIANT:-cpu}" \
+    ${BUILD:-docker build} -f deploy/Dockerfile --target "$role" --build-arg "VARIANT=${VARIANT:-cpu}" \
         --build-arg "EXTRAS=${EXTRAS:-node,otel}" -t "${registry}baton-$role:$TAG" .
 done
-docker build -f deploy/kubernetes/model.Dockerfile -t "${registry}baton-demo-model:$TAG" \
+${BUILD:-docker build} -f deploy/kubernetes/model.Dockerfile -t "${registry}baton-demo-model:$TAG" \
     "${MODEL_DIR:-demo_model}"
 for name in baton-router baton-prefill baton-decode baton-demo-model; do
     case $place in

@@ -87,6 +87,30 @@ def test_objects_fit_kubernetes_schemas(name: str, version: str) -> None:
         assert not faults, (each["kind"], each["metadata"]["name"], faults[0].message)
 
 
+@needs_helm
+@pytest.mark.parametrize(
+    ("version", "api", "known"),
+    [
+        ("1.20.2", "policy/v1beta1", False),
+        ("1.21.0", "policy/v1", False),
+        ("1.27.0", "policy/v1", True),
+    ],
+)
+def test_budgets_are_of_what_the_cluster_knows(version: str, api: str, known: bool) -> None:
+    told = helm(
+        "template", "baton", str(CHART), *value_files("trial"), "--kube-version", version
+    )  # fmt: skip
+    budgets = of_kind(parsed(told.stdout), "PodDisruptionBudget")
+    assert {each["apiVersion"] for each in budgets} == {api}
+    assert [each["spec"].pop("unhealthyPodEvictionPolicy", None) for each in budgets] == (
+        ["AlwaysAllow" if known else None] * len(ROLES)
+    )
+    wanted = of_kind(rendered("trial"), "PodDisruptionBudget")
+    assert [each["spec"]["selector"] for each in budgets] == [
+        each["spec"]["selector"] for each in wanted
+    ]
+
+
 def test_the_schemas_refuse_what_is_wrong() -> None:
     """A field of another version, and a misspelt one."""
     volume = {"name": "model", "image": {"reference": "x"}}

@@ -29,7 +29,8 @@ space=baton-try-$(openssl rand -hex 3)
 folder=$(mktemp -d)
 mine() { kubectl --namespace "$space" "$@"; }
 say() { printf '%s  %s\n' "$(date +%T)" "$*"; }
-fail() {
+fail() { # on stderr: what waits may be quiet
+    exec >&2
     say "FAILED: $*"
     mine get pods -o wide || true
     mine get events --sort-by=.lastTimestamp | tail -20 || true
@@ -74,7 +75,7 @@ import os, sys, urllib.request
 
 headers = {"Authorization": "Bearer " + os.environ["BATON_API_KEY"]}
 request = urllib.request.Request("http://127.0.0.1:8000/metrics", headers=headers)
-for line in urllib.request.urlopen(request, timeout=10).read().decode().splitlines():
+for line in urllib.request.urlopen(request, timeout=60).read().decode().splitlines():
     print(sys.argv[1], line)' "$each" 2>/dev/null || true
     done
 }
@@ -116,7 +117,7 @@ PYTHON
 same() { cmp -s "$folder/whole" "$1" || fail "$2: the text differs"; }
 # under_streams WHAT COMMAND...: STREAMS streams begin, the command runs, the streams end as always
 under_streams() {
-    what=$1
+    change=$1
     shift
     asking=
     began=$(date +%s)
@@ -125,11 +126,11 @@ under_streams() {
         asking="$asking $!"
     done
     until_true "a decode node at work" busy >/dev/null
-    "$@" || fail "$what"
-    for each in $asking; do wait "$each" || fail "$what: a stream broke"; done
-    for each in $(seq "$STREAMS"); do same "$folder/stream-$each" "$what"; done
+    "$@" || fail "$change"
+    for each in $asking; do wait "$each" || fail "$change: a stream broke"; done
+    for each in $(seq "$STREAMS"); do same "$folder/stream-$each" "$change"; done
     all_ready
-    say "$what under $STREAMS streams: the same texts, $(($(date +%s) - began)) s"
+    say "$change under $STREAMS streams: the same texts, $(($(date +%s) - began)) s"
 }
 # evict POD: 0 if its budget lets it go
 evict() {

@@ -4,7 +4,7 @@
 # from Debian's packages. All of it lives in namespaces of its own: no port of the machine is opened,
 # no file outside DIR is written, and all processes and mounts end with the first process.
 #
-#   tools/kubernetes_here.sh build DIR              fetch and compile what is not there yet: 6 GB
+#   tools/kubernetes_here.sh build DIR              fetch and compile what is not there yet: 3 GB
 #   tools/kubernetes_here.sh images DIR             Baton's images, and those that the chart needs
 #   tools/kubernetes_here.sh start DIR
 #   tools/kubernetes_here.sh exec DIR COMMAND...    with KUBECONFIG, and kubectl on PATH

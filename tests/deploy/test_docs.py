@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
 }
 RUN_TASKS = {
     "setup", "up", "chat", "status", "test", "clients", "coverage", "check", "bench", "proto",
-    "fmt", "audit", "pictures",
+    "fmt", "audit", "pictures", "sbom",
 }  # fmt: skip
 
 

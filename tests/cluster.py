@@ -48,10 +48,10 @@ class Plan:
     model: Path
     prefill: Sequence[dict[str, Any]] = ({},)
     decode: Sequence[dict[str, Any]] = ({},)
-    encode: Sequence[dict[str, Any]] = ()
     router: dict[str, Any] = field(default_factory=dict[str, Any])
     timing: Timing = PATIENT
     elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
+    encode: Sequence[dict[str, Any]] = ()
     encode_elsewhere: Sequence[str] = ()  # likewise, of encode nodes
     clock: Clock = field(default_factory=SystemClock)  # the nodes'
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies

@@ -284,7 +284,7 @@ INTEGERS = [
 def test_integers_over_ranks(scheme: str, name: str, size: int, tmp_path: Path) -> None:
     """Of every product, those of linear attention included; as many bytes as are estimated."""
     stored = scheme.removeprefix("stored ")
-    options = {} if stored != scheme else {"quantization": scheme}
+    options: dict[str, Any] = {} if stored != scheme else {"quantization": scheme}
     path = save_wide(tmp_path / "plain", name, **RANKED_WIDE)
     if stored != scheme:
         twin = save_wide(tmp_path / "twin", name, **RANKED_WIDE)

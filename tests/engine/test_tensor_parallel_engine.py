@@ -90,7 +90,7 @@ def test_chunked_prompts_swaps_and_log_probabilities(model: str, size: int) -> N
 
 def test_samples_fork_their_blocks_on_all_ranks(model: str) -> None:
     params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=12, ignore_eos=True)
-    options = {"num_kv_blocks": 96, "block_size": 8}
+    options: dict[str, Any] = {"num_kv_blocks": 96, "block_size": 8}
     expected = tokens(alone(model, params, **options))
     assert len(set(expected[0])) == 3
     with engine_of_ranks(model, 2, **options) as engine:

@@ -278,7 +278,7 @@ def test_an_engine_of_ranks_writes_transformers_tokens(
     path = save_latent(tmp_path, name)
     expected = transformers_tokens(path, PROMPTS, GREEDY.max_tokens)
     model = str(as_published(path, name))
-    options = OPTIONS | {"enable_expert_parallel": whole_experts}
+    options: dict[str, Any] = OPTIONS | {"enable_expert_parallel": whole_experts}
     with engine_of_ranks(model, size, **options) as engine:
         asked = [Request(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
         found = answers(engine, asked)

@@ -114,7 +114,7 @@ def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
         stats=admission,
     )  # fmt: skip
     watch_gate(metrics.registry, cast(Any, SimpleNamespace(queue=queue, stats=stats)))
-    watch_pieces(metrics.registry, PieceStats(9, 5))
+    watch_pieces(metrics.registry, [PieceStats(9, 5)])
     runs = numbered(RunStats, 1)
     for index, start in enumerate(runs.readings):
         runs.readings[start] = index

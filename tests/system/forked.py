@@ -40,6 +40,12 @@ class ForkedProcess:
         reader.close()
 
     @property
+    def pid(self) -> int:
+        """Its number, also after its end."""
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         """The exit status; -N after signal N; None while it runs."""
         return self._process.exitcode
@@ -50,8 +56,8 @@ class ForkedProcess:
         return self._lines()
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.returncode is None and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        if self.returncode is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

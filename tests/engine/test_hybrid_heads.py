@@ -256,7 +256,7 @@ def test_with_other_options(perfect_head: Path, config: dict[str, Any]) -> None:
 def test_an_eagle3_head(random_head: Path, temperature: float, tmp_path: Path) -> None:
     """It takes what goes into layers with a state, too."""
     llama = make_tiny_model("llama", tmp_path / "llama")
-    head = save_eagle3(tmp_path / "head", llama, 200, 0, **{TAPS: [0, 1, 2]})
+    head = save_eagle3(tmp_path / "head", llama, 200, 5, **{TAPS: [0, 1, 2]})
     params: dict[str, Any] = {"temperature": temperature, "max_tokens": 16}
     engine = drafting(random_head, speculative_method="eagle3", speculative_model=str(head))
     assert answers(engine, *PROMPTS, **params) == answers(

@@ -3,7 +3,7 @@
 `connect` is the only place that makes clients. With Sentinels and in a Cluster, a connection asks
 for the primary each time it is made (primaries.py). A server that turns out to be no primary
 any more (MOVED, READONLY) loses the connection, so that the next try finds the new one.
-redis-py's own RedisCluster is not used: docs/adr/0012-key-groups.md says why.
+redis-py's own RedisCluster is not used: docs/adr/0013-key-groups.md says why.
 
 Before a process starts, `check_redis` finds the errors that waiting does not mend (a wrong
 password, database, shard, permission or CA). Otherwise they would look like an endless outage.

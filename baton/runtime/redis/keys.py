@@ -3,7 +3,7 @@
 Keys with one hash tag are on one server of a Redis Cluster, so one script may use them together.
 The keys of nodes have the tag `{pd}`. Those of requests are in key groups, each with a tag of its
 own; a request's id decides its group. One server needs only one group, which has the tag `{pd}`,
-too; a Cluster spreads NUM_GROUPS of them over its servers (docs/adr/0012-key-groups.md).
+too; a Cluster spreads NUM_GROUPS of them over its servers (docs/adr/0013-key-groups.md).
 router/store/redis_store.py says what the values mean.
 """
 

@@ -158,7 +158,7 @@ def test_states_are_those_of_the_computed_tokens(head: str, request: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "seeds", [20, pytest.param(200, marks=pytest.mark.long)], ids=["few", "200"]
+    "seeds", [20, pytest.param(200, marks=pytest.mark.soak)], ids=["few", "200"]
 )
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("head", ["random_head", "good_head"])

@@ -49,7 +49,7 @@ def made(model_type: str, seed: int, path: Path) -> Any:
     return model
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokens_are_those_of_generate(model_type: str, tmp_path: Path) -> None:
     wrong: dict[int, Any] = {}

@@ -129,9 +129,9 @@ COUNTED = (
 )  # fmt: skip
 
 
-# Two ranks with the first family; all else is `long`.
+# Two ranks with the first family; all else is `soak`.
 SERVED = [
-    pytest.param(name, size, marks=() if (name, size) == (LAID_OUT[0], 2) else pytest.mark.long)
+    pytest.param(name, size, marks=() if (name, size) == (LAID_OUT[0], 2) else pytest.mark.soak)
     for name in LAID_OUT
     for size in (2, 4)
 ]
@@ -273,7 +273,7 @@ INTEGERS = [
         *case,
         marks=()
         if case in {("int4", "qwen3.5", 4), ("stored w8a8", "qwen3 next", 2)}
-        else pytest.mark.long,
+        else pytest.mark.soak,
     )
     for case in itertools.product(FORMATS, LAID_OUT, (2, 4))
 ]

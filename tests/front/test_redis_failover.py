@@ -31,7 +31,7 @@ from tests.front.resumable import HeldRouter, Reader, held_router
 from tests.redis_kinds import Server, Servers, cluster, node_id, redis_binary, service, until
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.soak]
 
 STREAMS = 100  # every second one resumable
 TOKENS = 100

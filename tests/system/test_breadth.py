@@ -45,7 +45,7 @@ def test_what_is_missing_or_different_fails_the_run() -> None:
     assert not [each for each in read_found().values() if each.result == "different"]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_row_is_found_again(name: str, tmp_path: Path) -> None:
     known = read_found().get(name)
@@ -57,7 +57,7 @@ def test_a_row_is_found_again(name: str, tmp_path: Path) -> None:
     assert fresh.result == "identical"
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_refusal_is_found_again(tmp_path: Path) -> None:
     fresh = examine("jamba", tmp_path)
     assert (fresh.result, fresh.detail) == ("refused", read_found()["jamba"].detail)

@@ -37,7 +37,7 @@ WHY_NOT = obstacle()
 pytestmark = [
     pytest.mark.redis,
     pytest.mark.slow,
-    pytest.mark.long,
+    pytest.mark.soak,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]

@@ -69,7 +69,7 @@ async def greedy(c: Cluster, asked: Sequence[Tokens], params: SamplingParams) ->
     return [each.token_ids for each in await c.generate(asked, params)]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("name", EVERY)
 async def test_on_two_prefill_and_two_decode_nodes(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path / "m")

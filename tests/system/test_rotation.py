@@ -34,7 +34,7 @@ from tests.tiny_models import make_tiny_model
 from tests.transfer.certificates import make_files
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
 
 log = logging.getLogger(__name__)
 NEAR, FAR = "127.0.0.1", "127.0.0.2"  # where nodes listen, and where they are said to

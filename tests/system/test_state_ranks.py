@@ -39,12 +39,12 @@ QUICK = {
     ("qwen3.5 moe", 1, 2),
 }  # fmt: skip
 PAIRS = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak)
     for case in itertools.product(KINDS, SIZES, SIZES)
     if case[1:] != (1, 1)
 ]
 UNEQUAL = [
-    pytest.param(*case, marks=() if case[:2] == (2, 1) else pytest.mark.long)
+    pytest.param(*case, marks=() if case[:2] == (2, 1) else pytest.mark.soak)
     for case in ((2, 1), (1, 4), (4, 2))
 ]
 
@@ -151,8 +151,8 @@ async def test_preempted_after_the_hand_over(
     ("name", "sizes"),
     [
         ("qwen3.5", (1, 2, 1)),
-        pytest.param("qwen3 next", (2, 1, 4), marks=pytest.mark.long),
-        pytest.param("qwen3.5 moe", (4, 2, 1), marks=pytest.mark.long),
+        pytest.param("qwen3 next", (2, 1, 4), marks=pytest.mark.soak),
+        pytest.param("qwen3.5 moe", (4, 2, 1), marks=pytest.mark.soak),
     ],
 )
 async def test_running_requests_move_between_sizes(

@@ -99,7 +99,7 @@ def test_the_environment_is_a_layer(model: str, monkeypatch: pytest.MonkeyPatch)
         (["--host", "192.0.2.1", "--insecure", "--api-key", "k"], "host 192.0.2.1"),
         (["--cores", "0-x"], "__cores: '0_x'"),
         (["--cores", "100000"], "__cores"),
-        (["--redis-url", "foo://x"], "redis_url must begin with"),
+        (["--redis-url", "foo://x"], "redis_url: must begin with"),
         (["--redis-url", "redis://:pw@127.0.0.1:1"], "redis://127.0.0.1:1 does not answer"),
     ],
 )

@@ -115,6 +115,6 @@ def test_compose_finds_all_files() -> None:
     assert all(f"/etc/prometheus/{name}" in command for name in CONFIGS[1:])
     jobs = read("prometheus.compose.yml")["scrape_configs"]
     found = {name for job in jobs for each in job["dns_sd_configs"] for name in each["names"]}
-    assert found == {"router", "prefill", "decode"} <= services.keys()
+    assert found == {"router", "prefill", "decode", "encode"} <= services.keys()
     written = {job["authorization"]["credentials_file"] for job in jobs}
     assert all(f"> {path}" in command for path in written)

@@ -118,7 +118,7 @@ def test_universal_serves_special_attention(
         ("bert", {"is_decoder": False}, "it is an encoder"),
         ("bigbird_pegasus", {"decoder_layers": 2}, "not causal"),
         ("doge", {}, "its own attention mask"),
-        ("llama4_text", {}, "layers of type chunked_attention"),
+        ("inkling_text", {}, "layers of type hybrid_sliding"),
         ("moshi", {}, "layer 0 has a window that its attention is not told of"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from baton.engine.checkpoint.tensors import LazyTensor
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.models import causal_once
+from baton.engine.models.causal import ModelPart
 from baton.engine.models.universal import UniversalModel
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import load
@@ -113,14 +114,18 @@ def test_a_model_that_transformers_makes_otherwise_is_read(
     private, first = universal(path, shared_weights=False), universal(path)
     read = causal_once.read_causal
 
-    def copied(checkpoint: Any, dtype: torch.dtype, given: Any = None) -> Any:
+    def copied(
+        checkpoint: Any, dtype: torch.dtype, given: Any = None, part: Any = ModelPart.WHOLE
+    ) -> Any:
         if given is not None:
             given = {name: tensor.clone() for name, tensor in given.items()}
-        return read(checkpoint, dtype, given)
+        return read(checkpoint, dtype, given, part)
 
-    def partly(checkpoint: Any, dtype: torch.dtype, given: Any = None) -> Any:
+    def partly(
+        checkpoint: Any, dtype: torch.dtype, given: Any = None, part: Any = ModelPart.WHOLE
+    ) -> Any:
         kept = None if given is None else dict(list(given.items())[1:])
-        return read(checkpoint, dtype, kept)
+        return read(checkpoint, dtype, kept, part)
 
     for changed, told in ((copied, "transformers does not take"), (partly, "tensors missing")):
         caplog.clear()

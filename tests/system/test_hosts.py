@@ -22,6 +22,7 @@ import pytest
 
 from baton.client import AsyncClient, ClientTls, GenerateOptions
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.socket_folder import SocketFolder
 from baton.runtime.tls import TlsFiles
 from deploy.redis_server import find_redis_binary
 from tests.chaos.hosts import Hosts, obstacle
@@ -107,6 +108,8 @@ async def deployment(folder: Path) -> AsyncIterator[Deployment]:
     tls = make_files(folder / "tls", [hosts.address(name) for name in HOSTS])
     url = f"redis://:{PASSWORD}@{hosts.address(REDIS)}:{REDIS_PORT}/0"
     async with AsyncExitStack() as stack:
+        sockets = SocketFolder("baton-hosts-")  # a path of the test's own may be too long
+        stack.callback(sockets.remove)
         stack.callback(hosts.down)
         hosts.up()
         switch = await stack.enter_async_context(Switch(hosts, DELAY_S, LOSS, seed=24))
@@ -115,7 +118,7 @@ async def deployment(folder: Path) -> AsyncIterator[Deployment]:
         nodes = [("prefill_node", PREFILL), ("decode_node", DECODE)]
         started = [
             processes.start(
-                module, name, node_flags(hosts, name, tls, folder), ENVIRON, hosts.enter(name)
+                module, name, node_flags(hosts, name, tls, sockets.path), ENVIRON, hosts.enter(name)
             )
             for module, name in nodes
         ]
@@ -123,7 +126,7 @@ async def deployment(folder: Path) -> AsyncIterator[Deployment]:
         flags = [*ports, "--drain-s", "0", *tls_flags("tls", tls)[:4], *tls_flags("node-tls", tls)]
         started.append(processes.start("router", ROUTER, flags, ENVIRON, hosts.enter(ROUTER)))
         *_, router = await asyncio.gather(*started)
-        for path in (folder / "sockets").glob("*.sock"):
+        for path in sockets.path.glob("*.sock"):
             path.unlink()  # hosts share this machine's files; these are of one host
         it = Deployment(hosts, switch, tls, router, expected)
         await eventually(it.whole)
@@ -145,10 +148,10 @@ async def redis_on(hosts: Hosts, binary: Path, folder: Path) -> AsyncIterator[No
         await process.wait()
 
 
-def node_flags(hosts: Hosts, name: str, tls: TlsFiles, folder: Path) -> list[str]:
+def node_flags(hosts: Hosts, name: str, tls: TlsFiles, sockets: Path) -> list[str]:
     flags = ["--host", hosts.address(name), "--port", str(NODE_PORT), "--drain-s", "0"]
     flags += ["--num-kv-blocks", "64", "--kv-lanes", "stream,grpc"]
-    return [*flags, "--kv-unix-dir", str(folder / "sockets"), *tls_flags("tls", tls)]
+    return [*flags, "--kv-unix-dir", str(sockets), *tls_flags("tls", tls)]
 
 
 def tls_flags(prefix: str, files: TlsFiles) -> list[str]:

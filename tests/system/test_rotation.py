@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncClient, ClientTls, GenerateOptions
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.socket_folder import SocketFolder
 from baton.runtime.tls import TlsFiles
 from tests.chaos.cluster import PORT_FLAGS, free_ports
 from tests.chaos.proxy import FaultProxy
@@ -162,22 +163,23 @@ async def deployment(
     secret = MountedSecret(folder / "secret", {"secret": SECRET_STEPS[0]})
     nodes_tls, public = (MountedCertificate(folder / name, files) for name in ("nodes", "public"))
     environ = {"BATON_SECRET_FILE": str(secret.path("secret"))}
-    sockets = folder / "sockets"
     async with AsyncExitStack() as stack:
+        sockets = SocketFolder("baton-rotation-")  # a path of the test's own may be too long
+        stack.callback(sockets.remove)
         proxies: dict[str, list[FaultProxy]] = {}
         processes = await stack.enter_async_context(Processes(model, folder, redis_url))
         starts = []
         for name, lanes in LANES.items():
             ports = free_ports(len(PORT_FLAGS))
             flags = [*FLAGS, *tls_flags("tls", nodes_tls), "--kv-lanes", lanes]
-            flags += ["--advertise-host", FAR, "--kv-unix-dir", str(sockets)]
+            flags += ["--advertise-host", FAR, "--kv-unix-dir", str(sockets.path)]
             for flag, port in zip(PORT_FLAGS.values(), ports, strict=True):
                 flags += [flag, str(port)]
             made = [FaultProxy((FAR, port), (NEAR, port)) for port in ports]
             proxies[name] = [await stack.enter_async_context(each) for each in made]
             starts.append(processes.start(MODULES[name[0]], name, flags, environ))
         servers = await asyncio.gather(*starts)
-        for path in sockets.glob("*.sock"):
+        for path in sockets.path.glob("*.sock"):
             path.unlink()  # peers prefer the Unix socket of a node on their host
         flags = [*tls_flags("node-tls", nodes_tls), *tls_flags("tls", public)[:4]]
         ports = ["--port", "0", "--grpc-port", "0", "--drain-s", "0"]

@@ -83,6 +83,11 @@ async def test_a_next_turn_goes_to_the_node_with_the_checkpoint(tmp_path: Path) 
         _, decode = await cluster.nodes(0, 2, (*flags, "--num-state-checkpoints", "8"))
         router = await cluster.router([], decode)
         async with AsyncClient(str(router.ready["grpc_address"])) as client:
+
+            async def whole() -> bool:
+                return len((await client.server_info()).nodes) == 2
+
+            await eventually(whole)
             for _ in range(2):
                 for index, prompt in enumerate(first):
                     answer = await client.generate(prompt, params, GenerateOptions(timeout_s=90))

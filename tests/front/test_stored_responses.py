@@ -240,7 +240,7 @@ async def test_items_can_be_referred_to(one: HeldRouter, two: HeldRouter) -> Non
 
 async def test_a_conversation_is_no_larger_than_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it refers to a large item, or goes on from large responses."""
-    monkeypatch.setattr(conversation, "MAX_BYTES", 600)
+    monkeypatch.setattr(conversation, "most_body_bytes", lambda _: 600)
     of = Front()
     message = {"role": "user", "content": "a" * 20}
     async with of.client() as client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -219,6 +219,16 @@ async def running_node(
         await node.stop()
 
 
+async def status_of(call: Any) -> str:
+    """The name of the status that ends `call`. What is unread is read first: gRPC may keep the
+    status back until then.
+    """
+    with suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return (await call.code()).name
+
+
 class RawRouter:
     """The router's end of one session, message by message."""
 
@@ -254,6 +264,11 @@ class RawRouter:
         asked = SubmitDecode if self.record.role is Role.PREFILL else SubmitPrefill
         await self.send(asked(marker))
         await self.failure_of(marker.id)
+
+    async def ending(self) -> str:
+        """The gRPC status name with which the node ends this session."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await status_of(self._call)
 
     async def next_step(self) -> NodeStep:
         async with asyncio.timeout(PATIENCE_S):

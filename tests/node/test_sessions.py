@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +40,7 @@ from tests.node.fakes import (
     connected,
     open_call,
     running_node,
+    status_of,
 )
 
 SECRET = "a deployment's secret"
@@ -53,10 +53,7 @@ async def ending(node: TestNode, first: node_pb2.RouterMessage | None, mac: str 
     async with channel, asyncio.timeout(PATIENCE_S):
         if first is not None:
             await call.write(first)
-        with suppress(grpc.aio.AioRpcError):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        return (await call.code()).name
+        return await status_of(call)
 
 
 def hello(router_id: str = "router-1", version: int = 1) -> node_pb2.RouterMessage:
@@ -126,7 +123,7 @@ async def test_a_bad_submission_fails_alone_and_a_bad_message_ends_the_session()
         await router.prefill(request("good"))
         await router.until(lambda: router.events("good"))
         await router._call.write(node_pb2.RouterMessage())
-        assert (await router._call.code()).name == "INVALID_ARGUMENT"
+        assert await router.ending() == "INVALID_ARGUMENT"
 
 
 async def test_what_the_engine_refuses_is_told_by_field() -> None:
@@ -201,11 +198,7 @@ async def test_a_router_that_does_not_read_is_cut_and_its_requests_aborted() -> 
         node.runner.step_gate.open()
         await node.until_idle()
         assert node.engine.stats.num_aborted == 1
-        async with asyncio.timeout(PATIENCE_S):
-            with suppress(grpc.aio.AioRpcError):
-                while await sleeps._call.read() is not grpc.aio.EOF:
-                    pass
-            assert (await sleeps._call.code()).name == "RESOURCE_EXHAUSTED"
+        assert await sleeps.ending() == "RESOURCE_EXHAUSTED"
 
 
 def test_the_outbox_keeps_order_and_numbers_block_events() -> None:

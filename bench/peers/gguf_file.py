@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint as a GGUF file, by llama.cpp's own `gguf` package.
 
-It writes only the benchmarks' random checkpoints of Llama, Qwen3, Qwen3-MoE and DeepSeek-V2
-(without YaRN): one safetensors file, bfloat16, a byte-level tokenizer. llama.cpp's own converter
-takes every model, but no package contains that converter.
+It writes only the benchmarks' random checkpoints of Llama, Qwen3, Qwen3-MoE, DeepSeek-V2 (without
+YaRN) and Qwen3.5 (dense, with as many value heads as key heads): one safetensors file, bfloat16, a
+byte-level tokenizer. llama.cpp's own converter takes every model, but no package contains that
+converter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from bench.peers.protocol import Unsupported
+
 # The peer's environment has them, Baton's need not: no types.
 gguf: Any = importlib.import_module("gguf")
 np: Any = importlib.import_module("numpy")
@@ -23,6 +26,7 @@ ARCHITECTURES: Final = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
 }
 EXPERT: Final = re.compile(r"(.*\.mlp\.experts\.)\d+\.(.*)")
 NORMAL, CONTROL = 1, 3  # kinds of a token
@@ -41,14 +45,18 @@ def write_gguf(model: Path, path: Path) -> None:
         _add_heads(writer, config)
     add_tokenizer(writer, model, config["eos_token_id"])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for name, tensor in _stacked(_tensors(model / "model.safetensors"), config):
+    tensors = _stacked(_tensors(model / "model.safetensors"), config)
+    if kind == "qwen3_5_text":
+        _add_state_shape(writer, config)
+        tensors = (_recurrent(name, tensor) for name, tensor in tensors)
+    for name, tensor in tensors:
         numbers = _interleaved(name, tensor, config) if kind == "llama" else tensor
-        told = names.get_name(name, try_suffixes=(".weight",))
+        told = names.get_name(name, try_suffixes=(".weight", ".bias"))
         # llama.cpp multiplies norms in float32, and its converter leaves gates in it.
         if numbers.dtype == np.float32:
             writer.add_tensor(told, numbers)
         elif numbers.ndim == 1 or name.endswith("mlp.gate.weight"):
-            writer.add_tensor(told, (numbers.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(told, _widened(numbers))
         else:
             raw = np.ascontiguousarray(numbers).view(np.uint8)
             writer.add_tensor(told, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -79,7 +87,24 @@ def _add_heads(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    rope: dict[str, Any] = config.get("rope_parameters") or config
+    writer.add_rope_dimension_count(
+        int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+    )
+
+
+def _add_state_shape(writer: Any, config: dict[str, Any]) -> None:
+    """Gated delta rule beside full attention. Source: llama.cpp, conversion/qwen.py."""
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if key_heads != value_heads:
+        raise Unsupported(f"{key_heads} key heads for {value_heads} value heads")
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(key_heads)
+    writer.add_ssm_time_step_rank(value_heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * value_heads)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
 
 
 def _add_latent_shape(writer: Any, config: dict[str, Any]) -> None:
@@ -161,6 +186,26 @@ def _stacked(
             yield name.replace("kv_b_proj", "v_b_proj"), both[:, nope:]
         else:
             yield name, tensor
+
+
+def _recurrent(name: str, tensor: Any) -> tuple[str, Any]:
+    """Return a tensor of Qwen3.5 as llama.cpp has it: decays as factors, norms with their 1."""
+    if name.endswith(".A_log"):
+        return name, -np.exp(_widened(tensor))
+    if name.endswith(".dt_bias"):
+        return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+    if name.endswith(".conv1d.weight"):
+        return name, _widened(tensor.squeeze(1))
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return name, _widened(tensor) + np.float32(1)
+    return name, tensor
+
+
+def _widened(numbers: Any) -> Any:
+    """Return float32 numbers from bfloat16 as uint16, or float32 as it is."""
+    if numbers.dtype == np.float32:
+        return numbers
+    return (numbers.astype(np.uint32) << 16).view(np.float32)
 
 
 def _interleaved(name: str, tensor: Any, config: dict[str, Any]) -> Any:

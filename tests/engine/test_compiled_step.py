@@ -16,10 +16,12 @@ from torch import Tensor
 from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
-from baton.engine.models.config import DecoderConfig, LayerNames
+from baton.engine.memory.state_arena import StateArena
+from baton.engine.models.config import DecoderConfig, DeltaConfig, LayerNames
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
@@ -32,6 +34,7 @@ from tests.engine.running import Driver, load, relative_error
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
 CPU = torch.device("cpu")
+RULE = DeltaSizes(key_heads=2, value_heads=4, key_dim=48, value_dim=32, taps=4)
 BLOCK = 16
 
 
@@ -56,7 +59,7 @@ class RandomWeights:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def __call__(self, name: str) -> Tensor:
-        shape = self.shapes[name.split(".")[-2]]
+        shape = (RULE.value_dim,) if "attn.norm" in name else self.shapes[name.split(".")[-2]]
         noise = torch.randn(*shape, generator=self.generator)
         return (noise / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + noise / 8).bfloat16()
 
@@ -97,6 +100,9 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
     if kind == "glm 4":
         names = LayerNames("mlp_norm", "attention_norm", "mlp_output_norm", fused_gate_up=True)
         return replace(config, names=names, rotated_dim=32, pairs=PairRotation.NEIGHBOURS)
+    if kind == "qwen 3.5":
+        delta = DeltaConfig(RULE, frozenset((0, 2)), by_head=False)
+        return replace(config, delta=delta, gated=True, norm_offset=1.0, rotated_dim=32)
     return config
 
 
@@ -105,16 +111,21 @@ def decoder_of(
 ) -> Decoder:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, kv = config.num_heads * dim, config.num_kv_heads * dim
+    gates = 2 if config.gated else 1
     weights = RandomWeights(
         {
             "embed_tokens": (config.vocab_size, hidden), "norm": (hidden,),
             "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-            "q_norm": (dim,), "k_norm": (dim,), "q_proj": (queries, hidden), "k_proj": (kv, hidden),
+            "q_norm": (dim,), "k_norm": (dim,), "q_proj": (gates * queries, hidden), "k_proj": (kv, hidden),
             "v_proj": (kv, hidden), "o_proj": (hidden, queries), "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden), "down_proj": (hidden, inner),
             "qkv_proj": (queries + 2 * kv, hidden), "gate_up_proj": (2 * inner, hidden),
             **dict.fromkeys(("pre_norm", "mlp_norm", "attention_norm"), (hidden,)),
             "mlp_output_norm": (hidden,),
+            "linear_attn": (RULE.value_heads,), "conv1d": (RULE.channels, 1, RULE.taps),
+            "in_proj_qkv": (RULE.channels, hidden), "in_proj_z": (RULE.values, hidden),
+            **dict.fromkeys(("in_proj_a", "in_proj_b"), (RULE.value_heads, hidden)),
+            "out_proj": (hidden, RULE.values),
         },
         plain_outputs,
         scheme,
@@ -127,13 +138,22 @@ class Pool:
 
     def __init__(self, config: DecoderConfig, starts: Sequence[int]) -> None:
         self.starts = starts
-        self.groups = one_group(config.layers)
+        self.layers, self.slots = range(config.num_layers), range(len(starts) + 1)
+        layers = config.layers_in(torch.bfloat16)
+        self.groups = one_group(layers)
         blocks = sum(start // BLOCK + 1 for start in starts)
         self.arena = KVArena(self.groups, blocks, BLOCK, "bfloat16", CPU)
         generator = torch.Generator().manual_seed(5)
         for layer in range(config.num_layers):
             for pool in self.arena.layer(layer):
                 pool.copy_(torch.randn(pool.shape, generator=generator))
+        self.states: StateArena | None = None
+        if config.delta is not None:
+            self.states = StateArena(layers, len(starts) + 1)
+            for layer in config.delta.layers:
+                for state in self.states.views(layer):
+                    assert state is not None
+                    state.copy_(torch.randn(state.shape, generator=generator))
         self.attention = CompiledAttention(self.arena, config.attention_layers, serving())
 
     def step(self, rows: int = 1, adapter: str = "") -> Step:
@@ -146,20 +166,23 @@ class Pool:
             block += len(ids)
             named = adapter if index == 0 else ""
             chunk = SequenceChunk(
-                str(index), [index + 7] * count, start, (HeldBlocks(ids),), adapter=named
-            )
+                str(index), [index + 7] * count, start, (HeldBlocks(ids),), adapter=named,
+                state_slot=len(self.starts) - index,
+            )  # fmt: skip
             chunks.append(chunk)
-        return flatten(chunks, self.attention, BLOCK, CPU)
+        return flatten(chunks, self.attention, BLOCK, CPU, states=self.states)
 
-    def keys_and_values(self, layer: int) -> Tensor:
-        return torch.stack(self.arena.layer(layer))
+    def kept(self) -> list[Tensor]:
+        """All keys, values and states."""
+        found = [torch.stack(self.arena.layer(layer)) for layer in self.layers]
+        return found if self.states is None else [*found, self.states.read_slots(self.slots)]
 
 
 def hidden_of(decoder: Decoder, step: Step, by_layer: bool = False) -> Tensor:
     """`by_layer`: with a hook on the layers, which keeps the step from being taken whole."""
     batch = step.batch
     if by_layer:
-        batch = type(batch)(batch.spans, batch.tables, batch.attention, lambda layer: None)
+        batch = replace(batch, on_layer=lambda _: None)
     with torch.inference_mode():
         return decoder.forward(step.token_ids, step.positions, batch)
 
@@ -187,20 +210,25 @@ def test_a_whole_step_is_its_layers_one_by_one(
     assert decoder.step.num_steps == 1
     assert not want.isnan().any()
     assert torch.equal(got, want)
-    for layer in range(config.num_layers):
-        assert torch.equal(ours.keys_and_values(layer), plain.keys_and_values(layer))
+    assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
 @settings(max_examples=5)
 @given(
     starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=5),
     normed=st.booleans(),
+    scheme=st.sampled_from([None, *SCHEMES]),
 )
-@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4"])
-def test_families_take_whole_steps(kind: str, starts: list[int], normed: bool) -> None:
-    """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation."""
+@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5"])
+def test_families_take_whole_steps(
+    kind: str, starts: list[int], normed: bool, scheme: Scheme | None
+) -> None:
+    """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation, gated
+    heads and linear attention."""
+    if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
+        return
     config = like(kind, replace(config_of(normed=normed, window=20), head_dim=64))
-    decoder = decoder_of(config)
+    decoder = decoder_of(config, scheme=scheme)
     assert decoder.step is not None
     ours, plain = Pool(config, starts), Pool(config, starts)
     got = hidden_of(decoder, ours.step())
@@ -208,8 +236,7 @@ def test_families_take_whole_steps(kind: str, starts: list[int], normed: bool) -
     want = hidden_of(decoder, plain.step(), by_layer=True)
     assert not want.isnan().any()
     assert torch.equal(got, want)
-    for layer in range(config.num_layers):
-        assert torch.equal(ours.keys_and_values(layer), plain.keys_and_values(layer))
+    assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])

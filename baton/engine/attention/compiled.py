@@ -48,9 +48,11 @@ class CompiledAttention:
         self._prefill = PrefillKernel(kernels)
         self._layers = [known_layer(pool, index, spec) for index, spec in enumerate(layers)]
         # For steps that compute all layers in one call; None if the kernels do not support some
-        # layer.
-        known = [layer for layer in self._layers if layer is not None]
-        self.step_pools = StepPools(known, self.group_of) if StepPools.suit(self._layers) else None
+        # layer that attends.
+        attending = {i: self._layers[i] for i, spec in enumerate(layers) if spec.query_heads}
+        known = {i: layer for i, layer in attending.items() if layer is not None}
+        suits = StepPools.suit(list(attending.values()))
+        self.step_pools = StepPools(known, self.group_of) if suits else None
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See Attention.write."""

@@ -1,13 +1,14 @@
 """Decode steps of the lean decoder in one compiled call, and which models and steps allow it.
 
 A step is one call if each row is one new token, no row wants an adapter, no caller waits for single
-layers (`Batch.on_layer`), and the compiled attention supports every layer of the pool. All other
+layers (`Batch.on_layer`), and the compiled attention supports every layer that attends. All other
 steps run layer by layer (decoder.py). The kernels are the same, so are the results, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from baton.engine.kernels.cpu.step import (
     StepModel,
     StepPools,
     StepSizes,
+    StepStates,
     StepTable,
 )
 from baton.engine.kernels.rope import Rotation
@@ -27,7 +29,8 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.quantization.integer import IntegerPanels, W8A8Panels
 from baton.engine.quantization.linear import Linear, PanelLinear, SideBySide
-from baton.engine.state.batch import Batch
+from baton.engine.state.batch import Batch, States
+from baton.protocol.errors import InternalError
 
 DIM_MULTIPLE = 32  # head dims must be a multiple: attention.h reads keys 32 numbers at a time
 
@@ -35,8 +38,11 @@ DIM_MULTIPLE = 32  # head dims must be a multiple: attention.h reads keys 32 num
 class CompiledStep:
     """All layers of a decoder in one call. `num_steps`: how many steps have run so."""
 
-    def __init__(self, model: StepModel) -> None:
+    def __init__(self, model: StepModel, layers: Sequence[StepLayer]) -> None:
         self._model = model
+        self._num_layers = len(layers)
+        self._linear = [index for index, layer in enumerate(layers) if layer.delta is not None]
+        self._states: tuple[States, StepStates] | None = None  # the last step's
         self.num_steps = 0
 
     def pools(self, batch: Batch, num_rows: int) -> StepPools | None:
@@ -55,11 +61,31 @@ class CompiledStep:
         batch: Batch,
         pools: StepPools,
     ) -> Tensor:
-        """Run residual [T, H], positions [T] -> hidden [T, H]. Overwrites `residual`; writes KV."""
+        """Run residual [T, H], positions [T] -> hidden [T, H]. Overwrites `residual`; writes KV,
+        and advances the sequences' states."""
         tables = [StepTable(t.slots, t.blocks, torch.tensor(t.first)) for t in batch.tables]
         self.num_steps += 1
-        inputs = StepInputs(residual, rotations, positions, tables)
-        return self._model.run(inputs, pools)
+        inputs, states = StepInputs(residual, rotations, positions, tables), None
+        if self._linear:
+            states = self._states_of(batch)
+            slots = torch.tensor([span.state_slot for span in batch.spans])
+            begins = torch.tensor([int(span.start == 0) for span in batch.spans])
+            inputs = replace(inputs, slots=slots, begins=begins)
+        return self._model.run(inputs, pools, states)
+
+    def _states_of(self, batch: Batch) -> StepStates:
+        arena = batch.states
+        if arena is None:
+            raise InternalError("a model with recurrent state got a step without states")
+        if self._states is None or self._states[0] is not arena:
+            layers: dict[int, tuple[Tensor, Tensor]] = {}
+            for index in self._linear:
+                conv, matrices = arena.views(index)
+                assert conv is not None, "the layer has both states"
+                assert matrices is not None, "as above"
+                layers[index] = conv, matrices
+            self._states = arena, StepStates(layers, self._num_layers)
+        return self._states[1]
 
 
 def step_linears(linears: Sequence[Linear]) -> list[StepLinear] | None:
@@ -109,5 +135,8 @@ def compile_step(
         epsilon=config.rms_norm_eps,
         norm_offset=config.norm_offset,
         gelu=config.activation == "gelu_tanh",
+        gated=config.gated,
     )
-    return CompiledStep(StepModel(between.kernels, held, final_norm, sizes))
+    if config.delta is not None:
+        sizes = replace(sizes, delta=config.delta.sizes)
+    return CompiledStep(StepModel(between.kernels, held, final_norm, sizes), held)

@@ -46,6 +46,10 @@ class Elementwise(Protocol):
         """Return activation(gate) * up [T, I] for gate_up [T, 2 * I]."""
         ...
 
+    def gate_heads(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Return x * sigmoid(gates), all [T, heads, D]. May mutate `x`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TorchElementwise:
@@ -85,6 +89,10 @@ class TorchElementwise:
         if self.activation == "gelu_tanh":
             return functional.gelu(gate, approximate="tanh") * up
         return functional.silu(gate) * up
+
+    def gate_heads(self, x: Tensor, gates: Tensor) -> Tensor:
+        """See Elementwise."""
+        return x * gates.sigmoid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,12 @@ class CompiledElementwise:
     def gated(self, gate_up: Tensor) -> Tensor:
         """See Elementwise."""
         return self.kernels.gated(gate_up, self.activation == "gelu_tanh")
+
+    def gate_heads(self, x: Tensor, gates: Tensor) -> Tensor:
+        """See Elementwise."""
+        x = x.contiguous()
+        self.kernels.gate_heads(x, gates)
+        return x
 
 
 def choose_elementwise(

@@ -59,3 +59,7 @@ class TritonElementwise:
     def gated(self, gate_up: Tensor) -> Tensor:
         """See Elementwise."""
         return gated(gate_up, self.in_torch.activation == "gelu_tanh")
+
+    def gate_heads(self, x: Tensor, gates: Tensor) -> Tensor:
+        """See Elementwise."""
+        return self.in_torch.gate_heads(x, gates)

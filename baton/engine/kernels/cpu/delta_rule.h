@@ -8,33 +8,17 @@
 // does depend on where its prompt is cut, within rounding: chunks begin at a span's first row.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "delta_args.h"
 #include "vectors.h"
 
 namespace baton {
 
 constexpr int64_t kTokens = 32;  // of a chunk
-constexpr int64_t kParts = 4;    // of a thread's units: it takes one after the other
 constexpr int kFewTaps = 4;      // of the convolution: all models have so many
-
-struct DeltaArgs {
-  const bf16* x;      // [rows, channels + values + 2 * value_heads]: row stride below
-  bf16* y;            // [rows, values]
-  bf16* conv;         // [slots, channels, taps]: slot stride below
-  float* matrices;    // [slots, value_heads, key_dim, value_dim]: slot stride below
-  const float* taps;  // [num_taps, channels], the convolution's weights
-  const float *decay, *step_bias;  // [value_heads]
-  const float* norm;               // [value_dim]
-  const int64_t *rows, *sizes, *slots, *begins;  // [count] of each span; begins: it reads no state
-  int64_t count, x_stride, conv_stride, matrix_stride;
-  int64_t key_heads, value_heads, key_dim, value_dim, num_taps;
-  float epsilon;
-};
 
 inline float widened(bf16 number) {
   const uint32_t bits = static_cast<uint32_t>(number) << 16;
@@ -113,10 +97,11 @@ class DeltaTask {
  public:
   explicit DeltaTask(const DeltaArgs& args)
       : a_(args), shared_(a_.value_heads / a_.key_heads),
-        width_(2 * a_.key_dim + shared_ * a_.value_dim), window_((a_.num_taps + kTokens) * width_),
-        mixed_(kTokens * width_), heads_(2 * kTokens * a_.key_dim),
-        across_(kTokens * a_.key_dim), products_(2 * kTokens * kTokens),
-        read_(2 * kTokens * a_.value_dim), system_(kTokens * kTokens), seen_(kTokens * kTokens) {}
+        width_(2 * a_.key_dim + shared_ * a_.value_dim), room_(room(a_)),
+        window_((a_.num_taps + room_) * width_), mixed_(room_ * width_),
+        heads_(2 * room_ * a_.key_dim), across_(room_ * a_.key_dim),
+        products_(2 * room_ * kTokens), read_(2 * room_ * a_.value_dim), system_(room_ * kTokens),
+        seen_(room_ * kTokens) {}
 
   // `next`: a matrix that this thread will read soon, or null.
   void run(int64_t span, int64_t head, const float* next) {
@@ -156,6 +141,12 @@ class DeltaTask {
   }
 
  private:
+  // Tokens that there is room for: many, or one if every span is one token.
+  static int64_t room(const DeltaArgs& a) {
+    const bool single = std::all_of(a.sizes, a.sizes + a.count, [](int64_t n) { return n == 1; });
+    return single ? 1 : kTokens;
+  }
+
   // The three ranges of channels of this unit: work(first in x, first in the window, how many).
   template <class Work>
   void each_part(const Work& work) const {
@@ -446,10 +437,11 @@ class DeltaTask {
 
   const DeltaArgs& a_;
   const int64_t shared_, width_;  // value heads of a key head; channels of a unit
-  std::vector<float> window_;     // [num_taps + kTokens, width] inputs: those before, then new ones
-  std::vector<float> mixed_;      // [kTokens, width]
+  const int64_t room_;
+  std::vector<float> window_;     // [num_taps + room, width] inputs: those before, then new ones
+  std::vector<float> mixed_;      // [room, width]
   std::vector<float> heads_;      // [2 * count, key_dim]
-  std::vector<float> across_;     // [key_dim, kTokens]
+  std::vector<float> across_;     // [key_dim, kTokens], of several tokens
   std::vector<float> products_;   // [2 * count, kTokens]
   std::vector<float> read_;       // [2 * count, value_dim]
   std::vector<float> system_, seen_;  // [kTokens, kTokens]
@@ -457,21 +449,20 @@ class DeltaTask {
   const float* next_ = nullptr;
 };
 
-inline void delta_rule(const DeltaArgs& a) {
+// What a thread of a team does.
+inline void share_units(Team::Member& me, const DeltaArgs& a, Coming coming) {
+  DeltaTask mine(a);
   const int64_t units = a.count * a.key_heads;
-  // Neighbours: while a thread advances one, it asks memory for the next.
-  const int64_t part = std::max<int64_t>(1, units / (kParts * omp_get_max_threads()));
-#pragma omp parallel
-  {
-    DeltaTask mine(a);
-#pragma omp for schedule(dynamic, part)
-    for (int64_t unit = 0; unit < units; ++unit) {
-      const int64_t next = unit + 1;
-      mine.run(unit / a.key_heads, unit % a.key_heads,
-               next == units ? nullptr
-                             : DeltaTask::matrix(a, next / a.key_heads, next % a.key_heads));
-    }
-  }
+  const auto work = [&](int64_t unit, int64_t next) {
+    mine.run(unit / a.key_heads, unit % a.key_heads,
+             next == units ? nullptr
+                           : DeltaTask::matrix(a, next / a.key_heads, next % a.key_heads));
+  };
+  me.share(units, work, coming);
+}
+
+inline void delta_rule(const DeltaArgs& a) {
+  in_team(true, [&](Team::Member& me) { share_units(me, a, {}); });
 }
 
 }  // namespace baton

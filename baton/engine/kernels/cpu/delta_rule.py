@@ -21,7 +21,7 @@ _SIZE = ctypes.c_int64
 
 
 class _DeltaArgs(ctypes.Structure):
-    """DeltaArgs of delta_rule.h."""
+    """DeltaArgs of delta_args.h."""
 
     _fields_ = (
         *((n, _POINTER) for n in ("x", "y", "conv", "matrices", "taps", "decay", "step_bias")),
@@ -35,15 +35,16 @@ class _DeltaArgs(ctypes.Structure):
 class CompiledDeltaRule:
     """Implements DeltaRule for bfloat16 rows on a CPU, and for sizes that `suits` allows.
 
-    It rounds once, where its twin's dtype rounds; states are as exact as the twin's.
+    It rounds once, where its twin's dtype rounds; states are as exact as the twin's. `taps`
+    [taps, channels], `decay`, `step_bias` [value_heads] and `norm` [value_dim] are float32.
     """
 
     def __init__(self, kernels: CpuKernels, sizes: DeltaSizes, weights: DeltaWeights) -> None:
-        self._sizes, self._epsilon = sizes, weights.epsilon
-        self._taps = weights.conv.float().t().contiguous()
-        self._decay = weights.decay.float().contiguous()
-        self._step_bias = weights.step_bias.float().contiguous()
-        self._norm = weights.norm.float().contiguous()
+        self.sizes, self.epsilon = sizes, weights.epsilon
+        self.taps = weights.conv.float().t().contiguous()
+        self.decay = weights.decay.float().contiguous()
+        self.step_bias = weights.step_bias.float().contiguous()
+        self.norm = weights.norm.float().contiguous()
         self._call = kernels.library.baton_delta_rule
         self._call.restype = None
 
@@ -54,7 +55,7 @@ class CompiledDeltaRule:
 
     def __call__(self, x: Tensor, conv: Tensor, matrices: Tensor, spans: Sequence[Span]) -> Tensor:
         """See DeltaRule."""
-        x, sizes = x.contiguous(), self._sizes
+        x, sizes = x.contiguous(), self.sizes
         y = torch.empty(len(x), sizes.values, dtype=torch.bfloat16)
         # Of each span: its first row, its number of rows, its slot, whether it begins.
         numbers = torch.tensor(
@@ -63,11 +64,11 @@ class CompiledDeltaRule:
         rows, lengths, slots, begins = numbers
         args = _DeltaArgs(
             x.data_ptr(), y.data_ptr(), conv.data_ptr(), matrices.data_ptr(),
-            self._taps.data_ptr(), self._decay.data_ptr(), self._step_bias.data_ptr(),
-            self._norm.data_ptr(), rows.data_ptr(), lengths.data_ptr(), slots.data_ptr(),
+            self.taps.data_ptr(), self.decay.data_ptr(), self.step_bias.data_ptr(),
+            self.norm.data_ptr(), rows.data_ptr(), lengths.data_ptr(), slots.data_ptr(),
             begins.data_ptr(), len(spans), x.stride(0), conv.stride(0), matrices.stride(0),
             sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.taps,
-            self._epsilon,
+            self.epsilon,
         )  # fmt: skip
         self._call(ctypes.byref(args))
         return y

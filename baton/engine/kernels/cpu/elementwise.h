@@ -170,6 +170,29 @@ inline void gated(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
   }
 }
 
+// Gates of heads: x [rows, heads, dim] *= sigmoid(gates), whose rows and heads lie so many numbers
+// apart.
+struct GateHeadsArgs {
+  bf16* x;
+  const bf16* gates;
+  int64_t rows, heads, dim, gate_row, gate_head;
+};
+
+inline void gate_some_heads(const GateHeadsArgs& a, int64_t row, HeadRange heads) {
+  const Floats one = broadcast(1.0f), zero = broadcast(0.0f);
+  for (int64_t head = heads.first; head < heads.last; ++head) {
+    bf16* x = a.x + (row * a.heads + head) * a.dim;
+    const bf16* gate = a.gates + row * a.gate_row + head * a.gate_head;
+    for (int64_t i = 0; i < a.dim; i += 16)
+      store_rounded(x + i, load_wide(x + i) / (one + exponential(zero - load_wide(gate + i))));
+  }
+}
+
+inline void gate_heads(const GateHeadsArgs& a) {
+#pragma omp parallel for if (a.rows * a.heads * a.dim > kFewNumbers)
+  for (int64_t row = 0; row < a.rows; ++row) gate_some_heads(a, row, {0, a.heads});
+}
+
 // The greatest magnitude, NaN if there is one.
 inline float greatest(const bf16* x, int64_t count) {
   Floats most = broadcast(1e-12f);

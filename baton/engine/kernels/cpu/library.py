@@ -86,6 +86,15 @@ class _RotateArgs(ctypes.Structure):
     )
 
 
+class _GateHeadsArgs(ctypes.Structure):
+    """GateHeadsArgs of elementwise.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "gates")),
+        *((name, _SIZE) for name in ("rows", "heads", "dim", "gate_row", "gate_head")),
+    )
+
+
 class _StoreArgs(ctypes.Structure):
     """StoreArgs of elementwise.h."""
 
@@ -160,13 +169,14 @@ class CpuKernels:
         self._add_norm.argtypes = (*[_POINTER] * 4, _SIZE, _SIZE, ctypes.c_float, ctypes.c_float)
         self._gated = library.baton_gated
         self._gated.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)
+        self._gate_heads = library.baton_gate_heads
         self._linear = library.baton_linear
         self._rotate = library.baton_rotate
         self._store = library.baton_store_rows
         self._decode = library.baton_decode_attention
         for function in (
             self._pack, self._add_norm, self._gated, self._linear, self._rotate, self._store,
-            self._decode,
+            self._decode, self._gate_heads,
         ):  # fmt: skip
             function.restype = None
 
@@ -254,6 +264,17 @@ class CpuKernels:
         y = torch.empty(rows, size, dtype=torch.bfloat16)
         self._gated(gate_up.data_ptr(), y.data_ptr(), rows, size, gelu)
         return y
+
+    def gate_heads(self, x: Tensor, gates: Tensor) -> None:
+        """Multiply x [T, heads, dim] in place by the sigmoid of gates [T, heads, dim], both
+        bfloat16; dim is a multiple of 16. The numbers of x lie side by side, as do those of a
+        gate.
+        """
+        rows, heads, dim = x.shape
+        args = _GateHeadsArgs(
+            x.data_ptr(), gates.data_ptr(), rows, heads, dim, gates.stride(0), gates.stride(1)
+        )
+        self._gate_heads(ctypes.byref(args))
 
     def store(self, x: Tensor, pool: Tensor, slots: Tensor) -> None:
         """Copy x [T, heads, dim] to flat `slots` [T] int64 of pool [blocks, block_size, heads,

@@ -10,6 +10,10 @@
 
 using baton::bf16;
 
+void baton::share_delta_rule(Team::Member& me, const DeltaArgs& args, Coming coming) {
+  share_units(me, args, coming);
+}
+
 extern "C" {
 
 void baton_decode_attention(const baton::DecodeArgs* args) {
@@ -26,6 +30,8 @@ void baton_rotate(const baton::RotateArgs* args) { baton::rotate(*args); }
 void baton_gated(const bf16* gate_up, bf16* y, int64_t rows, int64_t size, int64_t gelu) {
   (gelu ? baton::gated<true> : baton::gated<false>)(gate_up, y, rows, size);
 }
+
+void baton_gate_heads(const baton::GateHeadsArgs* args) { baton::gate_heads(*args); }
 
 void baton_highest(const baton::HighestArgs* args) { baton::highest(*args); }
 

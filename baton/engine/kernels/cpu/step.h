@@ -3,6 +3,9 @@
 //
 //   norm | qkv | rotate, store, attend | output | norm | gate, up | gate | down       x layers, norm
 //
+// Gated attention has a phase more: what heads attended to, by their gates. In a layer with linear
+// attention the delta rule over the sequences' states takes the place of heads.
+//
 // The phases are the other headers' own functions over the same units: a step's numbers are those
 // of their calls one by one, bit for bit. What is constant lies in StepLayer (the model's) and
 // StepPool (the pool's), made once. One new token per row; no LoRA, no experts, no hooks.
@@ -14,6 +17,7 @@
 #include <vector>
 
 #include "attention_tasks.h"
+#include "delta_args.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "step_integers.h"
@@ -21,12 +25,19 @@
 
 namespace baton {
 
+// Linear attention's weights beside its products: see DeltaArgs.
+struct StepDelta {
+  const float *taps, *decay, *step_bias, *norm;
+  float epsilon;
+};
+
 struct StepLayer {
   // The last four may be null; those of outputs lie between a product and its sum with the residual.
   const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm, *attention_output_norm,
       *mlp_output_norm;
   StepLinear qkv, output, gate_up, down;
-  int64_t rotation;  // which of StepArgs' it takes
+  int64_t rotation;        // which of StepArgs' it takes
+  const StepDelta* delta;  // of a layer with linear attention: `qkv` makes its inputs
 };
 
 // cos, sin [rows, rotated / 2].
@@ -43,6 +54,13 @@ struct StepPool {
   float scale, softcap;
 };
 
+// A layer's part of the states, strides of slots in numbers: see DeltaArgs.
+struct StepState {
+  bf16* conv;
+  float* matrices;
+  int64_t conv_stride, matrix_stride;
+};
+
 // Where a layer group's KV lies: slots [rows], blocks [rows, width], first [rows].
 struct StepTable {
   const int64_t *slots, *blocks, *first;
@@ -51,33 +69,42 @@ struct StepTable {
 
 struct StepArgs {
   const StepLayer* layers;
-  const StepPool* pools;    // [layers]
+  const StepPool* pools;    // [layers], unused for linear attention
+  const StepState* states;  // [layers], unused for heads
   const StepTable* tables;  // by layer group
   const bf16* final_norm;
   StepRotation rotations[2];
   const int64_t* positions;  // [rows]
+  const int64_t *slots, *begins;  // [rows]: see DeltaArgs; null without linear attention
   bf16* residual;            // [rows, hidden]: embeddings, overwritten
   bf16* out;                 // [rows, hidden]: the final norm's
-  bf16* scratch;             // [rows, hidden + max(qkv, 2 * inner) + max(attended, inner)]
+  // [rows, widest product + widest input of one + hidden], and, if heads are gated, [rows, qkv
+  // without gates].
+  bf16* scratch;
   int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;
-  int64_t rotated, neighbours, gelu;  // see RotateArgs; whether gates are GELU's
+  int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
+  int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
   NormRule norms;
 };
 
 class Step {
  public:
   Step(const StepArgs& args, int64_t threads)
-      : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim), wide_(a_.scratch),
-        narrow_(wide_ + a_.rows * std::max(width_, 2 * a_.inner)),
-        delta_(narrow_ + a_.rows * std::max(a_.heads * a_.dim, a_.inner)), rows_(a_.rows),
-        tokens_(a_.rows), team_(threads),
-        integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, a_.inner})) {
+      : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim),
+        qkv_((a_.gated ? a_.heads * a_.dim : 0) + width_), values_(a_.value_heads * a_.value_dim),
+        inputs_(2 * (a_.key_heads * a_.key_dim + values_ + a_.value_heads)), wide_(a_.scratch),
+        narrow_(wide_ + a_.rows * std::max({qkv_, inputs_, 2 * a_.inner})),
+        delta_(narrow_ + a_.rows * std::max({a_.heads * a_.dim, values_, a_.inner})),
+        turned_(a_.gated ? delta_ + a_.rows * a_.hidden : wide_), rows_(a_.rows),
+        tokens_(a_.rows), ones_(a_.rows, 1), team_(threads),
+        integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, values_, a_.inner})) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
     }
     int64_t states = 0;
     for (int64_t layer = 0; layer < a_.num_layers; ++layer) {
+      if (a_.layers[layer].delta != nullptr) continue;
       const DecodeArgs attending = attention(layer);
       if (tasks_of(attending.window) != nullptr) continue;
       tasks_.emplace_back(attending, threads);
@@ -95,13 +122,22 @@ class Step {
     Delta delta{};
     for (int64_t index = 0; index < a_.num_layers; ++index) {
       const StepLayer& layer = a_.layers[index];
-      const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, width_};
-      const Product output{layer.output, narrow_, delta_, a_.heads * a_.dim, a_.hidden};
+      const bool heads = layer.delta == nullptr;
+      const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, heads ? qkv_ : inputs_};
+      const Product output{layer.output, narrow_, delta_, heads ? a_.heads * a_.dim : values_,
+                           a_.hidden};
       const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner};
       const Product down{layer.down, narrow_, delta_, a_.inner, a_.hidden};
       norm(me, delta, layer.input_norm, coming(me, qkv));
       multiply(me, qkv);
-      attend(me, index, own.data(), coming(me, output));
+      if (!heads) {
+        share_delta_rule(me, rule(index), coming(me, output));
+      } else if (a_.gated) {
+        attend(me, index, own.data(), {});
+        gate_attended(me, coming(me, output));
+      } else {
+        attend(me, index, own.data(), coming(me, output));
+      }
       multiply(me, output);
       norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming(me, gate_up));
       delta = {delta_, layer.mlp_output_norm};
@@ -192,7 +228,8 @@ class Step {
     const StepLayer& layer = a_.layers[index];
     const StepPool& pool = a_.pools[index];
     const StepRotation& rotation = a_.rotations[layer.rotation];
-    const RotateArgs rotating{wide_, rotation.cos, rotation.sin, layer.query_norm, layer.key_norm,
+    if (a_.gated) take_queries(row, kv);
+    const RotateArgs rotating{turned_, rotation.cos, rotation.sin, layer.query_norm, layer.key_norm,
                               a_.rows, a_.heads, a_.kv_heads, a_.dim, a_.rotated, a_.neighbours,
                               a_.norms};
     const int64_t group = a_.heads / a_.kv_heads;
@@ -201,17 +238,50 @@ class Step {
     const int64_t slot = a_.tables[pool.group].slots[row];
     const int64_t block = slot / a_.block_size, token = slot % a_.block_size;
     const int64_t from = kv.first * a_.dim, bytes = 2 * (kv.last - kv.first) * a_.dim;
-    const bf16* keys = wide_ + row * width_ + a_.heads * a_.dim + from;
+    const bf16* keys = turned_ + row * width_ + a_.heads * a_.dim + from;
     std::memcpy(pool.keys + block * pool.key_block + token * pool.key_token + from, keys, bytes);
     std::memcpy(pool.values + block * pool.value_block + token * pool.value_token + from,
                 keys + a_.kv_heads * a_.dim, bytes);
+  }
+
+  // Those KV heads of a row and their query heads without the gates between them.
+  void take_queries(int64_t row, HeadRange kv) {
+    const int64_t dim = a_.dim, group = a_.heads / a_.kv_heads, bytes = 2 * dim;
+    const bf16* from = wide_ + row * qkv_;
+    bf16* to = turned_ + row * width_;
+    for (int64_t head = kv.first * group; head < kv.last * group; ++head)
+      std::memcpy(to + head * dim, from + 2 * head * dim, bytes);
+    for (int64_t head = a_.heads; head < a_.heads + 2 * a_.kv_heads; head += a_.kv_heads)
+      std::memcpy(to + (head + kv.first) * dim, from + (a_.heads + head + kv.first) * dim,
+                  bytes * (kv.last - kv.first));
+  }
+
+  void gate_attended(Team::Member& me, Coming coming) {
+    const GateHeadsArgs gating{narrow_, wide_ + a_.dim, a_.rows,  a_.heads,
+                               a_.dim,  qkv_,           2 * a_.dim};
+    const int64_t group = a_.heads / a_.kv_heads;
+    const auto work = [&](int64_t unit, int64_t) {
+      const int64_t first = unit % a_.kv_heads * group;
+      gate_some_heads(gating, unit / a_.kv_heads, {first, first + group});
+    };
+    me.share(a_.rows * a_.kv_heads, work, coming);
+  }
+
+  // A row is a span of one token.
+  DeltaArgs rule(int64_t index) const {
+    const StepDelta& by = *a_.layers[index].delta;
+    const StepState& state = a_.states[index];
+    return {wide_, narrow_, state.conv, state.matrices, by.taps, by.decay, by.step_bias, by.norm,
+            rows_.data(), ones_.data(), a_.slots, a_.begins, a_.rows, inputs_, state.conv_stride,
+            state.matrix_stride, a_.key_heads, a_.value_heads, a_.key_dim, a_.value_dim,
+            a_.num_taps, by.epsilon};
   }
 
   DecodeArgs attention(int64_t index) const {
     const StepPool& pool = a_.pools[index];
     const StepTable& table = a_.tables[pool.group];
     DecodeArgs args{};
-    args.q = wide_;
+    args.q = turned_;
     args.out = narrow_;
     args.keys = pool.keys;
     args.values = pool.values;
@@ -247,9 +317,10 @@ class Step {
   }
 
   const StepArgs& a_;
-  const int64_t width_;  // of qkv
-  bf16 *const wide_, *const narrow_, *const delta_;
-  std::vector<int64_t> rows_, tokens_;
+  const int64_t width_, qkv_;      // of queries, keys and values; the same with gates
+  const int64_t values_, inputs_;  // of linear attention: what it makes of a row, and takes
+  bf16 *const wide_, *const narrow_, *const delta_, *const turned_;
+  std::vector<int64_t> rows_, tokens_, ones_;
   Team team_;
   std::deque<DecodeTasks> tasks_;  // by window
   Running* states_;

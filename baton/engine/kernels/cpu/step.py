@@ -7,14 +7,16 @@ keeps alive what it points to. Not here: which steps may use it (models/compiled
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms, NormRule
 from baton.engine.kernels.cpu.quantized import PackedInt8, PackedIntegers
+from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, Rotation
 
 _POINTER = ctypes.c_void_p
@@ -27,6 +29,15 @@ class _StepLinear(ctypes.Structure):
     _fields_ = tuple((name, _POINTER) for name in ("panels", "bias", "integers"))
 
 
+class _StepDelta(ctypes.Structure):
+    """StepDelta of step.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("taps", "decay", "step_bias", "norm")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
 class _StepLayer(ctypes.Structure):
     """StepLayer of step.h."""
 
@@ -35,6 +46,7 @@ class _StepLayer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_output_norm", "mlp_output_norm")),
         ("linears", _StepLinear * 4),  # qkv, output, gate_up, down
         ("rotation", _SIZE),
+        ("delta", _POINTER),
     )
 
 
@@ -66,6 +78,15 @@ class _StepPool(ctypes.Structure):
     )
 
 
+class _StepState(ctypes.Structure):
+    """StepState of step.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("conv", "matrices")),
+        *((name, _SIZE) for name in ("conv_stride", "matrix_stride")),
+    )
+
+
 class _StepTable(ctypes.Structure):
     """StepTable of step.h."""
 
@@ -76,12 +97,14 @@ class _StepArgs(ctypes.Structure):
     """StepArgs of step.h."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "pools", "tables", "final_norm")),
+        *((name, _POINTER) for name in ("layers", "pools", "states", "tables", "final_norm")),
         ("rotations", _StepRotation * 2),
-        *((name, _POINTER) for name in ("positions", "residual", "out", "scratch")),
+        *((name, _POINTER) for name in ("positions", "slots", "begins")),
+        *((name, _POINTER) for name in ("residual", "out", "scratch")),
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
-        *((name, _SIZE) for name in ("rotated", "neighbours", "gelu")),
+        *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
+        *((name, _SIZE) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
         ("norms", NormRule),
     )
 
@@ -119,7 +142,10 @@ class StepLinears:
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """Weights of a layer; norms [hidden] bfloat16. `rotation`: which of the step's it takes."""
+    """Weights of a layer; norms [hidden] bfloat16. `rotation`: which of the step's it takes.
+
+    `delta`: linear attention's weights, whose inputs `qkv` makes; None = attention over heads.
+    """
 
     input_norm: Tensor
     qkv: StepLinear
@@ -131,12 +157,14 @@ class StepLayer:
     attention_output_norm: Tensor | None = None
     mlp_output_norm: Tensor | None = None
     rotation: int = 0
+    delta: CompiledDeltaRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (of the gate) multiples
-    of 16, `dim` of 32. `gelu`: gates are GELU's."""
+    of 16, `dim` of 32. `gelu`: gates are GELU's. `gated`: each query head has a gate behind it.
+    `delta`: of the layers with linear attention."""
 
     hidden: int
     inner: int
@@ -146,13 +174,18 @@ class StepSizes:
     epsilon: float
     norm_offset: float = 0.0
     gelu: bool = False
+    gated: bool = False
+    delta: DeltaSizes = DeltaSizes(0, 0, 0, 0, 0)
 
     @property
     def scratch(self) -> int:
         """Return how many numbers of scratch space a row needs."""
         attended = self.heads * self.dim
-        wide = max(attended + 2 * self.kv_heads * self.dim, 2 * self.inner)
-        return wide + max(attended, self.inner) + self.hidden
+        turned = attended + 2 * self.kv_heads * self.dim
+        gates = attended if self.gated else 0
+        wide = max(turned + gates, 2 * self.inner, self.delta.inputs)
+        narrow = max(attended, self.inner, self.delta.values)
+        return wide + narrow + self.hidden + (turned if self.gated else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,38 +201,54 @@ class StepTable:
 class StepInputs:
     """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
     one or two rotations in bfloat16, alike but for their numbers, positions [T] int64, a table per
-    layer group."""
+    layer group. With linear attention int64 [T]: the slot of each row's state, and 1 where a row is
+    a sequence's first."""
 
     residual: Tensor
     rotations: Sequence[Rotation]
     positions: Tensor
     tables: Sequence[StepTable]
+    slots: Tensor | None = None
+    begins: Tensor | None = None
 
 
 class StepPools:
     """The pool as the compiled step uses it: pointers to each layer's keys and values."""
 
-    def __init__(self, layers: Sequence[DecodeLayer], group_of: Sequence[int]) -> None:
-        """Take the layers, all of one shape, and in `group_of` the layer group of each."""
-        _, self.block_size, self.kv_heads, self.dim = layers[0].keys.shape
-        self._kept = tuple(layers)
-        pools = [
-            _StepPool(
+    def __init__(self, layers: Mapping[int, DecodeLayer], group_of: Sequence[int]) -> None:
+        """Take the layers that attend, all of one shape, by their index, and in `group_of` the
+        layer group of each layer."""
+        _, self.block_size, self.kv_heads, self.dim = next(iter(layers.values())).keys.shape
+        self._kept = dict(layers)
+        self.pointers = (_StepPool * len(group_of))()
+        for index, layer in layers.items():
+            self.pointers[index] = _StepPool(
                 layer.keys.data_ptr(), layer.values.data_ptr(),
                 None if layer.sinks is None else layer.sinks.data_ptr(),
                 *layer.keys.stride()[:3], *layer.values.stride()[:3],
-                layer.window, group, layer.scale, layer.softcap,
-            )
-            for layer, group in zip(layers, group_of, strict=True)
-        ]  # fmt: skip
-        self.pointers = (_StepPool * len(pools))(*pools)
+                layer.window, group_of[index], layer.scale, layer.softcap,
+            )  # fmt: skip
 
     @staticmethod
     def suit(layers: Sequence[DecodeLayer | None]) -> bool:
-        """Whether all layers are bfloat16 and of one shape, with keys as long as values."""
+        """Whether all layers that attend are bfloat16 and of one shape, with keys as long as
+        values."""
         shapes = {(x.keys.shape[1:], x.values.shape[1:]) for x in layers if x is not None}
         plain = all(x is not None and x.keys.dtype == torch.bfloat16 for x in layers)
         return plain and len(shapes) == 1 and all(keys == values for keys, values in shapes)
+
+
+class StepStates:
+    """The recurrent states as the compiled step uses them: pointers to each layer's part."""
+
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], num_layers: int) -> None:
+        """Take the convolution's inputs and the matrices of all slots, by the layer's index."""
+        self._kept = dict(layers)
+        self.pointers = (_StepState * num_layers)()
+        for index, (conv, matrices) in layers.items():
+            self.pointers[index] = _StepState(
+                conv.data_ptr(), matrices.data_ptr(), conv.stride(0), matrices.stride(0)
+            )
 
 
 class StepModel:
@@ -218,15 +267,20 @@ class StepModel:
         self._linears = [
             StepLinears((layer.qkv, layer.output, layer.gate_up, layer.down)) for layer in layers
         ]
-        self._layers = (_StepLayer * len(layers))(*map(self._pointers, layers, self._linears))
+        self._deltas = [_delta(layer.delta) for layer in layers]
+        self._layers = (_StepLayer * len(layers))(
+            *map(self._pointers, layers, self._linears, self._deltas)
+        )
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
-    def run(self, inputs: StepInputs, pools: StepPools) -> Tensor:
-        """Return the hidden states [T, hidden] after the final norm, and write the step's KV to the
-        pool.
+    def run(
+        self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
+    ) -> Tensor:
+        """Return the hidden states [T, hidden] after the final norm. Write the step's KV to the
+        pool, and advance `states`, which layers with linear attention need.
         """
-        sizes, residual = self.sizes, inputs.residual
+        sizes, residual, delta = self.sizes, inputs.residual, self.sizes.delta
         rows = residual.shape[0]
         assert (pools.kv_heads, pools.dim) == (sizes.kv_heads, sizes.dim)
         filled = [
@@ -245,19 +299,24 @@ class StepModel:
         scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
         args = _StepArgs(
             ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
+            None if states is None else ctypes.addressof(states.pointers),
             ctypes.addressof(tables), self._final_norm,
             (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
+            _pointer(inputs.slots), _pointer(inputs.begins),
             residual.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             len(self._layers), rows, sizes.hidden, sizes.inner,
             sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
-            first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu,
+            first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
+            delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps,
             NormRule(sizes.epsilon, sizes.norm_offset),
         )  # fmt: skip
         self._call(ctypes.byref(args))
         return out
 
     @staticmethod
-    def _pointers(layer: StepLayer, linears: StepLinears) -> _StepLayer:
+    def _pointers(
+        layer: StepLayer, linears: StepLinears, delta: _StepDelta | None
+    ) -> _StepLayer:
         norms = layer.head_norms
         return _StepLayer(
             layer.input_norm.data_ptr(),
@@ -268,7 +327,15 @@ class StepModel:
             _pointer(layer.mlp_output_norm),
             linears.array,
             layer.rotation,
+            None if delta is None else ctypes.addressof(delta),
         )
+
+
+def _delta(rule: CompiledDeltaRule | None) -> _StepDelta | None:
+    if rule is None:
+        return None
+    tensors = (rule.taps, rule.decay, rule.step_bias, rule.norm)
+    return _StepDelta(*(each.data_ptr() for each in tensors), rule.epsilon)
 
 
 def _pointer(weight: Tensor | None) -> int | None:

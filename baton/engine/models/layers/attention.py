@@ -67,12 +67,12 @@ class HeadAttention:
         gates: Tensor | None = None
         if self.gated:
             count = 2 * self.num_heads
-            gates = qkv[:, 1:count:2].sigmoid()
+            gates = qkv[:, 1:count:2]
             qkv = torch.cat((qkv[:, :count:2], qkv[:, count:]), dim=1)
         queries, keys, values = self.between.rotate(qkv, rotation, self.num_heads, self.head_norms)
         attended = batch.attend(self.layer, queries, keys, values)
         if gates is not None:
-            attended = attended * gates
+            attended = self.between.gate_heads(attended, gates)
         return self.output.summed(attended.flatten(1), groups, reduce)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
 from baton.engine.kernels.delta_rule import DeltaWeights
@@ -59,18 +60,26 @@ class DecoderLayer:
         return [*self.attention.projections, *self.mlp.projections]
 
     def step_layer(self) -> StepLayer | None:
-        """Return the layer in the form of the compiled step. None if the layer has latent, linear
-        or gated attention, or experts, or if the step does not support the format of a weight."""
+        """Return the layer in the form of the compiled step. None if the layer has latent
+        attention, linear attention that is not compiled, or experts, or if the step does not
+        support the format of a weight."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(mlp, Mlp) or not isinstance(attention, HeadAttention) or attention.gated:
+        if not isinstance(mlp, Mlp) or isinstance(attention, LatentAttention):
+            return None
+        head_norms, delta = None, None
+        if isinstance(attention, HeadAttention):
+            head_norms = attention.head_norms
+        elif isinstance(attention.rule, CompiledDeltaRule) and not attention.by_head:
+            delta = attention.rule
+        else:
             return None
         linears = step_linears([projection.linear for projection in self.projections])
         if linears is None:
             return None
         qkv, output, gate_up, down = linears
         return StepLayer(
-            self.input_norm, qkv, attention.head_norms, output, self.mlp_norm, gate_up, down,
-            self.attention_output_norm, self.mlp_output_norm, self.rotation,
+            self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down,
+            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.config import DecoderConfig, DeltaConfig, LayerNames
+from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig, LayerNames
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
@@ -60,6 +60,8 @@ class RandomWeights:
 
     def __call__(self, name: str) -> Tensor:
         shape = (RULE.value_dim,) if "attn.norm" in name else self.shapes[name.split(".")[-2]]
+        if ".experts." in name:
+            shape = (64, shape[1]) if shape[0] > shape[1] else (shape[0], 64)
         noise = torch.randn(*shape, generator=self.generator)
         return (noise / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + noise / 8).bfloat16()
 
@@ -103,6 +105,10 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
     if kind == "qwen 3.5":
         delta = DeltaConfig(RULE, frozenset((0, 2)), by_head=False)
         return replace(config, delta=delta, gated=True, norm_offset=1.0, rotated_dim=32)
+    if kind == "mixtures":
+        parts = ("gate_proj", "up_proj", "down_proj")
+        experts = ExpertsConfig(5, 2, 64, True, "mlp.", parts, frozenset((0, 2)))
+        return replace(config, experts=experts)
     return config
 
 
@@ -116,8 +122,9 @@ def decoder_of(
         {
             "embed_tokens": (config.vocab_size, hidden), "norm": (hidden,),
             "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-            "q_norm": (dim,), "k_norm": (dim,), "q_proj": (gates * queries, hidden), "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden), "o_proj": (hidden, queries), "gate_proj": (inner, hidden),
+            "q_norm": (dim,), "k_norm": (dim,), "q_proj": (gates * queries, hidden),
+            "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, queries),
+            "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden), "down_proj": (hidden, inner),
             "qkv_proj": (queries + 2 * kv, hidden), "gate_up_proj": (2 * inner, hidden),
             **dict.fromkeys(("pre_norm", "mlp_norm", "attention_norm"), (hidden,)),
@@ -125,7 +132,7 @@ def decoder_of(
             "linear_attn": (RULE.value_heads,), "conv1d": (RULE.channels, 1, RULE.taps),
             "in_proj_qkv": (RULE.channels, hidden), "in_proj_z": (RULE.values, hidden),
             **dict.fromkeys(("in_proj_a", "in_proj_b"), (RULE.value_heads, hidden)),
-            "out_proj": (hidden, RULE.values),
+            "out_proj": (hidden, RULE.values), "gate": (5, hidden),
         },
         plain_outputs,
         scheme,
@@ -219,12 +226,12 @@ def test_a_whole_step_is_its_layers_one_by_one(
     normed=st.booleans(),
     scheme=st.sampled_from([None, *SCHEMES]),
 )
-@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5"])
+@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", "mixtures"])
 def test_families_take_whole_steps(
     kind: str, starts: list[int], normed: bool, scheme: Scheme | None
 ) -> None:
     """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation, gated
-    heads and linear attention."""
+    heads and linear attention, mixtures of experts beside a dense layer."""
     if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
         return
     config = like(kind, replace(config_of(normed=normed, window=20), head_dim=64))

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.kernels.cpu import library
-from baton.engine.kernels.cpu.experts import ExpertKernels
-from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.kernels.cpu.experts import ChoiceKernel, ExpertKernels
+from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.kernels.cpu.step import ChoiceRule
 from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts, compiled_experts
 from baton.engine.models.layers.gates import SoftmaxGate
@@ -154,6 +155,40 @@ def test_a_layer_says_what_torch_says(cpu_kernels: CpuKernels) -> None:
     assert compiled_experts(layer, cpu_kernels)(hidden[:0], ()).shape == (0, HIDDEN)
 
 
+@settings(max_examples=50)
+@given(
+    rows=st.integers(0, 5),
+    experts=st.sampled_from([4, 31, 64, 200]),
+    per_token=st.integers(1, 4),
+    normalized=st.booleans(),
+    equal=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_rows_choose_as_softmax_and_topk_do(
+    rows: int, experts: int, per_token: int, normalized: bool, equal: bool, seed: int
+) -> None:
+    served = kernels()
+    if served is None:
+        return
+    logits = noise(rows, experts, seed=seed) * 30
+    logits = logits.round() if equal else logits  # many equals, or nearly none
+    rule = ChoiceRule(experts, per_token, normalized, 2.5)
+    weights, chosen = ChoiceKernel(served, rule)(logits)
+    order = logits.float().argsort(dim=1, descending=True, stable=True)[:, :per_token]
+    assert torch.equal(chosen, order), "of equals the first"
+    expected = logits.float().softmax(dim=1).gather(1, order)
+    if normalized:
+        expected = expected / expected.sum(dim=1, keepdim=True)
+    assert torch.allclose(weights.float(), 2.5 * expected, rtol=2**-7, atol=1e-30)
+
+
+def test_a_row_of_no_numbers_chooses_some_experts(cpu_kernels: CpuKernels) -> None:
+    logits = torch.full((1, 8), float("nan")).bfloat16()
+    weights, chosen = ChoiceKernel(cpu_kernels, ChoiceRule(8, 3, True))(logits)
+    assert chosen.tolist() == [[0, 1, 2]]
+    assert bool(weights.isnan().all())
+
+
 def test_other_formats_stay_as_they_are(cpu_kernels: CpuKernels) -> None:
     layer = mixture(cpu_kernels, None)
     first, *rest = layer.experts
@@ -176,7 +211,7 @@ def test_a_loaded_model_takes_them_together(cpu_kernels: CpuKernels, tmp_path: P
     path = save_random(tmp_path, "mixtral", num_local_experts=4, head_dim=32)
     ids = list(range(3, 40))
     with mock.patch.object(
-        ExpertKernels, "__call__", autospec=True, side_effect=ExpertKernels.__call__
+        ExpertKernels, "_run", autospec=True, side_effect=ExpertKernels._run
     ) as called:
         model = load(path, dtype="bfloat16")
         ours = Driver(model).logits(ids, range(8), [len(ids)])

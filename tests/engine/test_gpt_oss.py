@@ -184,7 +184,7 @@ def test_experts_run_in_one_compiled_call(cpu_kernels: CpuKernels, tmp_path: Pat
     path = save_gpt_oss(tmp_path, **WIDE)
     model = load(path, dtype="bfloat16")
     with mock.patch.object(
-        ExpertKernels, "__call__", autospec=True, side_effect=ExpertKernels.__call__
+        ExpertKernels, "_run", autospec=True, side_effect=ExpertKernels._run
     ) as called:
         ours = Driver(model).logits(PROMPT, range(8), [40, 1])
     assert called.call_count == 2 * len(model.info.layers)

@@ -139,4 +139,6 @@ def compile_step(
     )
     if config.delta is not None:
         sizes = replace(sizes, delta=config.delta.sizes)
+    for mixture in [layer.experts for layer in held if layer.experts is not None][:1]:
+        sizes = replace(sizes, choice=mixture.rule, expert_inner=mixture.inner)
     return CompiledStep(StepModel(between.kernels, held, final_norm, sizes), held)

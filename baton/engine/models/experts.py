@@ -33,10 +33,10 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import StepLinear
+from baton.engine.kernels.cpu.step import StepExperts, StepLinear
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.config import ClampedGate
-from baton.engine.models.layers.gates import ExpertGate
+from baton.engine.models.layers.gates import CompiledSoftmaxGate, ExpertGate
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
 from baton.engine.quantization.linear import Linear, W8A8Share
@@ -103,7 +103,8 @@ class Experts:
 
     `experts`: the experts of this rank; the first is number `first` of the whole mixture.
     `elsewhere`: other ranks hold further experts. `together`: a kernel that computes `_answers` in
-    one call, if there is one. `dispatch`: None = every rank has all rows.
+    one call, if there is one; `mix`: one that computes `own`. `dispatch`: None = every rank has
+    all rows.
     """
 
     gate: ExpertGate
@@ -114,6 +115,7 @@ class Experts:
     first: int = 0
     elsewhere: bool = False
     dispatch: ExpertDispatch | None = None
+    mix: Mix | None = None
 
     @property
     def projections(self) -> list[Projection]:
@@ -134,10 +136,23 @@ class Experts:
 
     def own(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See Mix: the weighted sum over those chosen experts that this rank holds."""
+        if self.mix is not None:
+            return self.mix(hidden, weights, chosen)
         answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
         if self.elsewhere:
             chosen = self._here(chosen)
         return (answer(hidden, chosen) * weights[..., None]).sum(dim=1)
+
+    def step_experts(self) -> StepExperts | None:
+        """Return the experts in the form of the compiled step; None if it does not support the
+        gate, the gating of an expert or a shared expert, or if other ranks have experts."""
+        gate, kernel = self.gate, self.together
+        if not isinstance(gate, CompiledSoftmaxGate) or not isinstance(kernel, ExpertKernels):
+            return None
+        if kernel.clamped is not None or self.shared is not None or self.dispatch is not None:
+            return None
+        router = StepLinear(gate.product.panels, None)
+        return StepExperts(router, kernel.gate_ups, kernel.downs, kernel.inner, gate.choice.rule)
 
     def answer_others(self, hidden: Tensor, per_token: int) -> None:
         """Take part in a `dispatch` in which only other ranks have rows. hidden: [0, H]."""
@@ -210,7 +225,9 @@ def compiled_experts(layer: Experts, kernels: CpuKernels) -> Experts:
     gating = layer.experts[0].clamped
     clamped = None if gating is None else (gating.limit, gating.alpha)
     kernel = ExpertKernels(kernels, gate_ups, downs, inner, clamped)
-    return replace(layer, together=kernel.some if layer.elsewhere else kernel)
+    if layer.elsewhere:
+        return replace(layer, together=kernel.some)
+    return replace(layer, together=kernel, mix=kernel.summed)
 
 
 def _alike(linears: Sequence[StepLinear]) -> bool:

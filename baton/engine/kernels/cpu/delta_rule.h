@@ -20,13 +20,6 @@ namespace baton {
 constexpr int64_t kTokens = 32;  // of a chunk
 constexpr int kFewTaps = 4;      // of the convolution: all models have so many
 
-inline float widened(bf16 number) {
-  const uint32_t bits = static_cast<uint32_t>(number) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // The upper half of a float32 that is exact in bfloat16.
 inline bf16 narrowed(float value) {
   uint32_t bits;

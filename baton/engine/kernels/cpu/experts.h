@@ -1,6 +1,7 @@
-// A mixture's experts over rows: what each choice of each row says, in one call.
+// A mixture's experts over rows, in one call: what each choice of each row says, or the weighted sum
+// of a row's choices.
 //
-//   gather, sorted by expert | gate, up | gate | down, back to (row, choice)
+//   gather, sorted by expert | gate, up | gate | down | back to (row, choice), or to the row
 //
 // A phase's units are those of linear.h, quantized.h and w8a8.h by the experts met, one after the
 // other: a thread that is through with an expert goes on with the next. A choice's numbers are those
@@ -8,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -23,7 +25,8 @@ struct ExpertsArgs {
   const StepLinear* downs;
   const bf16* x;          // [rows, hidden]
   const int64_t* chosen;  // [rows, per_token]
-  bf16* y;                // [rows, per_token, hidden]
+  const bf16* weights;    // [rows, per_token], or null
+  bf16* y;                // [rows, per_token, hidden]; with weights [rows, hidden]
   bf16* scratch;          // [rows * per_token, 2 * hidden + 3 * inner]
   int64_t rows, hidden, inner, per_token;
   float limit, alpha;  // clamped_part's; alpha 0: SwiGLU
@@ -41,13 +44,54 @@ inline void clamped_part(const ExpertsArgs& a, const bf16* gate, const bf16* up,
   }
 }
 
+// Which experts rows choose: those of the greatest logits, the first one of equals, weighted by the
+// softmax over all experts, or (`normalized`) over the chosen ones.
+struct ChoiceArgs {
+  const bf16* logits;  // [rows, experts]
+  bf16* weights;       // [rows, per_token], the greatest first
+  int64_t* chosen;     // [rows, per_token]
+  int64_t rows, experts, per_token, normalized;
+  float scaling;
+};
+
+inline void choose_experts(const ChoiceArgs& a) {
+  std::vector<float> logits(a.experts);
+  std::vector<char> taken(a.experts);
+  for (int64_t row = 0; row < a.rows; ++row) {
+    for (int64_t i = 0; i < a.experts; ++i) logits[i] = widened(a.logits[row * a.experts + i]);
+    std::fill(taken.begin(), taken.end(), 0);
+    int64_t* chosen = a.chosen + row * a.per_token;
+    for (int64_t k = 0; k < a.per_token; ++k) {
+      int64_t best = -1;  // of a row of NaN the first ones
+      for (int64_t i = 0; i < a.experts; ++i)
+        if (!taken[i] && (best < 0 || logits[i] > logits[best])) best = i;
+      taken[best] = 1;
+      chosen[k] = best;
+    }
+    const float most = logits[chosen[0]];
+    float sum = 0.0f;
+    if (a.normalized)
+      for (int64_t k = 0; k < a.per_token; ++k) sum += std::exp(logits[chosen[k]] - most);
+    else
+      for (const float logit : logits) sum += std::exp(logit - most);
+    for (int64_t k = 0; k < a.per_token; ++k)
+      store_rounded(a.weights + row * a.per_token + k,
+                    broadcast(std::exp(logits[chosen[k]] - most) / sum * a.scaling), lanes_of(1));
+  }
+}
+
 class Mixture {
  public:
+  // Reads nothing of the rows yet.
   explicit Mixture(const ExpertsArgs& args)
       : a_(args), choices_(a_.rows * a_.per_token), gathered_(a_.scratch),
         wide_(gathered_ + choices_ * a_.hidden), narrow_(wide_ + choices_ * 2 * a_.inner),
-        sorted_(narrow_ + choices_ * a_.inner), order_(choices_),
-        integers_(choices_, std::max(a_.hidden, a_.inner)) {
+        sorted_(narrow_ + choices_ * a_.inner), order_(choices_), places_(choices_),
+        integers_(choices_, std::max(a_.hidden, a_.inner)) {}
+
+  // Before run, by one thread.
+  void sort() {
+    met_.clear();
     std::iota(order_.begin(), order_.end(), 0);
     std::stable_sort(order_.begin(), order_.end(), [&](int64_t one, int64_t other) {
       return a_.chosen[one] < a_.chosen[other];
@@ -56,22 +100,25 @@ class Mixture {
       const int64_t expert = a_.chosen[order_[at]];
       if (met_.empty() || met_.back().expert != expert) met_.push_back({expert, at, at});
       met_.back().until = at + 1;
+      places_[order_[at]] = at;
     }
   }
 
-  // What each thread of a team runs.
-  void run(Team::Member& me) {
+  // What each thread of a team runs, by experts' weights like those of the arguments.
+  void run(Team::Member& me, const StepLinear* gate_ups, const StepLinear* downs,
+           Coming coming = {}) {
     me.share(choices_, [&](int64_t at, int64_t) {
       std::copy_n(a_.x + order_[at] / a_.per_token * a_.hidden, a_.hidden,
                   gathered_ + at * a_.hidden);
     });
-    multiply(me, a_.gate_ups, {gathered_, nullptr, nullptr, wide_, choices_, a_.hidden,
-                               2 * a_.inner});
+    multiply(me, gate_ups, {gathered_, nullptr, nullptr, wide_, choices_, a_.hidden,
+                            2 * a_.inner});
     if (a_.alpha == 0.0f)
       share_gated(me, wide_, narrow_, choices_, a_.inner);
     else
       share_clamped(me);
-    multiply(me, a_.downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
+    multiply(me, downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
+    if (a_.weights != nullptr) return sum_choices(me, coming);
     me.share(choices_, [&](int64_t at, int64_t) {
       std::copy_n(sorted_ + at * a_.hidden, a_.hidden, a_.y + order_[at] * a_.hidden);
     });
@@ -88,6 +135,25 @@ class Mixture {
     const StepLinear* by;
     int64_t from, until, index;
   };
+
+  // In the order of a row's choices, rounded once.
+  void sum_choices(Team::Member& me, Coming coming) {
+    constexpr int64_t part = 512;  // numbers
+    const int64_t parts = (a_.hidden + part - 1) / part;
+    const auto work = [&](int64_t unit, int64_t) {
+      const int64_t row = unit / parts, from = unit % parts * part;
+      const bf16* weights = a_.weights + row * a_.per_token;
+      for (int64_t i = from; i < std::min(a_.hidden, from + part); i += 16) {
+        Floats sum = broadcast(0.0f);
+        for (int64_t k = 0; k < a_.per_token; ++k)
+          sum = multiply_add(broadcast(widened(weights[k])),
+                             load_wide(sorted_ + places_[row * a_.per_token + k] * a_.hidden + i),
+                             sum);
+        store_rounded(a_.y + row * a_.hidden + i, sum);
+      }
+    };
+    me.share(a_.rows * parts, work, coming);
+  }
 
   void share_clamped(Team::Member& me) {
     constexpr int64_t part = 512;  // numbers
@@ -151,15 +217,16 @@ class Mixture {
   const ExpertsArgs& a_;
   const int64_t choices_;
   bf16 *const gathered_, *const wide_, *const narrow_, *const sorted_;
-  std::vector<int64_t> order_;  // choices by expert
+  std::vector<int64_t> order_, places_;  // choices by expert, and where each of them is
   std::vector<Met> met_;
   IntegerProducts integers_;
 };
 
 inline void mix_experts(const ExpertsArgs& args) {
   Mixture mixture(args);
+  mixture.sort();
   in_team(worth(args.rows * args.per_token * args.hidden * args.inner),
-          [&](Team::Member& me) { mixture.run(me); });
+          [&](Team::Member& me) { mixture.run(me, args.gate_ups, args.downs); });
 }
 
 }  // namespace baton

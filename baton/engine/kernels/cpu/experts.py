@@ -1,7 +1,7 @@
-"""The experts of a mixture layer in one compiled call (experts.h): their weights, and the call.
+"""The experts of a mixture layer in one compiled call (experts.h): their weights, and the call;
+and the choice of experts in another.
 
-Not here: which mixture layers use it, which experts a row chooses, and how their results are mixed
-(models/experts.py).
+Not here: which mixture layers use them (models/experts.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import StepLinear, StepLinears
+from baton.engine.kernels.cpu.step import ChoiceRule, StepLinear, StepLinears
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -23,10 +23,45 @@ class _ExpertsArgs(ctypes.Structure):
     """ExpertsArgs of experts.h."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("gate_ups", "downs", "x", "chosen", "y", "scratch")),
+        *((name, _POINTER) for name in ("gate_ups", "downs", "x", "chosen", "weights")),
+        *((name, _POINTER) for name in ("y", "scratch")),
         *((name, _SIZE) for name in ("rows", "hidden", "inner", "per_token")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
+
+
+class _ChoiceArgs(ctypes.Structure):
+    """ChoiceArgs of experts.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "weights", "chosen")),
+        *((name, _SIZE) for name in ("rows", "experts", "per_token", "normalized")),
+        ("scaling", ctypes.c_float),
+    )
+
+
+class ChoiceKernel:
+    """A softmax gate's choice of experts, in one call. Safe from any thread."""
+
+    def __init__(self, kernels: CpuKernels, rule: ChoiceRule) -> None:
+        self.rule = rule
+        self._call = kernels.library.baton_choose_experts
+        self._call.restype = None
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights [T, K] bfloat16 and the numbers [T, K] int64 of the experts of
+        greatest logits [T, E] bfloat16, the greatest first; of equals the first one goes first.
+        """
+        rule, logits = self.rule, logits.contiguous()
+        rows = logits.shape[0]
+        weights = torch.empty(rows, rule.per_token, dtype=torch.bfloat16)
+        chosen = torch.empty(rows, rule.per_token, dtype=torch.int64)
+        args = _ChoiceArgs(
+            logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), rows, rule.experts,
+            rule.per_token, rule.normalized, rule.scaling,
+        )  # fmt: skip
+        self._call(ctypes.byref(args))
+        return weights, chosen
 
 
 class ExpertKernels:
@@ -45,9 +80,9 @@ class ExpertKernels:
         All gate_ups have one format, and so have all downs. H and inner are multiples of 16.
         `clamped`: limit and alpha of the gating where it is not SwiGLU.
         """
-        self._gate_ups, self._downs = StepLinears(gate_ups), StepLinears(downs)
-        self._inner, self._count = inner, len(gate_ups)
-        self._clamped = clamped or (0.0, 0.0)
+        self.gate_ups, self.downs = StepLinears(gate_ups), StepLinears(downs)
+        self.inner, self._count = inner, len(gate_ups)
+        self.clamped = clamped
         self._call = kernels.library.baton_experts
         self._call.restype = None
 
@@ -56,16 +91,29 @@ class ExpertKernels:
 
         hidden is [T, H] bfloat16, chosen [T, K] int64: the experts that each row has chosen.
         """
+        y = torch.empty(*chosen.shape, hidden.shape[1], dtype=torch.bfloat16)
+        self._run(hidden, chosen, None, y)
+        return y
+
+    def summed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return each row's results, weighted and summed in the order of its choices, [T, H].
+
+        weights is [T, K] bfloat16; the others are as in __call__.
+        """
+        y = torch.empty(hidden.shape, dtype=torch.bfloat16)
+        self._run(hidden, chosen, weights.contiguous(), y)
+        return y
+
+    def _run(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, y: Tensor) -> None:
         hidden, chosen = hidden.contiguous(), chosen.contiguous()
         (rows, size), per_token = hidden.shape, chosen.shape[1]
-        y = torch.empty(rows, per_token, size, dtype=torch.bfloat16)
-        room = torch.empty(rows * per_token * (2 * size + 3 * self._inner), dtype=torch.bfloat16)
+        room = torch.empty(rows * per_token * (2 * size + 3 * self.inner), dtype=torch.bfloat16)
         args = _ExpertsArgs(
-            self._gate_ups.address, self._downs.address, hidden.data_ptr(), chosen.data_ptr(),
-            y.data_ptr(), room.data_ptr(), rows, size, self._inner, per_token, *self._clamped,
+            self.gate_ups.address, self.downs.address, hidden.data_ptr(), chosen.data_ptr(),
+            None if weights is None else weights.data_ptr(), y.data_ptr(), room.data_ptr(),
+            rows, size, self.inner, per_token, *(self.clamped or (0.0, 0.0)),
         )  # fmt: skip
         self._call(ctypes.byref(args))
-        return y
 
     def some(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """As __call__, with zeros for choices that are none of these experts: their number or more.

@@ -58,6 +58,8 @@ void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64
 
 void baton_w8a8_linear(const baton::W8A8Args* args) { baton::w8a8_linear(*args); }
 
+void baton_choose_experts(const baton::ChoiceArgs* args) { baton::choose_experts(*args); }
+
 void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }
 
 void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }

@@ -4,7 +4,8 @@
 //   norm | qkv | rotate, store, attend | output | norm | gate, up | gate | down       x layers, norm
 //
 // Gated attention has a phase more: what heads attended to, by their gates. In a layer with linear
-// attention the delta rule over the sequences' states takes the place of heads.
+// attention the delta rule over the sequences' states takes the place of heads. In a mixture the
+// products behind the second norm are a router's, and those of the experts that rows choose.
 //
 // The phases are the other headers' own functions over the same units: a step's numbers are those
 // of their calls one by one, bit for bit. What is constant lies in StepLayer (the model's) and
@@ -19,6 +20,7 @@
 #include "attention_tasks.h"
 #include "delta_args.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "step_integers.h"
 #include "team.h"
@@ -38,6 +40,8 @@ struct StepLayer {
   StepLinear qkv, output, gate_up, down;
   int64_t rotation;        // which of StepArgs' it takes
   const StepDelta* delta;  // of a layer with linear attention: `qkv` makes its inputs
+  // Of a mixture, without `gate_up` and `down`: see ChoiceArgs and ExpertsArgs; else null.
+  const StepLinear *router, *expert_gate_ups, *expert_downs;
 };
 
 // cos, sin [rows, rotated / 2].
@@ -81,9 +85,12 @@ struct StepArgs {
   // [rows, widest product + widest input of one + hidden], and, if heads are gated, [rows, qkv
   // without gates].
   bf16* scratch;
+  bf16* expert_scratch;  // ExpertsArgs', or null without mixtures
   int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;
   int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
   int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
+  int64_t experts, per_token, expert_inner, normalized;          // of mixtures, or 0
+  float scaling;
   NormRule norms;
 };
 
@@ -93,11 +100,15 @@ class Step {
       : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim),
         qkv_((a_.gated ? a_.heads * a_.dim : 0) + width_), values_(a_.value_heads * a_.value_dim),
         inputs_(2 * (a_.key_heads * a_.key_dim + values_ + a_.value_heads)), wide_(a_.scratch),
-        narrow_(wide_ + a_.rows * std::max({qkv_, inputs_, 2 * a_.inner})),
+        narrow_(wide_ + a_.rows * std::max({qkv_, inputs_, 2 * a_.inner, a_.experts})),
         delta_(narrow_ + a_.rows * std::max({a_.heads * a_.dim, values_, a_.inner})),
         turned_(a_.gated ? delta_ + a_.rows * a_.hidden : wide_), rows_(a_.rows),
         tokens_(a_.rows), ones_(a_.rows, 1), team_(threads),
-        integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, values_, a_.inner})) {
+        integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, values_, a_.inner})),
+        chosen_(a_.rows * a_.per_token), weights_(a_.rows * a_.per_token),
+        experts_{nullptr, nullptr, a_.out, chosen_.data(), weights_.data(), delta_,
+                 a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.per_token, 0.0f, 0.0f},
+        mixture_(experts_) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
@@ -139,8 +150,13 @@ class Step {
         attend(me, index, own.data(), coming(me, output));
       }
       multiply(me, output);
-      norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming(me, gate_up));
+      const Delta attended{delta_, layer.attention_output_norm};
       delta = {delta_, layer.mlp_output_norm};
+      if (layer.router != nullptr) {
+        mix(me, attended, layer);
+        continue;
+      }
+      norm(me, attended, layer.mlp_norm, coming(me, gate_up));
       multiply(me, gate_up);
       gate(me, coming(me, down));
       multiply(me, down);
@@ -185,6 +201,19 @@ class Step {
       args.y += by->outputs;
       if (args.bias != nullptr) args.bias += by->outputs;
     }
+  }
+
+  // Norm, router, choice, experts.
+  void mix(Team::Member& me, Delta attended, const StepLayer& layer) {
+    const Product router{*layer.router, a_.out, wide_, a_.hidden, a_.experts};
+    norm(me, attended, layer.mlp_norm, coming(me, router));
+    multiply(me, router);
+    me.share(1, [&](int64_t, int64_t) {
+      choose_experts({wide_, weights_.data(), chosen_.data(), a_.rows, a_.experts, a_.per_token,
+                      a_.normalized, a_.scaling});
+      mixture_.sort();
+    });
+    mixture_.run(me, layer.expert_gate_ups, layer.expert_downs);
   }
 
   // The panel that this thread multiplies first.
@@ -325,6 +354,10 @@ class Step {
   std::deque<DecodeTasks> tasks_;  // by window
   Running* states_;
   IntegerProducts integers_;
+  std::vector<int64_t> chosen_;  // of a mixture's rows, with their weights
+  std::vector<bf16> weights_;
+  const ExpertsArgs experts_;
+  Mixture mixture_;
 };
 
 inline void decode_step(const StepArgs& args) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class _StepLayer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_output_norm", "mlp_output_norm")),
         ("linears", _StepLinear * 4),  # qkv, output, gate_up, down
         ("rotation", _SIZE),
-        ("delta", _POINTER),
+        *((name, _POINTER) for name in ("delta", "router", "expert_gate_ups", "expert_downs")),
     )
 
 
@@ -100,11 +101,13 @@ class _StepArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "pools", "states", "tables", "final_norm")),
         ("rotations", _StepRotation * 2),
         *((name, _POINTER) for name in ("positions", "slots", "begins")),
-        *((name, _POINTER) for name in ("residual", "out", "scratch")),
+        *((name, _POINTER) for name in ("residual", "out", "scratch", "expert_scratch")),
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
         *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
         *((name, _SIZE) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
+        *((name, _SIZE) for name in ("experts", "per_token", "expert_inner", "normalized")),
+        ("scaling", ctypes.c_float),
         ("norms", NormRule),
     )
 
@@ -119,6 +122,9 @@ class StepLinear:
 
     weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...]
     bias: Tensor | None
+
+
+NONE: Final = StepLinear((), None)  # where a layer has no such product
 
 
 class StepLinears:
@@ -141,10 +147,34 @@ class StepLinears:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceRule:
+    """How a mixture's rows choose experts by the softmax of a router's logits: the numbers of
+    models/layers/gates.py's SoftmaxGate, without groups."""
+
+    experts: int
+    per_token: int
+    normalized: bool
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepExperts:
+    """A mixture's weights: the router's product, and what ExpertKernels hold. `inner`: of an
+    expert."""
+
+    router: StepLinear
+    gate_ups: StepLinears
+    downs: StepLinears
+    inner: int
+    rule: ChoiceRule
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayer:
     """Weights of a layer; norms [hidden] bfloat16. `rotation`: which of the step's it takes.
 
     `delta`: linear attention's weights, whose inputs `qkv` makes; None = attention over heads.
+    `gate_up` and `down` are None in a mixture, which has `experts`.
     """
 
     input_norm: Tensor
@@ -152,19 +182,24 @@ class StepLayer:
     head_norms: HeadNorms | None
     output: StepLinear
     mlp_norm: Tensor
-    gate_up: StepLinear
-    down: StepLinear
+    gate_up: StepLinear | None
+    down: StepLinear | None
     attention_output_norm: Tensor | None = None
     mlp_output_norm: Tensor | None = None
     rotation: int = 0
     delta: CompiledDeltaRule | None = None
+    experts: StepExperts | None = None
+
+
+NO_DELTA: Final = DeltaSizes(0, 0, 0, 0, 0)
+NO_CHOICE: Final = ChoiceRule(0, 0, normalized=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (of the gate) multiples
     of 16, `dim` of 32. `gelu`: gates are GELU's. `gated`: each query head has a gate behind it.
-    `delta`: of the layers with linear attention."""
+    `delta`: of the layers with linear attention. `choice`, `expert_inner`: of mixtures."""
 
     hidden: int
     inner: int
@@ -175,7 +210,9 @@ class StepSizes:
     norm_offset: float = 0.0
     gelu: bool = False
     gated: bool = False
-    delta: DeltaSizes = DeltaSizes(0, 0, 0, 0, 0)
+    delta: DeltaSizes = NO_DELTA
+    choice: ChoiceRule = NO_CHOICE
+    expert_inner: int = 0
 
     @property
     def scratch(self) -> int:
@@ -183,9 +220,14 @@ class StepSizes:
         attended = self.heads * self.dim
         turned = attended + 2 * self.kv_heads * self.dim
         gates = attended if self.gated else 0
-        wide = max(turned + gates, 2 * self.inner, self.delta.inputs)
+        wide = max(turned + gates, 2 * self.inner, self.delta.inputs, self.choice.experts)
         narrow = max(attended, self.inner, self.delta.values)
         return wide + narrow + self.hidden + (turned if self.gated else 0)
+
+    @property
+    def expert_scratch(self) -> int:
+        """Return how many numbers of scratch space the experts of a row need."""
+        return self.choice.per_token * (2 * self.hidden + 3 * self.expert_inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,22 +307,26 @@ class StepModel:
         self._kept = (tuple(layers), final_norm)
         self._final_norm = final_norm.data_ptr()
         self._linears = [
-            StepLinears((layer.qkv, layer.output, layer.gate_up, layer.down)) for layer in layers
+            StepLinears((layer.qkv, layer.output, layer.gate_up or NONE, layer.down or NONE))
+            for layer in layers
+        ]
+        self._routers = [
+            StepLinears(() if layer.experts is None else (layer.experts.router,))
+            for layer in layers
         ]
         self._deltas = [_delta(layer.delta) for layer in layers]
         self._layers = (_StepLayer * len(layers))(
-            *map(self._pointers, layers, self._linears, self._deltas)
+            *map(self._pointers, layers, self._linears, self._deltas, self._routers)
         )
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
-    def run(
-        self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
-    ) -> Tensor:
+    def run(self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None) -> Tensor:
         """Return the hidden states [T, hidden] after the final norm. Write the step's KV to the
         pool, and advance `states`, which layers with linear attention need.
         """
-        sizes, residual, delta = self.sizes, inputs.residual, self.sizes.delta
+        sizes, residual = self.sizes, inputs.residual
+        delta, choice = sizes.delta, sizes.choice
         rows = residual.shape[0]
         assert (pools.kv_heads, pools.dim) == (sizes.kv_heads, sizes.dim)
         filled = [
@@ -297,17 +343,19 @@ class StepModel:
         first = inputs.rotations[0]
         out = torch.empty_like(residual)
         scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
+        of_experts = torch.empty(rows * sizes.expert_scratch, dtype=torch.bfloat16)
         args = _StepArgs(
             ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
             None if states is None else ctypes.addressof(states.pointers),
             ctypes.addressof(tables), self._final_norm,
             (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
             _pointer(inputs.slots), _pointer(inputs.begins),
-            residual.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+            residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), of_experts.data_ptr(),
             len(self._layers), rows, sizes.hidden, sizes.inner,
             sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
             first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps,
+            choice.experts, choice.per_token, sizes.expert_inner, choice.normalized, choice.scaling,
             NormRule(sizes.epsilon, sizes.norm_offset),
         )  # fmt: skip
         self._call(ctypes.byref(args))
@@ -315,9 +363,9 @@ class StepModel:
 
     @staticmethod
     def _pointers(
-        layer: StepLayer, linears: StepLinears, delta: _StepDelta | None
+        layer: StepLayer, linears: StepLinears, delta: _StepDelta | None, router: StepLinears
     ) -> _StepLayer:
-        norms = layer.head_norms
+        norms, experts = layer.head_norms, layer.experts
         return _StepLayer(
             layer.input_norm.data_ptr(),
             layer.mlp_norm.data_ptr(),
@@ -328,6 +376,9 @@ class StepModel:
             linears.array,
             layer.rotation,
             None if delta is None else ctypes.addressof(delta),
+            *(None, None, None)
+            if experts is None
+            else (router.address, experts.gate_ups.address, experts.downs.address),
         )
 
 
@@ -346,7 +397,7 @@ def _integers(
     weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...],
 ) -> ctypes.Array[_StepIntegers] | None:
     """The parts of a product, each of which points to the one behind it."""
-    if isinstance(weights, Tensor):
+    if isinstance(weights, Tensor) or weights == ():
         return None
     if isinstance(weights, PackedInt8):
         panels, outputs = weights.panels.data_ptr(), weights.scales.shape[0]

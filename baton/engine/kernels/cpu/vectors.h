@@ -28,6 +28,13 @@ namespace baton {
 using bf16 = uint16_t;   // the upper half of a float32
 using Lanes = uint16_t;
 
+inline float widened(bf16 number) {
+  const uint32_t bits = static_cast<uint32_t>(number) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // Heads [first, last).
 struct HeadRange {
   int64_t first, last;

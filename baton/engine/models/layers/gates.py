@@ -20,6 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.kernels.cpu.experts import ChoiceKernel
+from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.kernels.cpu.step import ChoiceRule
+from baton.engine.quantization.linear import PanelLinear
+
 
 class ExpertGate(Protocol):
     """Chooses experts for tokens. E = experts, H = hidden size."""
@@ -30,8 +35,8 @@ class ExpertGate(Protocol):
         ...
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for hidden [T, H]. Return their weights [T, per_token] float32 and their
-        numbers [T, per_token] int64."""
+        """Choose experts for hidden [T, H]. Return their weights [T, per_token], in float32 or as
+        hidden, and their numbers [T, per_token] int64."""
         ...
 
 
@@ -73,6 +78,31 @@ class SoftmaxGate:
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return (weights if self.scaling == 1.0 else weights * self.scaling), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSoftmaxGate:
+    """A SoftmaxGate without groups in two compiled calls: bfloat16, on a CPU. Of equal logits the
+    first expert goes first; its weights are rounded to bfloat16."""
+
+    router: Tensor
+    product: PanelLinear  # [H] -> [E]
+    choice: ChoiceKernel
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See ExpertGate."""
+        return self.choice(self.product(hidden))
+
+
+def compiled_gate(gate: SoftmaxGate, kernels: CpuKernels) -> SoftmaxGate | CompiledSoftmaxGate:
+    """Return `gate` in compiled calls; `gate` itself if it has groups or another dtype."""
+    router = gate.router
+    count, inputs = router.shape
+    if gate.groups is not None or router.dtype != torch.bfloat16 or inputs % 2:
+        return gate
+    rule = ChoiceRule(count, gate.per_token, gate.normalized, gate.scaling)
+    product = PanelLinear(kernels, router, None)
+    return CompiledSoftmaxGate(router, product, ChoiceKernel(kernels, rule))
 
 
 @dataclass(frozen=True, slots=True)

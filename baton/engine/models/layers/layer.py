@@ -30,6 +30,7 @@ from baton.engine.models.layers.gates import (
     ExpertGroups,
     SigmoidGate,
     SoftmaxGate,
+    compiled_gate,
 )
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.mla import absorb
@@ -61,25 +62,31 @@ class DecoderLayer:
 
     def step_layer(self) -> StepLayer | None:
         """Return the layer in the form of the compiled step. None if the layer has latent
-        attention, linear attention that is not compiled, or experts, or if the step does not
-        support the format of a weight."""
+        attention, linear attention that is not compiled, or experts that the step does not support,
+        or if the step does not support the format of a weight."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(mlp, Mlp) or isinstance(attention, LatentAttention):
+        if isinstance(attention, LatentAttention):
             return None
-        head_norms, delta = None, None
+        head_norms, delta, experts = None, None, None
         if isinstance(attention, HeadAttention):
             head_norms = attention.head_norms
         elif isinstance(attention.rule, CompiledDeltaRule) and not attention.by_head:
             delta = attention.rule
         else:
             return None
-        linears = step_linears([projection.linear for projection in self.projections])
+        products = attention.projections
+        if isinstance(mlp, Mlp):
+            products += mlp.projections
+        elif (experts := mlp.step_experts()) is None:
+            return None
+        linears = step_linears([projection.linear for projection in products])
         if linears is None:
             return None
-        qkv, output, gate_up, down = linears
+        qkv, output, *dense = linears
+        gate_up, down = dense or (None, None)
         return StepLayer(
             self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down,
-            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta,
+            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta, experts,
         )  # fmt: skip
 
 
@@ -252,7 +259,10 @@ class LayerBuilder:
         groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
         per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
         if not gate.sigmoid:
-            return SoftmaxGate(router, per_token, normalized, groups, scaling)
+            softmax = SoftmaxGate(router, per_token, normalized, groups, scaling)
+            if self.fixed_shapes or not isinstance(self.between, CompiledElementwise):
+                return softmax
+            return compiled_gate(softmax, self.between.kernels)
         bias = self.read(prefix + "e_score_correction_bias")
         return SigmoidGate(router, bias, per_token, normalized, groups, scaling)
 

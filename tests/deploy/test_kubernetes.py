@@ -150,8 +150,15 @@ def test_helm_lint(name: str) -> None:
             "monitoring.certificate",
         ),
         ({"model": {"hub": "a/b"}, "nodes": {"workload": "DaemonSet"}}, "/nodes/workload"),
+        (
+            {
+                "model": {"hub": "a/b"},
+                "decode": {"deletionCost": True, "workload": "StatefulSet"},
+            },
+            "deletionCost of decode: a StatefulSet removes its pods in an order of its own",
+        ),
     ],
-    ids=["no-model", "two-models", "misspelt", "no-secret", "no-certificate", "workload"],
+    ids=["no-model", "two-models", "misspelt", "no-secret", "no-certificate", "workload", "cost"],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(values: Json, text: str, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))

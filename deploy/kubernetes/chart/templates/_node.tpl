@@ -1,5 +1,8 @@
 {{/* The pods of a node's role. */}}
 {{- define "baton.node.template" -}}
+{{- if and .node.deletionCost (ne (include "baton.workload" .) "Deployment") -}}
+{{- fail (printf "deletionCost of %s: a %s removes its pods in an order of its own" .role (include "baton.workload" .)) -}}
+{{- end -}}
 metadata:
   labels:
     {{- include "baton.selector" . | nindent 4 }}
@@ -23,6 +26,11 @@ spec:
         - name: BATON_NODE_ID
           valueFrom:
             fieldRef: {fieldPath: metadata.name}
+        {{- if .node.deletionCost }}
+        - name: BATON_POD_NAME
+          valueFrom:
+            fieldRef: {fieldPath: metadata.name}
+        {{- end }}
         - name: BATON_ADVERTISE_HOST
         {{- if eq (include "baton.workload" .) "StatefulSet" }}
           value: $(BATON_NODE_ID).{{ include "baton.name" .root }}-{{ .role }}.{{ .root.Release.Namespace }}.svc
@@ -49,10 +57,22 @@ spec:
         {{- include "baton.mounts" . | nindent 8 }}
         - {name: cache, mountPath: /var/cache/baton}
         - {name: shm, mountPath: /dev/shm}
+        {{- if .node.deletionCost }}
+        - {name: account, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+        {{- end }}
   volumes:
     {{- include "baton.volumes" . | nindent 4 }}
     - name: cache
       emptyDir: {sizeLimit: 4Gi}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ .node.sharedMemory }}}
+    {{- if .node.deletionCost }}
+    - name: account # the node's container alone has it, not the one that fetches the model
+      projected:
+        defaultMode: 0440
+        sources:
+          - serviceAccountToken: {path: token, expirationSeconds: 3600}
+          - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+          - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+    {{- end }}
 {{- end -}}

@@ -20,8 +20,9 @@ from tests.deploy.rendered_chart import (
     role_of,
 )
 
+NODES = ("prefill", "decode", "encode")
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
-WITH_COSTS = "monitoring keda"  # whose nodes keep their pods' deletion cost
+WITH_COSTS = "images monitoring keda"  # whose nodes keep their pods' deletion cost
 
 
 def account_volumes(pod: Json) -> list[Json]:
@@ -37,7 +38,7 @@ def test_pods_have_no_right_and_no_token_unless_they_keep_a_cost(name: str) -> N
         for subject in binding["subjects"]
     }
     for role, pod in pods(objects):
-        keeps = name == WITH_COSTS and role in ("prefill", "decode")
+        keeps = "keda" in name and role in NODES
         assert pod["spec"]["automountServiceAccountToken"] is False
         assert (pod["spec"]["serviceAccountName"] in allowed) == keeps, role
         assert bool(account_volumes(pod)) == keeps, role
@@ -95,4 +96,4 @@ def test_nodes_that_keep_a_cost_may_reach_an_api_server() -> None:
     }
     for role, egress in policies.items():
         ports = {port["port"] for rule in egress for port in rule["ports"]}
-        assert ({443, 6443} <= ports) == (role in ("prefill", "decode")), role
+        assert ({443, 6443} <= ports) == (role in NODES), role

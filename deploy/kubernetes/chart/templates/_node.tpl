@@ -26,6 +26,11 @@ spec:
         - name: BATON_NODE_ID
           valueFrom:
             fieldRef: {fieldPath: metadata.name}
+        {{- $ranks := int (include "baton.node.ranks" .) }}
+        {{- if gt $ranks 1 }}
+        - {name: BATON_KV_PORT, value: {{ add 50061 $ranks | quote }}} # behind the ranks' own
+        - {name: BATON_KV_STREAM_PORT, value: {{ add 50061 (mul 2 $ranks) | quote }}}
+        {{- end }}
         {{- if .node.deletionCost }}
         - name: BATON_POD_NAME
           valueFrom:
@@ -39,14 +44,9 @@ spec:
             fieldRef: {fieldPath: status.podIP}
         {{- end }}
       ports:
-        - {name: node, containerPort: 50061}
-        - {name: kv-grpc, containerPort: 50062}
-        - {name: kv-stream, containerPort: 50063}
-        - {name: kv-shm, containerPort: 50064}
-        - {name: kv-nixl, containerPort: 50065}
-        - {name: kv-dist, containerPort: 50066}
-        - {name: metrics, containerPort: 9090}
-        - {name: health, containerPort: 8080}
+        {{- range include "baton.node.ports" . | fromYamlArray }}
+        - {name: {{ .name }}, containerPort: {{ .port }}}
+        {{- end }}
       {{- include "baton.probes" . | nindent 6 }}
       {{- include "baton.container.security" . | nindent 6 }}
       {{- with .node.resources }}

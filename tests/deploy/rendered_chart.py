@@ -26,7 +26,7 @@ BASE = KUBERNETES / "base"
 SETS = (
     "trial", "ha", "gpu", "gpu rdma", "leader_worker_set", "external_redis", "tls",
     "tls mutual_tls", "chat", "coder", "monitoring", "monitoring keda", "monitoring hpa", "ingress",
-    "images", "tls images", "images monitoring keda",
+    "images", "tls images", "images monitoring keda", "picker", "tls picker",
 )  # fmt: skip
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: `python -m tools.helm`")

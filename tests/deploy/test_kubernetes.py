@@ -157,8 +157,15 @@ def test_helm_lint(name: str) -> None:
             },
             "deletionCost of decode: a StatefulSet removes its pods in an order of its own",
         ),
+        (
+            {"model": {"hub": "a/b"}, "router": {"options": {"picker-port": 9002}}},
+            "network.gateways says who may ask the picker",
+        ),
     ],
-    ids=["no-model", "two-models", "misspelt", "no-secret", "no-certificate", "workload", "cost"],
+    ids=[
+        "no-model", "two-models", "misspelt", "no-secret", "no-certificate", "workload", "cost",
+        "picker",
+    ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(values: Json, text: str, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))

@@ -44,7 +44,7 @@ from tests.deploy.test_containers import CACHE, image_environment, last, parse, 
 
 OPTIONS = "/etc/baton/options/options.yaml"
 # What is no option: the entry point reads the first, and the second is a part of a URL.
-OTHER_NAMES = {"BATON_GRACE_S", "REDIS_PASSWORD", "UCX_NET_DEVICES"}
+OTHER_NAMES = {"BATON_GRACE_S", "POD_IP", "REDIS_PASSWORD", "UCX_NET_DEVICES"}
 CONFIGS = {
     "router": (RouterConfig,),
     "prefill": (NodeConfig, EngineConfig),
@@ -162,6 +162,7 @@ def test_ports_are_the_images_and_probes_ask_pages_that_there_are(name: str) -> 
     for role, pod in processes(rendered(name)):
         container = main_container(pod)
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        ports.pop("picker", None)  # what is optional is not in the image
         assert set(ports.values()) <= set(map(int, last("EXPOSE", role).split()))
         assert ports["health"] == int(image_environment(role)["BATON_HEALTH_PORT"])
         pages = {}
@@ -193,7 +194,9 @@ def test_a_ports_name_is_what_listens_there(name: str) -> None:
             if port in PORTS:
                 assert getattr(config, PORTS[port]) == number
         if role == "router":
-            assert set(ports.values()) == {config.port, config.grpc_port, config.health_port}
+            picker = set() if config.picker_port is None else {config.picker_port}
+            own = {config.port, config.grpc_port, config.health_port}
+            assert set(ports.values()) == own | picker
         else:
             assert sorted(ports.values()) == sorted(listening(role, config, engine[0]))
     for service in of_kind(objects, "Service"):
@@ -340,6 +343,18 @@ def test_keys_with_tenants_take_the_place_of_the_plain_one() -> None:
     assert (config.admin_port, config.admin_host) == (9000, "127.0.0.1")
     assert config.admin_key == ("the-admin-key",)
     assert config.max_request_tokens == 1 << 20  # Helm writes 1.048576e+06
+
+
+@needs_helm
+def test_a_picker_names_its_own_router_or_what_it_is_told() -> None:
+    (config,) = configured("picker", "router")
+    assert (config.picker_port, config.picker_router) == (9002, ("10.9.8.7:8000",))
+    options = {"picker-port": 9002, "picker-router": ["10.96.0.9:8000"]}
+    values = {
+        "model": {"hub": "a/b"}, "router": {"options": options}, "network": {"gateways": [{}]},
+    }  # fmt: skip
+    (told,) = configuration(rendered_values(values), "router")
+    assert told.picker_router == ("10.96.0.9:8000",)
 
 
 # ---- Redis ----

@@ -4,9 +4,8 @@ for routers, `kv` for other nodes, `metrics`, `health`. KV lanes that it does no
 Each rank of a data-parallel group has ports of its own, next to those of the rank before.
 */}}
 {{- define "baton.node.ports" -}}
-{{- $options := .node.options | default dict -}}
 {{- $ranks := int (include "baton.node.ranks" .) -}}
-{{- $told := nospace (index $options "kv-lanes" | default "stream,grpc") -}}
+{{- $told := include "baton.option" (list .node.options "kv-lanes" "stream,grpc") | nospace -}}
 {{- $lanes := splitList "," (eq $told "auto" | ternary "shm,stream,grpc" $told) -}}
 {{- if eq .role "encode" -}}
 {{- /* Rows of images take no others; without either of them, both. */ -}}
@@ -32,7 +31,19 @@ Each rank of a data-parallel group has ports of its own, next to those of the ra
 {{- end -}}
 
 {{- define "baton.node.ranks" -}}
-{{- index (.node.options | default dict) "data-parallel-size" | default 1 | int -}}
+{{- include "baton.option" (list .node.options "data-parallel-size" 1) | int -}}
+{{- end -}}
+
+{{/* An option of a process, by its flag's name or its variable's. Takes options, name, default. */}}
+{{- define "baton.option" -}}
+{{- $options := index . 0 | default dict -}}
+{{- $name := index . 1 -}}
+{{- index $options $name | default (index $options (replace "-" "_" $name)) | default (index . 2) -}}
+{{- end -}}
+
+{{/* The port of the endpoint picker for gateways; nothing without one. */}}
+{{- define "baton.picker.port" -}}
+{{- with include "baton.option" (list .Values.router.options "picker-port" "") }}{{ int . }}{{ end -}}
 {{- end -}}
 
 {{/* Of these, those whose `of` is .of; as YAML. Takes what templates of a role take, and `of`. */}}

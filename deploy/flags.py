@@ -23,6 +23,7 @@ from router.config import RouterConfig
 
 _OWN_NODES: Final = "`baton up` starts the nodes itself: --prefill N --decode M --encode E"
 _NO_TLS: Final = "nodes of `baton up` meet on this machine alone, without TLS"
+_NO_PODS: Final = "nodes of `baton up` are no pods"
 _NAMES: Final = "`baton up` names its nodes itself: prefill-0, decode-0, ..."
 _ONE_PORT: Final = "several nodes cannot share a port; each takes a free one, and `up` says which"
 
@@ -41,6 +42,7 @@ REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("prefill_node", "decode_node", "encode_node"), _OWN_NODES),
     **dict.fromkeys(("node_tls_cert", "node_tls_key", "node_tls_ca"), _NO_TLS),
     **dict.fromkeys(("kv_tls_cert", "kv_tls_key", "kv_tls_ca"), _NO_TLS),
+    **dict.fromkeys(("pod_name", "kubernetes_api", "service_account"), _NO_PODS),
     "advertise_host": "nodes of `baton up` meet on this machine alone",
     "break_socket": "`baton up --demo` makes it",
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",

@@ -7,8 +7,10 @@ which addresses may be bound, and when a secret or TLS is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from baton.node.kubernetes.deletion_cost import Pod
 from baton.protocol.errors import ConfigError
 from baton.runtime.addresses import is_loopback
 from baton.runtime.config import option
@@ -84,6 +86,16 @@ class NodeConfig:
         "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// (docs/redis.md);"
         " none = no registry",
     )
+    pod_name: str | None = option(
+        None, "name of this node's pod: keeps its pod-deletion-cost in Kubernetes (default: off)"
+    )
+    kubernetes_api: str = option(
+        "https://kubernetes.default.svc", "URL of the API server, for --pod-name"
+    )
+    service_account: str = option(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        "directory with token, ca.crt and namespace, for --pod-name",
+    )
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1" or "4-7"')
     insecure: bool = option(False, "allow a non-loopback bind without TLS")
     metrics_port: int | None = option(None, "port of /metrics for Prometheus (default: none)")
@@ -120,6 +132,8 @@ class NodeConfig:
             parse_cores(self.cpu_cores)
         if self.redis_url:
             check_redis_url(self.redis_url)
+        if self.pod is not None:
+            self.pod.check()
         check_endpoint(self.otlp_traces_endpoint)
         encrypted = self.tls is not None  # KV transfer is then encrypted as well
         check_secret(self.secret, self.secret_file)
@@ -152,6 +166,13 @@ class NodeConfig:
         """
         own = TlsFiles.of(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "kv_tls")
         return own or self.tls
+
+    @property
+    def pod(self) -> Pod | None:
+        """This node's pod, if its deletion cost is kept."""
+        if self.pod_name is None:
+            return None
+        return Pod(self.pod_name, self.kubernetes_api, Path(self.service_account))
 
     @property
     def guarded(self) -> bool:

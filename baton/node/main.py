@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.core.assembly import EngineParts, load_parts
@@ -65,6 +65,9 @@ from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.pool.device_copies import memory_of
 from kv_transfer.pool.rows import RowMemory
 from kv_transfer.protocol.base import KVMemory, Lane, OnReleased
+
+if TYPE_CHECKING:
+    from baton.node.kubernetes.pod_annotation import DeletionCost
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +150,7 @@ class NodeProcess:
         """
         self._config = config
         lockstep = parts.active.lockstep
-        rank = 0 if lockstep is None else lockstep.place.rank
+        rank, ranks = (0, 1) if lockstep is None else (lockstep.place.rank, lockstep.place.size)
         boot_id = secrets.token_hex(16)
         node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
 
@@ -181,6 +184,12 @@ class NodeProcess:
         self._registry: Registry | None = None
         if config.redis_url:
             self._registry = RedisRegistry(config.redis_url, around.timing)
+        self._deletion_cost: DeletionCost | None = None
+        if config.pod is not None and rank == 0:  # for all ranks, which are in one pod
+            from baton.node.kubernetes.pod_annotation import DeletionCost  # httpx, for pods alone
+
+            pod = replace(config.pod, ranks=ranks)
+            self._deletion_cost = DeletionCost(pod, parts.arena.block_size, around.clock)
         self._metrics: RunningServer | None = None
         self.address = ""
 
@@ -246,6 +255,8 @@ class NodeProcess:
     async def stop(self) -> None:
         """Leave the registry, end all sessions, stop all threads. May be called twice."""
         await self._heartbeat.stop()
+        if self._deletion_cost is not None:
+            await self._deletion_cost.stop()
         if self._registry is not None:
             await self._registry.withdraw(self.shell.record())
             await self._registry.close()
@@ -267,6 +278,8 @@ class NodeProcess:
         self.shell.control.sweep()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
+        if self._deletion_cost is not None:
+            self._deletion_cost.look(self.shell.load(), len(self.shell.requests))
         await self._server.set_health(serving=self.takes_work)
 
 

@@ -6,8 +6,8 @@
 #   deploy/kubernetes/images.sh                           only built, in this Docker Engine
 #
 # MODEL_DIR (demo_model) is the model's folder, TAG (latest) the images' tag, VARIANT (cpu) that of the
-# nodes: cpu or cuda; EXTRAS (node,otel) what is installed in them. BUILD (docker build) may be another
-# builder.
+# nodes: cpu or cuda; EXTRAS (node,otel) what is installed in them. ROLES (router prefill decode) are
+# the images of Baton: add encode for encode nodes. BUILD (docker build) may be another builder.
 set -eu
 cd "$(dirname "$0")/../.."
 place=${1:-}
@@ -15,13 +15,16 @@ registry=
 [ "$place" = kind ] || registry=$place
 TAG=${TAG:-latest}
 
-for role in router prefill decode; do
+ROLES=${ROLES:-router prefill decode}
+
+for role in $ROLES; do
     ${BUILD:-docker build} -f deploy/Dockerfile --target "$role" --build-arg "VARIANT=${VARIANT:-cpu}" \
         --build-arg "EXTRAS=${EXTRAS:-node,otel}" -t "${registry}baton-$role:$TAG" .
 done
 ${BUILD:-docker build} -f deploy/kubernetes/model.Dockerfile -t "${registry}baton-demo-model:$TAG" \
     "${MODEL_DIR:-demo_model}"
-for name in baton-router baton-prefill baton-decode baton-demo-model; do
+for role in $ROLES demo-model; do
+    name=baton-$role
     case $place in
     '') ;;
     kind) kind load docker-image "$name:$TAG" ;;

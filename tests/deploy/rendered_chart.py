@@ -26,6 +26,7 @@ BASE = KUBERNETES / "base"
 SETS = (
     "trial", "ha", "gpu", "gpu rdma", "leader_worker_set", "external_redis", "tls",
     "tls mutual_tls", "chat", "coder", "monitoring", "monitoring keda", "monitoring hpa", "ingress",
+    "images", "tls images", "images monitoring keda", "picker", "tls picker",
 )  # fmt: skip
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: `python -m tools.helm`")
@@ -39,11 +40,11 @@ WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 Json = dict[str, Any]
 
 
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+def helm(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run Helm; what it prints is in the result, whose status the caller reads."""
     assert HELM is not None
     return subprocess.run(
-        [HELM, *arguments], capture_output=True, text=True, check=False, timeout=120
+        [HELM, *arguments], capture_output=True, text=True, check=False, timeout=120, input=stdin
     )
 
 
@@ -66,6 +67,16 @@ def rendered(name: str, release: str = "baton") -> list[Json]:
     if name == "base":
         return parsed((BASE / "baton.yaml").read_text())
     return parsed(rendered_text(name, release))
+
+
+def rendered_values(values: Json) -> list[Json]:
+    """The objects of values of the test's own, on top of the chart's."""
+    told = helm(
+        "template", "baton", str(CHART), "--namespace", "serving", "-f", "-",
+        stdin=yaml.safe_dump(values),
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    return parsed(told.stdout)
 
 
 def parsed(text: str) -> list[Json]:
@@ -100,6 +111,11 @@ def pods(objects: list[Json]) -> Iterator[tuple[str, Json]]:
 def processes(objects: list[Json]) -> Iterator[tuple[str, Json]]:
     """(role, pod template) of those that run Baton."""
     return ((role, pod) for role, pod in pods(objects) if role != "redis")
+
+
+def node_roles(objects: list[Json]) -> list[str]:
+    """The roles of nodes that there are."""
+    return [role for role, _ in processes(objects) if role != "router"]
 
 
 def main_container(pod: Json) -> Json:

@@ -20,6 +20,7 @@ import yaml
 
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.build import BUILT, INSTRUCTION_SETS
+from baton.images.decoding import KINDS
 from baton.node.config import NodeConfig
 from baton.node.lanes import AFTER_STREAM, AUTO, LaneSettings
 from baton.protocol.clock import SystemClock
@@ -271,10 +272,43 @@ def test_nobody_runs_as_root_or_writes_to_a_home(stage: str) -> None:
 def test_every_package_of_a_role_is_copied() -> None:
     copied = {(stage, rest.split()[0]) for stage, rest in instructions("COPY") if "/src/" in rest}
     for package in ("baton", "bench", "deploy", "kv_transfer", "protos", "router"):
-        assert ("router", package) in copied
+        assert ("router-packages", package) in copied
     roles = ("decode_node", "encode_node", "prefill_node")
     for package in ("baton", "deploy", "kv_transfer", "protos", *roles):
         assert ("node", package) in copied
+
+
+ROUTERS_PROGRAMS = (
+    "router.main", "router.workers", "baton.guided.trials", "baton.images.checker_child",
+    "baton.runtime.tracing.exporter", "baton.text.template_child",
+)  # fmt: skip
+
+
+def test_a_router_runs_nothing_that_its_image_has_not_compiled() -> None:
+    """Without bytecode, and with a file system that is read-only, each start compiles it anew."""
+    script = (DEPLOY / "image" / "shrink.sh").read_text()
+    (left_out,) = re.findall(r"-x '(.+)'", script)
+    program = (
+        f"import importlib, sys\nfor name in {ROUTERS_PROGRAMS}: importlib.import_module(name)\n"
+        "print(*(getattr(each, '__file__', None) for each in sys.modules.values()), sep='\\n')"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    files = [line for line in told.stdout.splitlines() if line.endswith(".py")]
+    assert len(files) > 500
+    assert [file for file in files if re.search(left_out, file)] == []
+    assert re.search(left_out, "/site-packages/textual/app.py"), "it leaves something out"
+
+
+def test_what_the_routers_image_lacks_is_not_read() -> None:
+    """AVIF; and downloads of weights, the only thing that hf-xet is for."""
+    assert "AVIF" not in KINDS.upper()
+    script = DEPLOY / "image" / "shrink.sh"
+    subprocess.run(["sh", "-n", str(script)], check=True)
+    (ran,) = [rest for stage, rest in instructions("RUN") if "shrink.sh" in rest]
+    assert "--no-compile" in ran
+    assert ("router", "--from=router-packages /opt/baton /opt/baton") in instructions("COPY")
 
 
 def test_the_kernels_are_built_of_what_is_copied(tmp_path: Path) -> None:

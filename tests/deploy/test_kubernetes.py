@@ -150,8 +150,22 @@ def test_helm_lint(name: str) -> None:
             "monitoring.certificate",
         ),
         ({"model": {"hub": "a/b"}, "nodes": {"workload": "DaemonSet"}}, "/nodes/workload"),
+        (
+            {
+                "model": {"hub": "a/b"},
+                "decode": {"deletionCost": True, "workload": "StatefulSet"},
+            },
+            "deletionCost of decode: a StatefulSet removes its pods in an order of its own",
+        ),
+        (
+            {"model": {"hub": "a/b"}, "router": {"options": {"picker-port": 9002}}},
+            "network.gateways says who may ask the picker",
+        ),
     ],
-    ids=["no-model", "two-models", "misspelt", "no-secret", "no-certificate", "workload"],
+    ids=[
+        "no-model", "two-models", "misspelt", "no-secret", "no-certificate", "workload", "cost",
+        "picker",
+    ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(values: Json, text: str, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
@@ -187,6 +201,23 @@ def test_each_value_set_is_tested() -> None:
     assert {path.stem for path in VALUES.glob("*.yaml")} == set(" ".join(SETS).split())
 
 
+@needs_helm
+def test_encode_nodes_are_there_if_wanted_with_all_that_a_role_has() -> None:
+    def of_role(name: str) -> list[str]:
+        return sorted(each["kind"] for each in rendered(name) if role_of(each) == "encode")
+
+    assert of_role("monitoring keda") == []
+    own = ["ConfigMap", "Deployment", "NetworkPolicy", "PodDisruptionBudget", "Service"]
+    assert of_role("images") == own
+    watched = sorted([*own, "ScaledObject", "ServiceMonitor"])
+    assert of_role("images monitoring keda") == watched
+    for role in ("prefill", "decode"):
+        kinds = [
+            each["kind"] for each in rendered("images monitoring keda") if role_of(each) == role
+        ]
+        assert sorted(kinds) == watched
+
+
 # ---- policies ----
 
 
@@ -217,34 +248,6 @@ def test_every_pod_has_its_policy_and_budget(name: str) -> None:
         assert (labels in policed) == (name != "gpu rdma"), role
         assert (labels in guarded) == (role != "redis"), role
         assert pod["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"] == labels
-
-
-@pytest.mark.parametrize("name", ["base", pytest.param("ha", marks=needs_helm)])
-def test_who_may_reach_whom(name: str) -> None:
-    policies = {role_of(each): each["spec"] for each in of_kind(rendered(name), "NetworkPolicy")}
-    for role in ("prefill", "decode"):
-        reached = [
-            ({port["port"] for port in rule["ports"]}, roles_of(rule["from"]))
-            for rule in policies[role]["ingress"]
-        ]
-        assert reached == [
-            ({"node"}, {"router"}),
-            ({50062, 50063, 50064, 50065, 50066}, {"prefill", "decode"}),
-        ]
-    if name == "base":
-        (rule,) = policies["redis"]["ingress"]
-        assert roles_of(rule["from"]) == {"router", "prefill", "decode"}
-        assert policies["redis"]["egress"] == []
-        assert "from" not in policies["router"]["ingress"][0]
-    else:
-        assert policies["router"]["ingress"][0]["from"][0]["namespaceSelector"]
-        assert "redis" not in policies
-        for role in ("router", "prefill", "decode"):
-            assert policies[role]["egress"][-1]["to"][0]["ipBlock"]["cidr"] == "10.20.0.0/16"
-
-
-def roles_of(peers: list[Json]) -> set[str]:
-    return {peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in peers}
 
 
 # ---- what refers to what ----
@@ -452,8 +455,9 @@ def test_hadolint_of_the_models_image() -> None:
 @needs_helm
 def test_the_images_are_those_that_the_script_builds() -> None:
     script = (KUBERNETES / "images.sh").read_text()
+    built = {"demo-model", *re.findall(r"ROLES:-([a-z ]+)", script)[0].split()}
     for _, pod in processes(rendered("trial")):
         for container in [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]:
             name, _, tag = container["image"].partition(":")
-            assert name in re.findall(r"baton-[a-z-]+", script)
+            assert name.removeprefix("baton-") in built
             assert f"TAG=${{TAG:-{tag}}}" in script

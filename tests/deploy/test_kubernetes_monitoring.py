@@ -53,8 +53,8 @@ def adapter_rules() -> list[Json]:
 
 
 def test_keda_asks_for_what_nodes_say() -> None:
-    found = queries("monitoring keda")
-    assert {role for role, _ in found} == {"prefill", "decode"}
+    found = queries("images monitoring keda")
+    assert {role for role, _ in found} == {"prefill", "decode", "encode"}
     for (role, _), query in found.items():
         assert asked(query) <= OF_NODES
         assert f'namespace="serving",service="baton-{role}"' in query
@@ -176,7 +176,7 @@ def test_boards_are_those_of_deploy_with_the_clusters_source() -> None:
 
 
 def test_prometheus_may_reach_what_it_scrapes() -> None:
-    objects = rendered("monitoring")
+    objects = rendered("images monitoring keda")
     for policy in of_kind(objects, "NetworkPolicy"):
         if role_of(policy) == "redis":
             continue
@@ -187,7 +187,10 @@ def test_prometheus_may_reach_what_it_scrapes() -> None:
         (monitor,) = [
             each for each in of_kind(objects, "ServiceMonitor") if role_of(each) == role_of(policy)
         ]
-        assert rule["ports"] == [{"port": monitor["spec"]["endpoints"][0]["port"]}]
+        (pod,) = [pod for role, pod in pods(objects) if role == role_of(policy)]
+        numbers = {port["name"]: port["containerPort"] for port in main_container(pod)["ports"]}
+        scraped = monitor["spec"]["endpoints"][0]["port"]
+        assert rule["ports"] in ([{"port": scraped}], [{"port": numbers[scraped]}])
 
 
 def test_a_router_scales_by_its_cpu() -> None:

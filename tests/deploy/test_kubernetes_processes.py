@@ -17,7 +17,10 @@ import yaml
 
 from baton.engine.config import EngineConfig
 from baton.node.config import NodeConfig
+from baton.node.data_ranks import options_of_ranks
+from baton.node.lanes import AFTER_STREAM, parse_lanes, row_lanes
 from baton.protocol.clock import SystemClock
+from baton.protocol.handles import Role
 from baton.runtime.health_port import Health
 from router.config import RouterConfig
 from tests.deploy.rendered_chart import (
@@ -28,22 +31,25 @@ from tests.deploy.rendered_chart import (
     main_container,
     named,
     needs_helm,
+    node_roles,
     of_kind,
     options_file,
     pods,
     processes,
     rendered,
+    rendered_values,
     role_of,
 )
 from tests.deploy.test_containers import CACHE, image_environment, last, parse, started
 
 OPTIONS = "/etc/baton/options/options.yaml"
 # What is no option: the entry point reads the first, and the second is a part of a URL.
-OTHER_NAMES = {"BATON_GRACE_S", "REDIS_PASSWORD", "UCX_NET_DEVICES"}
+OTHER_NAMES = {"BATON_GRACE_S", "POD_IP", "REDIS_PASSWORD", "UCX_NET_DEVICES"}
 CONFIGS = {
     "router": (RouterConfig,),
     "prefill": (NodeConfig, EngineConfig),
     "decode": (NodeConfig, EngineConfig),
+    "encode": (NodeConfig, EngineConfig),
 }
 
 
@@ -69,7 +75,10 @@ def environment(container: Json) -> dict[str, str]:
 @cache
 def configured(name: str, role: str) -> list[Any]:
     """The configurations that a role's processes run with; an unknown option ends the test."""
-    objects = rendered(name)
+    return configuration(rendered(name), role)
+
+
+def configuration(objects: list[Json], role: str) -> list[Any]:
     (container,) = [main_container(pod) for its, pod in pods(objects) if its == role]
     assert container["args"] == ["--config", OPTIONS]
     with TemporaryDirectory() as folder:
@@ -153,7 +162,8 @@ def test_ports_are_the_images_and_probes_ask_pages_that_there_are(name: str) -> 
     for role, pod in processes(rendered(name)):
         container = main_container(pod)
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert sorted(ports.values()) == sorted(map(int, last("EXPOSE", role).split()))
+        ports.pop("picker", None)  # what is optional is not in the image
+        assert set(ports.values()) <= set(map(int, last("EXPOSE", role).split()))
         assert ports["health"] == int(image_environment(role)["BATON_HEALTH_PORT"])
         pages = {}
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -178,21 +188,69 @@ PORTS = {
 def test_a_ports_name_is_what_listens_there(name: str) -> None:
     objects = rendered(name)
     for role, pod in processes(objects):
-        (config, *_) = configured(name, role)
+        config, *engine = configured(name, role)
         ports = {port["name"]: port["containerPort"] for port in main_container(pod)["ports"]}
         for port, number in ports.items():
             if port in PORTS:
                 assert getattr(config, PORTS[port]) == number
-        if role != "router":
-            lanes = [ports[f"kv-{lane}"] for lane in ("stream", "shm", "nixl", "dist")]
-            assert lanes == [config.kv_stream_port + each for each in range(4)]
+        if role == "router":
+            picker = set() if config.picker_port is None else {config.picker_port}
+            own = {config.port, config.grpc_port, config.health_port}
+            assert set(ports.values()) == own | picker
+        else:
+            assert sorted(ports.values()) == sorted(listening(role, config, engine[0]))
     for service in of_kind(objects, "Service"):
         for port in service["spec"]["ports"]:
             assert port["name"] == port["targetPort"]
             if role_of(service) != "redis":
                 (pod,) = [pod for role, pod in pods(objects) if role == role_of(service)]
-                listening = main_container(pod)["ports"]
-                assert {"name": port["name"], "containerPort": port["port"]} in listening
+                listed = main_container(pod)["ports"]
+                assert {"name": port["name"], "containerPort": port["port"]} in listed
+
+
+def listening(role: str, config: NodeConfig, engine: EngineConfig) -> list[int]:
+    """Every port that a node's process opens, those of all data-parallel ranks."""
+    names = parse_lanes(config.kv_lanes)
+    if role == "encode":
+        names = row_lanes(names)
+    found = list[int]()
+    for rank in options_of_ranks(config, engine, Role(role), "/tmp"):
+        own = rank.config
+        lanes = {name: own.kv_stream_port + AFTER_STREAM.get(name, 0) for name in names}
+        lanes |= {"grpc": own.kv_port}
+        assert own.metrics_port is not None
+        assert own.health_port is not None
+        found += [own.port, own.metrics_port, own.health_port, *(lanes[name] for name in names)]
+    return found
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"kv-lanes": "auto"}, 3),
+        ({"kv-lanes": "shm"}, 1),
+        ({"kv-lanes": "grpc"}, 1),
+        ({"kv-lanes": "nixl, dist,stream"}, 3),
+        ({"data-parallel-size": 3}, 6),
+        ({"data-parallel-size": 2, "kv-lanes": "stream,shm,grpc"}, 6),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_no_two_ports_meet_whatever_the_lanes_and_ranks(options: Json, count: int) -> None:
+    values = {"model": {"hub": "a/b"}, "nodes": {"options": options}, "encode": {"replicas": 1}}
+    objects = rendered_values(values)
+    for role in node_roles(objects):
+        config, engine = configuration(objects, role)
+        (pod,) = [pod for its, pod in pods(objects) if its == role]
+        listed = [port["containerPort"] for port in main_container(pod)["ports"]]
+        assert sorted(listed) == sorted(set(listening(role, config, engine)))
+        assert len(set(listed)) == len(listed)
+        names = [port["name"] for port in main_container(pod)["ports"]]
+        assert all(len(each) <= 15 for each in names), "Kubernetes takes no longer one"
+        assert len(set(names)) == len(names)
+        if role != "encode":
+            assert sum(each.startswith("kv-") for each in names) == count
 
 
 @pytest.mark.parametrize("name", RENDERED)
@@ -234,10 +292,11 @@ def test_all_that_a_pod_wants_of_the_secret_is_in_its_description(name: str) -> 
 
 
 @needs_helm
-def test_a_certificate_names_every_node() -> None:
-    objects = rendered("tls")
+@pytest.mark.parametrize("name", ["tls", "tls images"])
+def test_a_certificate_names_every_node(name: str) -> None:
+    objects = rendered(name)
     (certificate,) = of_kind(objects, "Certificate")
-    for role in ("prefill", "decode"):
+    for role in node_roles(objects):
         (pod,) = [each for its, each in processes(objects) if its == role]
         announced = environment(main_container(pod))["BATON_ADVERTISE_HOST"]
         first, _, rest = announced.partition(".")
@@ -254,7 +313,7 @@ def test_a_certificate_names_every_node() -> None:
 
 
 @needs_helm
-@pytest.mark.parametrize("name", ["tls", "tls mutual_tls"])
+@pytest.mark.parametrize("name", ["tls", "tls mutual_tls", "tls images"])
 def test_with_tls_nothing_is_insecure(name: str) -> None:
     for role, _ in processes(rendered(name)):
         (config, *_) = configured(name, role)
@@ -284,6 +343,18 @@ def test_keys_with_tenants_take_the_place_of_the_plain_one() -> None:
     assert (config.admin_port, config.admin_host) == (9000, "127.0.0.1")
     assert config.admin_key == ("the-admin-key",)
     assert config.max_request_tokens == 1 << 20  # Helm writes 1.048576e+06
+
+
+@needs_helm
+def test_a_picker_names_its_own_router_or_what_it_is_told() -> None:
+    (config,) = configured("picker", "router")
+    assert (config.picker_port, config.picker_router) == (9002, ("10.9.8.7:8000",))
+    options = {"picker-port": 9002, "picker-router": ["10.96.0.9:8000"]}
+    values = {
+        "model": {"hub": "a/b"}, "router": {"options": options}, "network": {"gateways": [{}]},
+    }  # fmt: skip
+    (told,) = configuration(rendered_values(values), "router")
+    assert told.picker_router == ("10.96.0.9:8000",)
 
 
 # ---- Redis ----

@@ -25,6 +25,9 @@ def test_loopback_needs_nothing() -> None:
         ({"drain_s": -1.0}, "drain_s"),
         ({"outbox_messages": 1}, "outbox_messages"),
         ({"cpu_cores": "one"}, "cpu_cores"),
+        ({"pod_name": "../pods/other"}, "pod_name"),
+        ({"pod_name": "d-0", "kubernetes_api": "http://10.0.0.1"}, "kubernetes_api"),
+        ({"pod_name": "d-0", "kubernetes_api": "https://"}, "kubernetes_api"),
     ],
 )
 def test_what_no_node_may_start_with(values: dict[str, object], field: str) -> None:

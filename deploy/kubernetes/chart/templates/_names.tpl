@@ -28,6 +28,15 @@ labels:
   {{- include "baton.labels" . | nindent 2 }}
 {{- end -}}
 
+{{/* The roles of nodes that there are, as YAML. */}}
+{{- define "baton.node.roles" -}}
+- prefill
+- decode
+{{- if .Values.encode.replicas }}
+- encode
+{{- end }}
+{{- end -}}
+
 {{/* What a node of a role is made of: `nodes`, and over it the role's own values. As YAML. */}}
 {{- define "baton.node" -}}
 {{- mergeOverwrite (deepCopy .root.Values.nodes) (deepCopy (index .root.Values .role)) | toYaml -}}

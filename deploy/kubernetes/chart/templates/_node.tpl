@@ -1,5 +1,8 @@
 {{/* The pods of a node's role. */}}
 {{- define "baton.node.template" -}}
+{{- if and .node.deletionCost (ne (include "baton.workload" .) "Deployment") -}}
+{{- fail (printf "deletionCost of %s: a %s removes its pods in an order of its own" .role (include "baton.workload" .)) -}}
+{{- end -}}
 metadata:
   labels:
     {{- include "baton.selector" . | nindent 4 }}
@@ -23,6 +26,16 @@ spec:
         - name: BATON_NODE_ID
           valueFrom:
             fieldRef: {fieldPath: metadata.name}
+        {{- $ranks := int (include "baton.node.ranks" .) }}
+        {{- if gt $ranks 1 }}
+        - {name: BATON_KV_PORT, value: {{ add 50061 $ranks | quote }}} # behind the ranks' own
+        - {name: BATON_KV_STREAM_PORT, value: {{ add 50061 (mul 2 $ranks) | quote }}}
+        {{- end }}
+        {{- if .node.deletionCost }}
+        - name: BATON_POD_NAME
+          valueFrom:
+            fieldRef: {fieldPath: metadata.name}
+        {{- end }}
         - name: BATON_ADVERTISE_HOST
         {{- if eq (include "baton.workload" .) "StatefulSet" }}
           value: $(BATON_NODE_ID).{{ include "baton.name" .root }}-{{ .role }}.{{ .root.Release.Namespace }}.svc
@@ -31,14 +44,9 @@ spec:
             fieldRef: {fieldPath: status.podIP}
         {{- end }}
       ports:
-        - {name: node, containerPort: 50061}
-        - {name: kv-grpc, containerPort: 50062}
-        - {name: kv-stream, containerPort: 50063}
-        - {name: kv-shm, containerPort: 50064}
-        - {name: kv-nixl, containerPort: 50065}
-        - {name: kv-dist, containerPort: 50066}
-        - {name: metrics, containerPort: 9090}
-        - {name: health, containerPort: 8080}
+        {{- range include "baton.node.ports" . | fromYamlArray }}
+        - {name: {{ .name }}, containerPort: {{ .port }}}
+        {{- end }}
       {{- include "baton.probes" . | nindent 6 }}
       {{- include "baton.container.security" . | nindent 6 }}
       {{- with .node.resources }}
@@ -49,10 +57,22 @@ spec:
         {{- include "baton.mounts" . | nindent 8 }}
         - {name: cache, mountPath: /var/cache/baton}
         - {name: shm, mountPath: /dev/shm}
+        {{- if .node.deletionCost }}
+        - {name: account, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+        {{- end }}
   volumes:
     {{- include "baton.volumes" . | nindent 4 }}
     - name: cache
       emptyDir: {sizeLimit: 4Gi}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ .node.sharedMemory }}}
+    {{- if .node.deletionCost }}
+    - name: account # the node's container alone has it, not the one that fetches the model
+      projected:
+        defaultMode: 0440
+        sources:
+          - serviceAccountToken: {path: token, expirationSeconds: 3600}
+          - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+          - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+    {{- end }}
 {{- end -}}

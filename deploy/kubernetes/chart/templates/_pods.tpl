@@ -3,7 +3,7 @@ What the pods of all roles have. The pod's own security is that of the Pod Secur
 `restricted`; it is no value, because nothing in Baton needs more.
 */}}
 {{- define "baton.pod" -}}
-serviceAccountName: {{ include "baton.name" .root }}
+serviceAccountName: {{ include "baton.name" .root }}{{ with .node }}{{ if .deletionCost }}-nodes{{ end }}{{ end }}
 automountServiceAccountToken: false
 # For a service called `baton` Kubernetes would set BATON_PORT to a URL.
 enableServiceLinks: false

@@ -125,6 +125,16 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
 
+    @cached_property
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens that `encode` adds before a text, and those behind it."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        size = len(plain)
+        for at in range(len(whole) - size + 1):
+            if whole[at : at + size] == plain:
+                return tuple(whole[:at]), tuple(whole[at + size :])
+        return (), ()
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the token ids of two texts in one prompt, special tokens added, and where the
         tokens of the second begin, as the post-processor counts them (type 1).

@@ -22,8 +22,10 @@ from triton import knobs
 
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.attention.triton_backend import TritonAttention
+from baton.engine.kernels.delta_rule import DeltaSizes, TorchDeltaRule
 from baton.engine.kernels.gpu import experts, int_linear, pages
 from baton.engine.kernels.gpu.decode_attention import key_tile, splits_for
+from baton.engine.kernels.gpu.delta_rule import TritonDeltaRule
 from baton.engine.kernels.gpu.prefill_attention import TileSizes, lay_tiles, tile_sizes
 from baton.engine.kernels.gpu.support import state, triton_serves
 from baton.engine.memory.kv_cache import KVArena
@@ -40,6 +42,9 @@ from baton.protocol.kv_spec import LayerSpec
 from bench import gpu_cases
 from bench.gpu_cases import RULES, KernelCase
 from tests.engine.test_attention import BLOCK, CPU, Pool, chunks_of, fill_past, random_rows
+from tests.engine.test_delta_rule import Run, spans_of
+from tests.engine.test_delta_rule import noise as delta_noise
+from tests.engine.test_delta_rule import weights_of as delta_weights
 
 INTERPRETED = bool(knobs.runtime.interpret)
 DEVICE = CPU if INTERPRETED else torch.device("cuda")
@@ -50,6 +55,7 @@ KERNELS = {
     "writes": {"_store_kernel", "_rotate_kernel"},
     "elementwise": {"_norm_kernel", "_gated_kernel", "_rotate_kernel"},
     "products": {"_int_kernel", "_grouped_kernel"},
+    "linear attention": {"_mix_kernel", "_keep_kernel", "_rule_kernel", "_gate_kernel"},
     "sampling": {"_greatest_kernel", "_keyed_kernel", "_best_kernel"},
 }
 # One dtype of each storage and every feature once; `long` runs all of them in both.
@@ -95,6 +101,36 @@ def test_what_stands_between_products_is_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_products_are_torchs(dtype: torch.dtype) -> None:
     assert check(gpu_cases.product_cases(SHAPE, dtype)) == 5
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_the_delta_rule_is_torchs(dtype: torch.dtype) -> None:
+    assert check(gpu_cases.delta_cases(SHAPE, dtype)) == 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "sizes"),
+    [(0, DeltaSizes(1, 2, 16, 40, 4)), (1, DeltaSizes(2, 2, 20, 8, 2))],
+)
+def test_states_advance_over_steps_as_torchs(seed: int, sizes: DeltaSizes) -> None:
+    """Prompts in chunks beside single tokens, in any slots; the others stay."""
+    weights = delta_weights(sizes)
+    ours, twin = (
+        Run.of(rule(sizes, weights), sizes, FLOAT) for rule in (TritonDeltaRule, TorchDeltaRule)
+    )
+    for number, spans in enumerate(spans_of(seed, 4, 5)):
+        x = delta_noise(number, sum(span.num_rows for span in spans), sizes.inputs)
+        for found, wanted in (
+            (ours.step(x, spans), twin.step(x, spans)),
+            (ours.conv, twin.conv),
+            (ours.matrices, twin.matrices),
+        ):
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_wide_heads_are_left_to_torch() -> None:
+    assert TritonDeltaRule.suits(DeltaSizes(16, 32, 128, 256, 4))
+    assert not TritonDeltaRule.suits(DeltaSizes(16, 32, 512, 128, 4))
 
 
 def test_tokens_are_the_samplers() -> None:

@@ -6,16 +6,21 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from baton.text.chat_template import ChatTemplate
+from baton.text.tokenizer import Tokenizer
+from router.api.openai.prompt_options import truncated
 from router.api.pooling.classify import activated
 from router.api.pooling.config import PoolingSettings
 from router.config import RouterConfig
-from tests.front.fakes import MODEL, TOKENIZER, Front
+from tests.front.fakes import BACKEND, MODEL, TOKENIZER, Front
 from tests.front.test_endpoints import Door, door
 
 CLASSIFIER = {
@@ -140,6 +145,23 @@ async def test_embeddings_in_every_kind_of_number() -> None:
         assert "texts" not in joined
         assert TOKENIZER.decode(it.asked[-1].prompts[0]) == "hel\nlo"
         assert [*joined["embeddings"]] == ["float"]
+
+
+def test_special_tokens_around_a_text_stay_when_it_is_cut() -> None:
+    backend = Backend.from_str(BACKEND.to_str())
+    single = "<s> $A </s>"
+    ends = [("<s>", 1), ("</s>", 2)]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    tokenizer = Tokenizer(backend, {})
+    (begin,), (end,) = tokenizer.frame
+    assert TOKENIZER.frame == ((), ())
+    ids = tuple(tokenizer.encode("hello world"))
+    assert (ids[0], ids[-1]) == (begin, end)
+    cut = partial(truncated, ids, limit=100, frame=tokenizer.frame)
+    assert cut(4, side="right") == (begin, *ids[1:3], end)
+    assert cut(4, side="left") == (begin, *ids[-3:-1], end)
+    assert cut(len(ids)) == cut(-1) == cut(None) == ids
+    assert cut(2, side="right") == ids[:2]  # no room for a token of the text beside both
 
 
 def test_bits_are_signs() -> None:

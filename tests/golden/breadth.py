@@ -91,6 +91,10 @@ _GEMMA3N: dict[str, Any] = {
 }  # fmt: skip
 _DELTA: dict[str, Any] = {**STATEFUL["qwen3_5_text"], "num_hidden_layers": 3}
 _GPT: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_ctx": 256}
+# What a config says of a layer that drafts, where it says nothing by default.
+_DRAFTS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"mtp_num_hidden_layers": 1}, "qwen3_5_moe_text": {"mtp_num_hidden_layers": 1},
+}  # fmt: skip
 # What a family needs beyond the sizes; None removes a size that its config does not take.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
@@ -104,7 +108,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "gemma3n": _GEMMA3N,
     "gemma3n_text": _GEMMA3N,
-    "glm4_moe_lite": _LATENT,
+    "glm4_moe_lite": {**_LATENT, "num_nextn_predict_layers": 1},
     "glm_moe_dsa": _INDEXED,
     "gpt2": _GPT,
     "gpt_neo": {
@@ -124,7 +128,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
     "youtu": _LATENT,
-    **{name: {"num_hidden_layers": 3, **values} for name, values in STATEFUL.items()},
+    **{
+        name: {"num_hidden_layers": 3, **values, **_DRAFTS.get(name, {})}
+        for name, values in STATEFUL.items()
+    },
 }  # fmt: skip
 
 IMAGES: Final = {f"{kind}, images": kind for kind in KINDS}

@@ -92,6 +92,12 @@ async def test_vectors_of_prefill_nodes_alone_also_after_a_kill(tmp_path: Path) 
         numbers = struct.unpack("<24f", base64.b64decode(coded["embedding"]))
         named = reference.encode(TEXTS[0], prompt_name="query").tolist()
         assert list(numbers) == pytest.approx(named, abs=CLOSE)
+        long = ["north " * 200, TEXTS[0]]  # cut, and its special tokens stay
+        reply = await posted(
+            client, "/v1/embeddings", {"input": long, "truncate_prompt_tokens": -1}
+        )
+        for found, row in zip(vectors_of(reply), reference.encode(long).tolist(), strict=True):
+            assert found == pytest.approx(row, abs=CLOSE)
         await check_cosines(client, reference)
         await check_refusals(client)
 

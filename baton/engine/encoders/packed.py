@@ -140,7 +140,7 @@ class _Texts:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> _Texts:
-        """`lengths`: sorted."""
+        """Return where texts of these `lengths` (tokens, sorted) lie, one behind the other."""
         sizes = [(length, len(list(group))) for length, group in groupby(lengths)]
         ends = accumulate((length * count for length, count in sizes), initial=0)
         return cls(

@@ -47,7 +47,8 @@ class CheckpointMemory(Protocol):
         ...
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a row."""
+        """Overwrite the states of row `target` with those of row `source`; both count from 0, slots
+        first."""
         ...
 
 

@@ -177,7 +177,8 @@ class StateSlots:
             self._free.append(slot)
 
     def swap_out(self, sequences: Iterable[SequenceState]) -> SwappedStates:
-        """Copy the slots of `sequences` to host memory and free them."""
+        """Copy the slots of `sequences` to host memory and free them. Those without a slot are left
+        out."""
         owners = [sequence for sequence in sequences if sequence.state_slot != NO_SLOT]
         if self._memory is None or not owners:
             return SwappedStates([], None)
@@ -187,7 +188,8 @@ class StateSlots:
         return SwappedStates(owners, rows)
 
     def swap_in(self, swapped: SwappedStates) -> None:
-        """Give the sequences slots with their states again."""
+        """Give the owners of `swapped` slots again, with the states that swap_out() copied. Raises
+        InternalError if too few are free: see fit()."""
         for sequence in swapped.owners:
             self.take(sequence)
         if self._memory is not None and swapped.owners:

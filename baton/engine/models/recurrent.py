@@ -70,7 +70,7 @@ class _LayerStates:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
     ) -> Tensor:
-        """Keep the matrices behind the last token."""
+        """Keep and return the matrices behind the last token, [B, ...]."""
         self.recurrent = recurrent_states
         return recurrent_states
 

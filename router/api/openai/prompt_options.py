@@ -19,9 +19,14 @@ Ids = TypeVar("Ids", tuple[int, ...], list[int])
 
 
 def truncated(
-    ids: Ids, count: int | None, limit: int, side: Literal["left", "right"] = "left"
+    ids: Ids,
+    count: int | None,
+    limit: int,
+    side: Literal["left", "right"] = "left",
+    frame: tuple[Ids, Ids] | None = None,
 ) -> Ids:
     """Return at most `count` of the ids; `side`: where ids are cut off. -1 = `limit`, None = all.
+    `frame`: ids at the begin and at the end of `ids` that stay, if there is room for more.
 
     Raises InvalidRequest (`truncate_prompt_tokens`).
     """
@@ -31,7 +36,12 @@ def truncated(
         message = f"truncate_prompt_tokens: -1, or 1 to {max(1, limit)}"
         raise InvalidRequest(message, field="truncate_prompt_tokens")
     kept = max(1, limit) if count == -1 else count
-    return ids[-kept:] if side == "left" else ids[:kept]
+    if frame is None or len(ids) <= kept or kept <= len(frame[0]) + len(frame[1]):
+        return ids[-kept:] if side == "left" else ids[:kept]
+    before, behind = frame
+    room = kept - len(before) - len(behind)
+    own = ids[len(before) : len(ids) - len(behind)]
+    return before + (own[-room:] if side == "left" else own[:room]) + behind
 
 
 def useful_length(count: int | None, limit: int, side: Literal["left", "right"]) -> Length:

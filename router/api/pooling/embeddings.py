@@ -222,7 +222,9 @@ class PoolingParts:
         for all_ids, item, field in read:
             if not isinstance(item, str):
                 token_ids_below(item, vocab_size, field)
-            ids = truncated(all_ids, count, max_model_len, side)
+            framed = special and isinstance(item, str)
+            frame = self.served.model.tokenizer.frame if framed else None
+            ids = truncated(all_ids, count, max_model_len, side, frame)
             found.append(checked_length(ids, max_model_len, field))
         if sum(map(len, found)) > MAX_INPUT_TOKENS:
             message = f"input: at most {MAX_INPUT_TOKENS} tokens in one call"

@@ -23,6 +23,7 @@ from baton.engine.kernels.delta_rule import (
     DeltaWeights,
     TorchDeltaRule,
 )
+from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.kernels.rope import Rotation
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.layers.projection import Projection, Reduce
@@ -75,8 +76,13 @@ class DeltaAttention:
 
 
 def choose_rule(sizes: DeltaSizes, weights: DeltaWeights, between: Elementwise) -> DeltaRule:
-    """Return the rule of one layer: compiled where the operations `between` products are, if the
-    sizes allow it; else by torch operations."""
+    """Return the rule of one layer: Triton's on a GPU that has Triton, compiled where the
+    operations `between` products are, if the sizes allow it; else by torch operations."""
+    if triton_serves(weights.conv.device):
+        from baton.engine.kernels.gpu.delta_rule import TritonDeltaRule  # imports triton
+
+        if TritonDeltaRule.suits(sizes):
+            return TritonDeltaRule(sizes, weights)
     if isinstance(between, CompiledElementwise) and CompiledDeltaRule.suits(sizes):
         return CompiledDeltaRule(between.kernels, sizes, weights)
     return TorchDeltaRule(sizes, weights)

@@ -269,6 +269,19 @@ def _has_replica(server: Server) -> bool:
     return server.info("connected_slaves") == 1
 
 
+def migrate(slot: int, source: Server, target: Server, servers: Servers) -> None:
+    """Move a slot as `redis-cli --cluster reshard` does: some keys at a time, served meanwhile."""
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
+    moved = 0
+    while keys := source.ask("CLUSTER", "GETKEYSINSLOT", slot, 3):
+        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+        moved += len(keys)
+    assert moved, "there was something to move"
+    for server in (target, source, *servers.primaries()):
+        server.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+
+
 @contextmanager
 def encrypted(binary: Path, folder: Path) -> Iterator[Servers]:
     """One server that speaks TLS alone, wants a client's certificate, and knows one ACL user."""

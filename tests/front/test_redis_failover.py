@@ -28,7 +28,7 @@ from router.store.redis_links import RedisServers
 from router.store.redis_store import RedisStore
 from tests.front.fakes import TOKENIZER, FakeDispatcher, FakeModel, FakeRegistry
 from tests.front.resumable import HeldRouter, Reader, held_router
-from tests.redis_kinds import Server, Servers, cluster, node_id, redis_binary, service, until
+from tests.redis_kinds import Servers, cluster, migrate, redis_binary, service, until
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.soak]
@@ -259,16 +259,3 @@ async def test_a_primary_killed_and_slots_moved_in_a_cluster(nodes: Servers) -> 
 
     one = await during(nodes, kill)
     assert one.guard.stats.outages >= 1, "the kill was noticed"
-
-
-def migrate(slot: int, source: Server, target: Server, servers: Servers) -> None:
-    """Move a slot as `redis-cli --cluster reshard` does: some keys at a time, served meanwhile."""
-    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
-    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
-    moved = 0
-    while keys := source.ask("CLUSTER", "GETKEYSINSLOT", slot, 3):
-        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
-        moved += len(keys)
-    assert moved, "there was something to move"
-    for server in (target, source, *servers.primaries()):
-        server.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))

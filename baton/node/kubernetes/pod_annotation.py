@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 10.0
 MERGE_PATCH: Final = "application/merge-patch+json"
-METADATA_ALONE: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 TOKEN: Final = re.compile(r"[!-~]+", re.ASCII)
 HINTS: Final[dict[int, str]] = {
     HTTPStatus.UNAUTHORIZED: "the token is not, or no longer, a service account's",
@@ -54,11 +53,7 @@ async def annotate(pod: Pod, name: str, value: str) -> str | None:
         # Before httpx sees the token: its error would show it.
         if TOKEN.fullmatch(token) is None or NAME.fullmatch(namespace) is None:
             return f"{pod.account}: no token, or no namespace"
-        headers = {
-            "Authorization": f"Bearer {token}",
-            "Content-Type": MERGE_PATCH,
-            "Accept": METADATA_ALONE,
-        }
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": MERGE_PATCH}
         url = f"{pod.api.rstrip('/')}/api/v1/namespaces/{namespace}/pods/{pod.name}/status"
         async with (
             asyncio.timeout(TIMEOUT_S),

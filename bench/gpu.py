@@ -59,7 +59,8 @@ def best(work: Callable[[], object], times: int = 10) -> float:
 
 def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> list[dict[str, Any]]:
     """Return, for each kernel in real sizes, its error, its time, and its shares of the limits."""
-    from bench.gpu_cases import FAMILIES, CaseShape, cases_of  # imports triton
+    from bench.gpu_case import CaseShape
+    from bench.gpu_cases import FAMILIES, cases_of  # imports triton
 
     found: list[dict[str, Any]] = []
     names = families or list(FAMILIES)
@@ -78,7 +79,8 @@ def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> li
 
 def attention(device: torch.device, limits: Limits) -> list[dict[str, Any]]:
     """Measure decode attention alone, in the sizes of the goal."""
-    from bench.gpu_cases import RULES, CaseShape, attention_cases  # imports triton
+    from bench.gpu_case import CaseShape
+    from bench.gpu_cases import RULES, attention_cases  # imports triton
 
     plain = [rule for rule in RULES if rule.name in ("plain", "int8", "fp8")]
     found: list[dict[str, Any]] = []

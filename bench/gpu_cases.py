@@ -19,11 +19,8 @@ from baton.engine.attention.kv_store import layer_store
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.attention.triton_backend import TritonAttention
 from baton.engine.kernels.cpu.library import HeadNorms
-from baton.engine.kernels.delta_rule import DeltaRule, DeltaSizes, DeltaWeights, TorchDeltaRule
 from baton.engine.kernels.gpu import int_linear, kv_write, norm, rope, sampling, swiglu
-from baton.engine.kernels.gpu.delta_rule import TritonDeltaRule
 from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
-from baton.engine.kernels.gpu.prefill_attention import TileSizes
 from baton.engine.kernels.rope import Rotation
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.config import ClampedGate
@@ -35,86 +32,12 @@ from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.sampling.sampler import Draw, sample
 from baton.engine.state.attention import AttentionLayer
-from baton.engine.state.batch import Span, Step, flatten
+from baton.engine.state.batch import Step, flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from baton.protocol.sampling import SamplingParams
-
-TOLERANCE: Final = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-QWEN3_NEXT: Final = DeltaSizes(16, 32, 128, 128, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """A kernel and its twin: `ours` and `twin` must give the same tensors.
-
-    `tolerance` 0 = equal bits, else a share of the twin's greatest magnitude. `num_bytes` and
-    `num_flops` are the least that one call must move and compute.
-    """
-
-    name: str
-    ours: Callable[[], Sequence[Tensor]]
-    twin: Callable[[], Sequence[Tensor]]
-    tolerance: float
-    num_bytes: int = 0
-    num_flops: int = 0
-
-    def error(self) -> float:
-        """Return the greatest difference over the twin's greatest magnitude.
-
-        It is infinite for NaN and for different shapes.
-        """
-        worst = 0.0
-        for got, want in zip(self.ours(), self.twin(), strict=True):
-            if got.shape != want.shape or not bool(torch.isfinite(got.double()).all()):
-                return float("inf")
-            if want.numel():
-                far = (got.double() - want.double()).abs().max()
-                worst = max(worst, float(far / want.double().abs().max().clamp(min=1e-30)))
-        return worst
-
-
-@dataclass(frozen=True, slots=True)
-class CaseShape:
-    """The model and the step from which cases are made."""
-
-    device: torch.device
-    hidden: int = 1024
-    heads: int = 16
-    kv_heads: int = 8
-    dim: int = 128
-    value_dim: int = 128
-    intermediate: int = 3072
-    vocab: int = 151_936
-    block_size: int = 16
-    rows: int = 32
-    contexts: tuple[int, ...] = (1024,) * 32
-    prefills: tuple[tuple[int, int], ...] = ((0, 1024), (512, 512))  # tokens there, new ones
-    window: int = 300
-    experts: int = 16
-    linear: DeltaSizes = QWEN3_NEXT
-    tiles: TileSizes | None = None
-    splits: int | None = None
-
-
-def small(device: torch.device) -> CaseShape:
-    """Return a shape for the interpreter: odd sizes, several tiles and splits of each kind."""
-    return CaseShape(
-        device, hidden=48, heads=4, kv_heads=2, dim=24, value_dim=20, intermediate=40, vocab=9001,
-        block_size=4, rows=3, contexts=(0, 90), prefills=((21, 18),), window=7, experts=3,
-        linear=DeltaSizes(1, 2, 20, 36, 3), tiles=TileSizes(16, 16), splits=2,
-    )  # fmt: skip
-
-
-def widths(device: torch.device) -> CaseShape:
-    """Return a shape with a model's widths and few tokens, for compiling without running."""
-    return CaseShape(
-        device, hidden=256, intermediate=256, vocab=16_384, contexts=(40, 40), experts=4,
-        prefills=((8, 130),), linear=DeltaSizes(2, 4, 128, 128, 4),
-    )  # fmt: skip
+from bench.gpu_case import NAMES, TOLERANCE, CaseShape, KernelCase, noise
+from bench.gpu_delta_cases import delta_cases
 
 
 def cases_of(
@@ -420,68 +343,6 @@ def product_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
         )  # fmt: skip
 
 
-# ---- linear attention ----
-
-
-def delta_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Yield the gated delta rule over single tokens, and over a prompt from its begin and one that
-    goes on."""
-    singles = [(1 + context, 1) for context in shape.contexts]
-    prompts = [(0, shape.prefills[0][1] // 2), (7, 2)]
-    for kind, lengths in (("decode", singles), ("prefill", prompts)):
-        made = _Delta.make(shape, dtype, lengths)
-        sizes, rows = shape.linear, sum(count for _, count in lengths)
-        cells = sizes.value_heads * sizes.key_dim * sizes.value_dim
-        yield KernelCase(
-            f"delta rule, {kind}, {NAMES[dtype]}",
-            lambda made=made, sizes=sizes: made.run(TritonDeltaRule(sizes, made.weights)),
-            lambda made=made, sizes=sizes: made.run(TorchDeltaRule(sizes, made.weights)),
-            TOLERANCE[dtype], made.x.nbytes + 8 * cells * len(lengths), 7 * rows * cells,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """Rows of spans in every second slot, from the last one on; a span that begins finds NaN."""
-
-    weights: DeltaWeights
-    x: Tensor
-    conv: Tensor
-    matrices: Tensor
-    spans: tuple[Span, ...]
-
-    @classmethod
-    def make(
-        cls, shape: CaseShape, dtype: torch.dtype, lengths: Sequence[tuple[int, int]]
-    ) -> _Delta:
-        """Make one layer's weights and states. `lengths`: tokens there, new ones."""
-        sizes, spans, row = shape.linear, list[Span](), 0
-        slots = 2 * len(lengths)
-        conv = noise(shape, 25, slots, sizes.channels, sizes.taps).to(dtype)
-        held = (slots, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        matrices = noise(shape, 26, *held)
-        for index, (start, count) in enumerate(lengths):
-            slot = slots - 1 - 2 * index
-            spans.append(Span(row, count, start, state_slot=slot))
-            row += count
-            if not start:
-                conv[slot], matrices[slot] = torch.nan, torch.nan
-        weights = DeltaWeights(
-            conv=(noise(shape, 27, sizes.channels, sizes.taps) / 2).to(dtype),
-            decay=-noise(shape, 28, sizes.value_heads).exp(),
-            step_bias=noise(shape, 29, sizes.value_heads),
-            norm=(1 + noise(shape, 30, sizes.value_dim) / 4).to(dtype),
-            epsilon=1e-6,
-        )
-        x = noise(shape, 31, row, sizes.inputs).to(dtype)
-        return cls(weights, x, conv, matrices, tuple(spans))
-
-    def run(self, rule: DeltaRule) -> list[Tensor]:
-        """Return the rows, and the states of all slots, advanced from the same ones."""
-        conv, matrices = self.conv.clone(), self.matrices.clone()
-        return [rule(self.x, conv, matrices, self.spans), conv, matrices]
-
-
 # ---- sampling ----
 
 
@@ -514,12 +375,6 @@ def sampling_cases(shape: CaseShape, dtype: torch.dtype = torch.float32) -> Iter
         "keyed sampling", lambda: [sampling.keyed(logits, heat, keys)],
         lambda: [torch.tensor(sample(logits.cpu(), draws), device=shape.device)], 0.0, 2 * moved,
     )  # fmt: skip
-
-
-def noise(shape: CaseShape, seed: int, *size: int) -> Tensor:
-    """Return normal numbers, the same at every call on one kind of device."""
-    generator = torch.Generator(shape.device).manual_seed(seed)
-    return torch.randn(*size, generator=generator, device=shape.device)
 
 
 FAMILIES: Final[dict[str, Callable[[CaseShape, torch.dtype], Iterator[KernelCase]]]] = {

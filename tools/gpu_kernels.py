@@ -114,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     import torch
 
-    from bench.gpu_cases import FAMILIES, cases_of, widths
+    from bench.gpu_case import widths
+    from bench.gpu_cases import FAMILIES, cases_of
 
     families: list[str] = options.families or list(FAMILIES)
     dtypes = [getattr(torch, name) for name in options.dtype]

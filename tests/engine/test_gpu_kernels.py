@@ -40,7 +40,9 @@ from baton.engine.state.batch import flatten
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import LayerSpec
 from bench import gpu_cases
-from bench.gpu_cases import RULES, KernelCase
+from bench.gpu_case import NAMES, KernelCase, small
+from bench.gpu_cases import RULES
+from bench.gpu_delta_cases import delta_cases
 from tests.engine.test_attention import BLOCK, CPU, Pool, chunks_of, fill_past, random_rows
 from tests.engine.test_delta_rule import Run, spans_of
 from tests.engine.test_delta_rule import noise as delta_noise
@@ -48,7 +50,7 @@ from tests.engine.test_delta_rule import weights_of as delta_weights
 
 INTERPRETED = bool(knobs.runtime.interpret)
 DEVICE = CPU if INTERPRETED else torch.device("cuda")
-SHAPE = gpu_cases.small(DEVICE)
+SHAPE = small(DEVICE)
 FLOAT, HALF = torch.float32, torch.bfloat16
 KERNELS = {
     "attention": {"_decode_kernel", "_combine_kernel", "_prefill_kernel"},
@@ -77,7 +79,7 @@ def check(cases: Iterator[KernelCase]) -> int:
         pytest.param(
             rule,
             dtype,
-            id=f"{rule.name}-{gpu_cases.NAMES[dtype]}",
+            id=f"{rule.name}-{NAMES[dtype]}",
             marks=() if (rule.name, dtype) in QUICK else pytest.mark.long,
         )
         for rule in RULES
@@ -105,7 +107,7 @@ def test_products_are_torchs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_the_delta_rule_is_torchs(dtype: torch.dtype) -> None:
-    assert check(gpu_cases.delta_cases(SHAPE, dtype)) == 2
+    assert check(delta_cases(SHAPE, dtype)) == 2
 
 
 @pytest.mark.parametrize(

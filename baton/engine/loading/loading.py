@@ -402,12 +402,6 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
         shared = shared_file(key, config.kept_weight_bytes)
     model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, shared, part)
-    if config.speculates and model.steps_differ:
-        raise ModelRefused(
-            "speculation would change its tokens: transformers bounds the time step of its "
-            "recurrent layers in chunks, and not in steps of one token",
-            field="speculative_method",
-        )
     if model.tower is not None:
         from baton.engine.vision.images import Images
         from baton.engine.vision.pixels import PixelReader

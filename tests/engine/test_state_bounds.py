@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import assemble, load_parts
+from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
@@ -26,7 +29,10 @@ from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.errors import ModelRefused
 from tests.block_lists import held
-from tests.golden.greedy import random_prompts
+from tests.engine.driving import run, run_samples, tokens_of
+from tests.engine.test_state_models import ask, engine_of
+from tests.fakes import fake_engine, model_info, request
+from tests.golden.greedy import random_prompts, transformers_tokens
 from tests.golden.random_models import save_random
 from tests.golden.stateful_models import STATEFUL
 from tests.tiny_models import VOCAB_SIZE
@@ -154,3 +160,53 @@ def test_a_mixer_with_other_scans_is_refused() -> None:
 
     with pytest.raises(ModelRefused, match="Mixer bounds its time step in an unknown way"):
         PromptBounds(Mixer())
+
+
+# ---- blocks and states of other requests ----
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_outputs_are_found_as_outputs_alone(differ: bool) -> None:
+    engine, _ = fake_engine(info=model_info(outputs_differ=differ))  # blocks of 4 tokens
+    prompt = tuple(range(3, 13))
+    engine.add(request("first", prompt, max_tokens=12))
+    outputs = tokens_of(run(engine)["first"])
+    engine.add(request("next", (*prompt, *outputs)))
+    assert run(engine)["next"][0].num_cached_tokens == (8 if differ else 20)
+    asked = request("again", prompt, outputs=outputs, max_tokens=20)
+    reservation = engine.reserve(asked, 21)
+    assert reservation is not None
+    assert reservation.start_token == (8 if differ else 20)
+    engine.cancel(reservation)
+    found = engine.stats.num_prefix_hit_tokens
+    engine.add(asked)
+    run(engine)
+    assert engine.stats.num_prefix_hit_tokens - found == 20
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_a_third_turn(differ: bool, tmp_path: Path) -> None:
+    """The second prompt that goes on behind an answer has a state, and KV, of prompts alone; with
+    those of outputs it would have others."""
+    path = save_random(tmp_path, "zamba2", **STATEFUL["zamba2"])
+    options = {"num_state_checkpoints": 8, "state_checkpoint_spacing": 1}
+    config = engine_of(path, **options).config
+    parts = load_parts(config)
+    assert parts.info.outputs_differ
+    engine = assemble(replace(parts, info=replace(parts.info, outputs_differ=differ)))
+    fresh = engine_of(path)
+
+    def told(asked: Engine, prompt: list[int]) -> tuple[list[int], list[float]]:
+        ask(asked, "turn", prompt, logprobs=0)
+        events = run_samples(asked)["turn", 0]
+        return tokens_of(events), [event.logprobs[0][0].logprob for event in events]
+
+    prompt, _ = random_prompts(VOCAB_SIZE, (13, 1))
+    prompt += told(engine, prompt)[0]
+    for turn in ([9], [8, 7, 6]):
+        (tokens, found), (_, right) = told(engine, [*prompt, *turn]), told(fresh, [*prompt, *turn])
+        same = all(abs(a - b) < 1e-4 for a, b in zip(found, right, strict=True))
+    assert engine.stats.num_checkpoint_hits >= 2
+    assert same == differ
+    if differ:
+        assert [tokens] == transformers_tokens(path, [[*prompt, 8, 7, 6]], len(tokens))

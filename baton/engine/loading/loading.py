@@ -162,6 +162,7 @@ def load_model(
         generates=built.classifier is None,
         dtype=dtype_name,
         sees=built.images is not None,
+        outputs_differ=built.outputs_differ,
     )
     read_as = _read_as(checkpoint, config, lean=is_lean)
     logger.info(
@@ -227,6 +228,7 @@ class _Built:
     classifier: Tensor | None = None
     head: DraftHead | None = None
     images: Images | None = None
+    outputs_differ: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +414,8 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         images = Images(reader, model.tower, config.image_cache_bytes)
         return _Built("transformers", model, model.weight_bytes, images=images)
     if not config.deterministic:
-        return _Built("transformers", model, model.weight_bytes)
+        differ = model.outputs_differ
+        return _Built("transformers", model, model.weight_bytes, outputs_differ=differ)
     _refuse_states(model)
     if model.has_index:
         raise ModelRefused(

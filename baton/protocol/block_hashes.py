@@ -2,7 +2,8 @@
 
 hash[i] = blake2b(hash[i-1], tokens of block i, images that begin in it); hash[-1] is the salt of
 model digest, tenant, KV precision and adapter. So equal hashes mean equal tokens and images from
-position 0 on, and the same model, tenant, precision and adapter.
+position 0 on, and the same model, tenant, precision and adapter. If a model computes other KV for
+outputs than for prompts, the hash of a block with outputs also says where they begin in it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ def root_hash(
     return hashlib.blake2b(body, digest_size=HASH_BYTES).digest()
 
 
-def chain(parent: bytes, token_ids: Sequence[int], images: bytes = b"") -> bytes:
-    """Return the hash of one full block of tokens whose predecessor's hash is `parent`. `images`:
-    the block's salt() of the prompt's images."""
+def chain(parent: bytes, token_ids: Sequence[int], beside: bytes = b"") -> bytes:
+    """Return the hash of one full block of tokens whose predecessor's hash is `parent`. `beside`:
+    what tells it from other blocks of these tokens, its salt() of the prompt's images and its
+    output_salt()."""
     h = hashlib.blake2b(parent, digest_size=HASH_BYTES)
     h.update(array("I", token_ids).tobytes())
-    h.update(images)
+    h.update(beside)
     return h.digest()
+
+
+def output_salt(first: int) -> bytes:
+    """Return what the hash of a block says whose tokens from number `first` on are output, of a
+    model that computes other KV for them than for a prompt's."""
+    return b"output" + first.to_bytes(4, "little")
 
 
 def block_hashes(

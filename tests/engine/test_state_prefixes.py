@@ -68,8 +68,9 @@ def test_prompts_that_begin_alike_share_a_state(model_type: str, tmp_path: Path)
     assert_all_free(engine)
 
 
-def test_a_preempted_request_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    path = save_random(tmp_path, "qwen3_next", **STATEFUL["qwen3_next"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "zamba2"])
+def test_a_preempted_request_goes_on_from_a_checkpoint(model_type: str, tmp_path: Path) -> None:
+    path = save_random(tmp_path, model_type, **STATEFUL[model_type])
     prompts = [LONG, OTHER, THIRD, FAR]
     engine = engine_with_checkpoints(path, preemption_mode="recompute", num_kv_blocks=26)
     assert answers(engine, *prompts) == transformers_tokens(path, prompts, NEW_TOKENS)

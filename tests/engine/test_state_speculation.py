@@ -16,7 +16,7 @@ from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import load_model
 from baton.engine.running.speculation import load_proposer
 from baton.engine.sampling.proposer import DraftAsk
-from baton.protocol.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError
 from tests.engine.driving import assert_all_free, run_samples, tokens_of
 from tests.engine.test_state_models import NEW_TOKENS, SHORT, ask, engine_of
 from tests.golden.greedy import random_prompts, transformers_tokens
@@ -24,8 +24,6 @@ from tests.golden.random_models import save_random
 from tests.golden.stateful_models import STATEFUL
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
-# A time step that is bounded in chunks alone: tokens would depend on the drafts.
-REFUSED = ("nemotron_h", "zamba2")
 PROMPTS = random_prompts(VOCAB_SIZE, (5, 17, 33))
 
 
@@ -70,7 +68,6 @@ def speculating(path: Path, outputs: dict[str, list[int]], **options: Any) -> En
     [
         model_type if model_type in SHORT else pytest.param(model_type, marks=pytest.mark.long)
         for model_type in STATEFUL
-        if model_type not in REFUSED
     ],
 )
 def test_tokens_are_those_without_drafts(model_type: str, tmp_path: Path) -> None:
@@ -131,16 +128,6 @@ def test_methods_that_need_no_oracle(method: str, tmp_path: Path) -> None:
     assert engine.stats.num_accepted_tokens
     assert engine.stats.num_rollbacks
     assert_all_free(engine)
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_a_model_whose_steps_differ_from_chunks_is_refused(model_type: str, tmp_path: Path) -> None:
-    path = save_random(tmp_path, model_type, **STATEFUL[model_type])
-    config = EngineConfig(str(path), dtype="float32", max_model_len=128, num_kv_blocks=8)
-    with pytest.raises(ModelRefused, match="bounds the time step") as caught:
-        load_model(replace(config, speculative_method="ngram"))
-    assert caught.value.field == "speculative_method"
-    load_model(config)
 
 
 def test_a_draft_model_with_state_is_refused(tmp_path: Path) -> None:

@@ -92,9 +92,10 @@ def our_tokens(
             tokens, table = known[i][computed[i] : stop], tables[i][: -(-stop // block_size)]
             chunks.append(
                 SequenceChunk(
-                    str(i), tokens, computed[i], held(table), adapter=names[i], state_slot=i
+                    str(i), tokens, computed[i], held(table), num_prompt=len(prompts[i]),
+                    adapter=names[i], state_slot=i,
                 )
-            )
+            )  # fmt: skip
             computed[i] = stop
         step = flatten(chunks, attention, block_size, loaded.device, states=states)
         hidden = loaded.forward(step.token_ids, step.positions, step.batch)

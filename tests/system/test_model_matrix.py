@@ -2,8 +2,9 @@
 blocks of other sizes: transformers' tokens, with counters that prove what happened on the way.
 
 One cluster per model, in one process: prompts in chunks, prefixes that are cached (with a
-checkpoint of the state), four samples of one prompt, preemption (one decode node swaps, the other
-computes again), requests that move in mid-stream. tests/system/test_state_models.py kills nodes.
+checkpoint of the state), four samples of one prompt, requests that move in mid-stream. Then one per
+decode node: preemption (one swaps, the other computes again). tests/system/test_state_models.py
+kills nodes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from typing import Any
 
 import pytest
 
-from baton.client import GenerateOptions
 from baton.llm import LLM
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.golden.random_models import save_random
 from tests.golden.sparse_models import SPARSE_MODELS, save_sparse
-from tests.golden.stateful_models import BOUNDED, STATEFUL
+from tests.golden.stateful_models import STATEFUL
 from tests.system.references import Tokens, prompts, transformers_tokens
 from tests.system.test_state_handover import Stream, assert_handed_over, settled
 from tests.waiting import WAIT_S
@@ -57,7 +57,8 @@ def plan_of(name: str, model: Path) -> Plan:
         }
         for size, mode in ((8, "swap"), (32, "recompute"))
     ]
-    prefill = {**OPTIONS, "block_size": 16, "num_kv_blocks": groups * 64}
+    # Room for the exports of twelve prompts.
+    prefill = {**OPTIONS, "max_num_seqs": 16, "block_size": 16, "num_kv_blocks": groups * 64}
     return Plan(model, (prefill, prefill), decode, lanes=("stream",))
 
 
@@ -75,8 +76,9 @@ async def test_on_two_prefill_and_two_decode_nodes(name: str, tmp_path: Path) ->
     model = saved(name, tmp_path / "m")
     expected = transformers_tokens(model, PROMPTS, 70)
     longer = transformers_tokens(model, LONGER, 24)
-    sampled = four_samples(name, model)
-    async with cluster(plan_of(name, model)) as c:
+    sampled = four_samples(model)
+    plan = plan_of(name, model)
+    async with cluster(plan) as c:
         # In chunks, then handed over: once each.
         assert await greedy(c, PROMPTS, GREEDY) == [tokens[:24] for tokens in expected]
         await settled(c)
@@ -93,38 +95,37 @@ async def test_on_two_prefill_and_two_decode_nodes(name: str, tmp_path: Path) ->
         assert total(c.prefill, lambda stats: stats.num_prefix_hit_tokens) > 0
 
         # Four samples of what was handed over once.
-        found = await c.generate(PROMPTS[:2], samples(name))
+        found = await c.generate(PROMPTS[:2], SAMPLED)
         assert [[e.token_ids, *(o.token_ids for o in e.others)] for e in found] == sampled
         assert total(c.decode, lambda stats: stats.num_forks) >= 6
 
-        exact = GenerateOptions(resume="exact" if name in BOUNDED else "")
-        await preempted(c, expected, exact)
         await moved(c, expected)
         await settled(c)
+    for decode in plan.decode:
+        async with cluster(replace(plan, decode=(decode,))) as c:
+            await preempted(c, expected, decode["preemption_mode"])
 
 
-def samples(name: str) -> SamplingParams:
-    """Greedy ones, where one engine's draws may differ: it computes the prompt's last token for
-    each of four samples in a step of its own, whose scan is not bounded as in a chunk."""
-    return replace(SAMPLED, temperature=0.0) if name in BOUNDED else SAMPLED
-
-
-def four_samples(name: str, model: Path) -> list[list[Tokens]]:
+def four_samples(model: Path) -> list[list[Tokens]]:
     """Of each of two prompts, from one engine."""
     llm = LLM(model=str(model), num_kv_blocks=128, threads=1, **OPTIONS)
-    done = llm.generate([list(prompt) for prompt in PROMPTS[:2]], samples(name))
+    done = llm.generate([list(prompt) for prompt in PROMPTS[:2]], SAMPLED)
     return [[tuple(sample.token_ids) for sample in each.outputs] for each in done]
 
 
-async def preempted(c: Cluster, expected: Sequence[Tokens], options: GenerateOptions) -> None:
-    """Twelve requests that do not fit: one node swaps, the other computes again."""
-    asked = (c.client.generate(prompt, LONG, options) for prompt in (*PROMPTS, *PROMPTS))
-    found = [each.token_ids for each in await asyncio.gather(*asked)]
-    assert found == [*expected, *expected]
-    swapping, recomputing = (member.stats for member in c.decode)
-    assert swapping.num_swap_ins > 0
-    assert recomputing.num_preemptions > 0
-    assert recomputing.num_swap_ins == 0
+async def preempted(c: Cluster, expected: Sequence[Tokens], mode: str) -> None:
+    """Twelve requests that do not fit."""
+    go_on = c.hold_after(0)  # until all are there
+    streams = [Stream(c.client, prompt, LONG) for prompt in (*PROMPTS, *PROMPTS)]
+    for stream in streams:
+        await stream.at_least(1)
+    go_on.set()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*(stream.task for stream in streams))
+    assert [tuple(stream.tokens) for stream in streams] == [*expected, *expected]
+    (decode,) = c.decode
+    assert decode.stats.num_preemptions > 0
+    assert (decode.stats.num_swap_ins > 0) == (mode == "swap")
 
 
 async def moved(c: Cluster, expected: Sequence[Tokens]) -> None:

@@ -129,10 +129,8 @@ async def test_a_prompt_from_a_checkpoint_is_handed_over_whole(tmp_path: Path) -
         assert decode.transfers.total_received - state_bytes(c) - before < before
 
 
-# Not Zamba 2: one engine computes the prompt's last token for each of four samples in a step of its
-# own, where transformers' scan is not bounded as in a chunk (docs/models.md), and draws others.
 @pytest.mark.parametrize("sampling", ["n", "beams"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "zamba2", "mamba2"])
 async def test_forks_of_a_state_that_has_moved(
     model_type: str, sampling: str, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.failpoints import LOG_VARIABLE, VARIABLE
 from tests.golden.random_models import save_random
 from tests.golden.sparse_models import SPARSE_MODELS, save_sparse
-from tests.golden.stateful_models import BOUNDED, STATEFUL
+from tests.golden.stateful_models import STATEFUL
 from tests.system.processes import Processes
 from tests.system.references import Tokens, prompts, transformers_tokens
 from tests.waiting import WAIT_S, eventually
@@ -102,9 +102,7 @@ async def test_a_next_turn_goes_to_the_node_with_the_checkpoint(tmp_path: Path) 
 # Where the first prefill node dies: between two chunks of a prompt, as a state is about to leave,
 # and when it has left but END has not.
 PLACES = ("p.mid_chunk:2", "kv.first:1", "kv.last:1")
-# BOUNDED: a prompt whose last chunk has one token, as it happens, makes other tokens there.
-EXACT = [name for name in (*STATEFUL, *SPARSE_MODELS) if name not in BOUNDED]
-DEATHS = {name: PLACES[index % 3] for index, name in enumerate(EXACT)}
+DEATHS = {name: PLACES[index % 3] for index, name in enumerate((*STATEFUL, *SPARSE_MODELS))}
 
 
 @pytest.mark.parametrize("name", DEATHS)

@@ -54,6 +54,7 @@ def new_group(
         ]
     for sequence in sequences:
         sequence.exact_chunk = exact_chunk
+        sequence.outputs_differ = info.outputs_differ
     return RequestGroup(request, task, order, sequences, beams)
 
 

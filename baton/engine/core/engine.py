@@ -243,7 +243,8 @@ class Engine:
         if anew or exact_chunk_of(request, self.config) is not None:
             tokens = ()  # no prefix hits: all of its KV is fetched
         else:
-            tokens = request.known_ids[:num_tokens]
+            known = request.prompt_ids if self.info.outputs_differ else request.known_ids
+            tokens = known[:num_tokens]
         root = self.known_root_hash(request, precision)
         hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size, request.images)
         if adopting and not self.may_adopt:

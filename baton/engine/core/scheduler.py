@@ -209,6 +209,7 @@ class Scheduler:
             child.prefilling = False
             child.guide = parent.guide.fork() if parent.guide else None
             child.exact_chunk, child.images = parent.exact_chunk, parent.images
+            child.outputs_differ = parent.outputs_differ
             self._tables.fork(parent, child, parent.num_computed)
             beams.append(child)
         group.sequences = beams

@@ -162,6 +162,7 @@ def load_model(
         generates=built.classifier is None,
         dtype=dtype_name,
         sees=built.images is not None,
+        outputs_differ=built.outputs_differ,
     )
     read_as = _read_as(checkpoint, config, lean=is_lean)
     logger.info(
@@ -227,6 +228,7 @@ class _Built:
     classifier: Tensor | None = None
     head: DraftHead | None = None
     images: Images | None = None
+    outputs_differ: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,12 +404,6 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
         shared = shared_file(key, config.kept_weight_bytes)
     model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, shared, part)
-    if config.speculates and model.steps_differ:
-        raise ModelRefused(
-            "speculation would change its tokens: transformers bounds the time step of its "
-            "recurrent layers in chunks, and not in steps of one token",
-            field="speculative_method",
-        )
     if model.tower is not None:
         from baton.engine.vision.images import Images
         from baton.engine.vision.pixels import PixelReader
@@ -418,7 +414,8 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         images = Images(reader, model.tower, config.image_cache_bytes)
         return _Built("transformers", model, model.weight_bytes, images=images)
     if not config.deterministic:
-        return _Built("transformers", model, model.weight_bytes)
+        differ = model.outputs_differ
+        return _Built("transformers", model, model.weight_bytes, outputs_differ=differ)
     _refuse_states(model)
     if model.has_index:
         raise ModelRefused(

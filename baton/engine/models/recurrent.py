@@ -8,15 +8,22 @@ batches of equal lengths only. So its forward is replaced by one that splits the
 
 The step's states lie in a StateArena, in the slots that the spans name. A span that begins at token
 0 reads no state. Everything else of the model (attention, MLPs, norms) still sees all rows at once.
+
+Some Mamba mixers bound their time step (`time_step_limit`), but not in a call of one token. So in
+`generate` the tokens of a prompt are bounded, and those behind it are not. Rows of a step are cut
+otherwise: one row may be a prompt's last token, and several may be outputs, computed again or as
+drafts. PromptBounds bounds the rows of prompts and no others, however they are cut.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +33,9 @@ from baton.engine.models.causal import SERVED_STATES, cache_name
 from baton.engine.state.batch import Batch, Span, States
 from baton.protocol.errors import InternalError, ModelRefused
 from baton.protocol.kv_spec import StateSpec
+
+# How transformers' mixers compute one token, and several; both are given the raw time step `dt`.
+_SCANS: Final = ("mamba2_selective_state_update", "mamba2_chunk_scan")
 
 
 class _LayerStates:
@@ -166,15 +176,49 @@ class ProbeCache(_LayerStates):
         self.specs[layer] = replace(self.specs.get(layer, StateSpec()), **found)
 
 
+class PromptBounds:
+    """The time steps of `mixer`, bounded in the rows of prompts alone. `forward` is the mixer's own
+    one with scans that do this; `rows` [B, T] bool says which rows of the next call are a prompt's.
+    Raises ModelRefused if its forward has other scans.
+    """
+
+    def __init__(self, mixer: Any) -> None:
+        self._limit: tuple[float, float] = mixer.time_step_limit
+        mixer.time_step_limit = (0.0, math.inf)
+        own: Any = inspect.unwrap(type(mixer).forward)
+        if not set(_SCANS) <= set(own.__code__.co_names):
+            raise ModelRefused(f"{type(mixer).__name__} bounds its time step in an unknown way")
+        scans = {name: self._bounding(own.__globals__[name]) for name in _SCANS}
+        bounding = FunctionType(
+            own.__code__, own.__globals__ | scans, own.__name__, own.__defaults__, own.__closure__
+        )
+        self.forward: Callable[..., Tensor] = MethodType(bounding, mixer)
+        self.rows = torch.empty(0, 0, dtype=torch.bool)
+
+    def _bounding(self, scan: Callable[..., Any]) -> Callable[..., Any]:
+        place = list(inspect.signature(scan).parameters).index("dt")
+
+        def bounded(*given: Any, dt_bias: Tensor, dt_softplus: bool, **more: Any) -> Any:
+            assert dt_softplus, "all mixers ask for it"
+            before, dt, behind = given[:place], given[place], given[place + 1 :]
+            dt = functional.softplus(dt + dt_bias.to(dt.dtype))
+            dt = torch.where(self.rows[..., None], dt.clamp(*self._limit), dt)
+            return scan(*before, dt, *behind, **more)
+
+        return bounded
+
+
 @dataclass(frozen=True, slots=True)
 class _SplitMixer:
     """The forward of a mixer over the rows of a step. `own`: transformers' forward; `cache`: its
-    name for the cache. `last`: nothing else of the layer is stored after it."""
+    name for the cache. `last`: nothing else of the layer is stored after it. `bounds`: of a mixer
+    that bounds its time step."""
 
     own: Callable[..., Tensor]
     layer: int
     cache: str
     last: bool
+    bounds: PromptBounds | None = None
 
     def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> Tensor:
         """Run hidden_states [1, T, H] -> [1, T, H]; write the states of the step's sequences."""
@@ -204,6 +248,9 @@ class _SplitMixer:
     def _run(self, rows: Tensor, spans: Sequence[Span], states: States) -> Tensor:
         """Run one call, rows [B, T, H] of `spans`, which all begin or all go on."""
         slots = torch.tensor([span.state_slot for span in spans], device=rows.device)
+        if self.bounds is not None:
+            left = torch.tensor([[span.num_prompt - span.start] for span in spans])
+            self.bounds.rows = (torch.arange(rows.shape[1]) < left).to(rows.device)
         held = _LayerStates(*states.read(self.layer, slots)) if spans[0].start else _LayerStates()
         out = self.own(rows, **{self.cache: held})
         states.write(self.layer, slots, held.conv, held.recurrent)
@@ -213,21 +260,27 @@ class _SplitMixer:
 def split_mixers(probe: ProbeCache, attending: Sequence[int]) -> None:
     """Let each mixer that `probe` found run over the rows of steps. `attending`: the layers whose
     attention runs after their mixer, if they have one, and announces the layer. Raises ModelRefused
-    for a mixer that takes no cache."""
+    for a mixer that takes no cache, or bounds its time step in an unknown way."""
     for layer, mixer in probe.mixers.items():
         own = mixer.forward
         name = cache_name(own)
         if name is None:
             raise ModelRefused(f"{type(mixer).__name__} takes no cache")
-        split = _SplitMixer(own, layer, name, layer not in attending)
+        bounds = PromptBounds(mixer) if _bounded(mixer) else None
+        own = own if bounds is None else bounds.forward
+        split = _SplitMixer(own, layer, name, layer not in attending, bounds)
         mixer.forward = split  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def steps_differ(probe: ProbeCache) -> bool:
-    """Whether some mixer that `probe` found computes a step of one token otherwise than a chunk:
-    transformers bounds Mamba's time step (`time_step_limit`) in chunks alone."""
-    limits = (getattr(mixer, "time_step_limit", None) for mixer in probe.mixers.values())
-    return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
+def outputs_differ(probe: ProbeCache) -> bool:
+    """Whether a prompt's token has another state, and KV, than the same token as output: some mixer
+    that `probe` found bounds its time step."""
+    return any(map(_bounded, probe.mixers.values()))
+
+
+def _bounded(mixer: nn.Module) -> bool:
+    limit = getattr(mixer, "time_step_limit", None)
+    return limit is not None and tuple(limit) != (0.0, math.inf)
 
 
 def keeps_state(causal: Any) -> bool:

@@ -43,8 +43,8 @@ from baton.engine.models.recurrent import (
     ProbeCache,
     StepCache,
     keeps_state,
+    outputs_differ,
     split_mixers,
-    steps_differ,
 )
 from baton.engine.models.step_past import StepPast, counts_positions, split_indexers, told
 from baton.engine.models.tower import VisionTower
@@ -271,8 +271,8 @@ class UniversalModel:
         )
         self.attention_layers = tuple(probe.attention.get(i, NO_ATTENTION) for i in range(expected))
         self._late_mixers = frozenset(states.after_attention)
+        self.outputs_differ = outputs_differ(states)
         split_mixers(states, tuple(probe.specs.keys() - self._late_mixers))
-        self.steps_differ = steps_differ(states)
         if self.tower is not None:
             self._decoder = whole.language_model  # takes the rows of images as embeddings
         # Runs what the model's own forward does after its decoder: head, logit scaling, softcap.
@@ -455,7 +455,10 @@ def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch
     tokens, rows, seen = ids.tolist(), list[Tensor](), 0
     for start, stop, mates in _CHECK_CHUNKS:
         mate = SequenceChunk("mate", tokens[-mates:], seen, (pool.mate_blocks,), state_slot=0)
-        chunk = SequenceChunk("self-check", tokens[start:stop], start, (pool.blocks,), state_slot=1)
+        chunk = SequenceChunk(
+            "self-check", tokens[start:stop], start, (pool.blocks,), num_prompt=len(tokens),
+            state_slot=1,
+        )  # fmt: skip
         step = flatten([mate, chunk], attention, _CHECK_BLOCK, ids.device, states=states)
         hidden = model.forward(step.token_ids, step.positions, step.batch)
         rows.append(model.logits(hidden[mates:]))

@@ -28,7 +28,8 @@ class Span:
 
     `adapter` names the LoRA adapter of the request; "" means none. `state_slot` is the slot of its
     recurrent state. `mutual`: ranges (from, to) of tokens, some of them in the span, that see each
-    other, also later ones; the span does not end inside one.
+    other, also later ones; the span does not end inside one. The sequence's first `num_prompt`
+    tokens are its prompt.
     """
 
     first_row: int
@@ -37,6 +38,7 @@ class Span:
     adapter: str = ""
     state_slot: int = NO_SLOT
     mutual: tuple[tuple[int, int], ...] = ()
+    num_prompt: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -141,8 +143,11 @@ def flatten(
         images = chunk.images
         mutual = () if images is None else images.mutual_ranges(chunk.start, count)
         spans.append(
-            Span(len(token_ids), count, chunk.start, chunk.adapter, chunk.state_slot, mutual)
-        )
+            Span(
+                len(token_ids), count, chunk.start, chunk.adapter, chunk.state_slot, mutual,
+                chunk.num_prompt,
+            )
+        )  # fmt: skip
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
         counts.append(count)

@@ -124,6 +124,7 @@ class ModelInfo:
     encodes: bool = False  # an encoder: it keeps no KV
     dtype: str = ""  # the dtype in which it computes; "" = kv_dtype
     sees: bool = False  # it reads images
+    outputs_differ: bool = False  # a prompt's token has other KV than the same token as output
 
     @property
     def kv_token_bytes(self) -> int:

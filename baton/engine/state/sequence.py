@@ -79,6 +79,7 @@ class SequenceState:
     checkpoint_at: tuple[int, ...] = ()  # tokens: where its chunks stop for state checkpoints
     exact_chunk: int | None = None  # tokens per chunk; None: any number, as is cheapest
     images: PromptImages | None = None  # of the prompt
+    outputs_differ: bool = False  # see ModelInfo: no other prompt may find blocks with outputs
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)
 
@@ -140,8 +141,10 @@ class SequenceState:
             index = len(self._hashes)
             start, end = index * block_size, (index + 1) * block_size
             parent = self._hashes[-1] if self._hashes else self.root
-            images = salt(self.request.images, start, end)
-            self._hashes.append(block_hashes.chain(parent, self.tokens[start:end], images))
+            beside = salt(self.request.images, start, end)
+            if self.outputs_differ and end > self.num_prompt:
+                beside += block_hashes.output_salt(max(0, self.num_prompt - start))
+            self._hashes.append(block_hashes.chain(parent, self.tokens[start:end], beside))
         return self._hashes[:count]
 
     def know_hashes(self, other: SequenceState, num_blocks: int) -> None:

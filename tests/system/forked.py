@@ -1,7 +1,7 @@
 """Nodes and routers as forks of a server that has imported everything: a start takes no import.
 
-For tests that need many short-lived processes to kill. The fork server (multiprocessing's) runs
-none of our code but imports, so no thread and no lock is copied.
+A process is of its own all the same: what a test kills, stops or asks is real. The fork server
+(multiprocessing's) runs none of our code but imports, so no thread and no lock is copied.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib import import_module
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Final
 
 from baton.node.main import main as node_main
 from router.main import main as router_main
 
+ROLES: Final = ("prefill", "decode", "encode")
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    [__name__, "pytest", "torch", "transformers", "prefill_node.__main__", "decode_node.__main__"]
+    [__name__, "pytest", "torch", "transformers", *(f"{name}_node.__main__" for name in ROLES)]
 )
 
 
@@ -30,12 +33,13 @@ class ForkedProcess:
     def __init__(
         self, module: str, flags: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> None:
-        """`module`: prefill_node, decode_node or router; its messages go to `log`."""
+        """`module`: prefill_node, decode_node, encode_node or router; its messages go to `log`."""
         reader, writer = _CONTEXT.Pipe(duplex=False)
         self._out = os.fdopen(os.dup(reader.fileno()), "rb")
         given = (module, tuple(flags), dict(environ), str(log), writer)
         self._process = _CONTEXT.Process(target=_main, args=given)
         self._process.start()
+        self._looking = threading.Lock()
         writer.close()
         reader.close()
 
@@ -48,7 +52,8 @@ class ForkedProcess:
     @property
     def returncode(self) -> int | None:
         """The exit status; -N after signal N; None while it runs."""
-        return self._process.exitcode
+        with self._looking:  # its status can be read only once
+            return self._process.exitcode
 
     @property
     def stdout(self) -> AsyncIterator[bytes]:
@@ -66,7 +71,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGTERM)
 
     async def wait(self) -> int:
-        await asyncio.to_thread(self._process.join)
+        await asyncio.to_thread(connection.wait, [self._process.sentinel])
         self._out.close()
         assert self.returncode is not None, "it was waited for"
         return self.returncode
@@ -80,6 +85,7 @@ def _main(module: str, flags: tuple[str, ...], environ: dict[str, str], log: str
     with Path(log).open("wb") as stream:
         os.dup2(stream.fileno(), 2)
     os.dup2(out.fileno(), 1)
+    os.environ.clear()
     os.environ.update(environ)
     if module == "router":
         raise SystemExit(router_main(flags, os.environ))

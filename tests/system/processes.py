@@ -1,5 +1,6 @@
-"""Real processes for tests that kill:
-Redis, router and nodes as `python -m ...`, found by their READY lines.
+"""Real processes for tests that kill: router and nodes, found by their READY lines.
+
+They are forks of a server that has imported everything (forked.py), or `python -m ...`.
 
 Every process is started on loopback with free ports and ends with the `async with` block.
 """
@@ -85,7 +86,7 @@ class Processes:
     model: Path | None
     directory: Path
     redis_url: str | None = None
-    forked: bool = False  # by a server that has imported all (forked.py): quicker, no prefix
+    forked: bool = True  # False: `python -m ...`, as an operator starts it
     running: list[ServerProcess] = field(default_factory=list[ServerProcess])
 
     async def __aenter__(self) -> Processes:
@@ -131,8 +132,8 @@ class Processes:
         environ: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> ServerProcess:
-        """Start `python -m module` and wait for its READY line. `environ`: variables of its own;
-        `prefix`: words before the command.
+        """Start `module` and wait for its READY line. `environ`: variables of its own;
+        `prefix`: words before the command `python -m module`, which is then not forked.
 
         Raises RuntimeError with its log.
         """
@@ -143,10 +144,10 @@ class Processes:
         if module != "router":
             given += ["--node-id", name]
         log = self.directory / f"{name}-{len(self.running)}.log"
-        own = {"OMP_NUM_THREADS": "1", **(environ or {})}
+        own = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
         process = (
             ForkedProcess(module, given, own, log)
-            if self.forked
+            if self.forked and not prefix
             else await _executed([*prefix, sys.executable, "-m", module, *given], own, log)
         )
         server = ServerProcess(name, process, {}, log)
@@ -169,5 +170,5 @@ async def _executed(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stream,
-            env={**os.environ, **environ},
+            env=environ,
         )

@@ -92,7 +92,8 @@ class Case:
         a router tells where a request has got to within a moment, not at once."""
 
         async def look() -> str:
-            return (await self.request_fields()).get(role, "")
+            there = await self.redis.exists(ONLY.leases)
+            return (await self.request_fields()).get(role, "") if there else ""
 
         return await eventually(look)
 

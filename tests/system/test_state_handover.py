@@ -189,7 +189,7 @@ class Stream:
 async def test_running_requests_move_with_their_states(model_type: str, tmp_path: Path) -> None:
     """To the other decode node and back again, in the middle of their streams."""
     model = saved(model_type, tmp_path)
-    count = 120
+    count = 60
     expected = transformers_tokens(model, PROMPTS, count)
     decode = tuple({**D, "block_size": size} for size in (16, 8))
     async with cluster(Plan(model, (P,), decode, lanes=("stream",))) as c:
@@ -197,7 +197,7 @@ async def test_running_requests_move_with_their_states(model_type: str, tmp_path
         streams = [Stream(c.client, prompt, params) for prompt in PROMPTS]
         c.pace(streams, lambda: [len(s.tokens) for s in streams if not s.task.done()])
         dispatcher = c.router.services.dispatcher
-        for position in (5, 40):
+        for position in (5, 30):
             for stream in streams:
                 await stream.at_least(position)
             found = [candidate.request_id for candidate in dispatcher.candidates()]

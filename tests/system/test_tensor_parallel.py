@@ -35,6 +35,12 @@ FLAGS = ("--num-kv-blocks", "64", "--block-size", "8")
 pytestmark = pytest.mark.long
 
 
+def soak(*values: Any) -> Any:
+    """A case whose ranks are threads in the tests of every run: test_tensor_parallel_matrix.py and
+    test_state_ranks.py."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("model") / "m")
@@ -86,8 +92,8 @@ async def test_integer_weights_over_two_sizes_serve_the_tokens_of_one_engine(
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        ("v3", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4, **WHOLE}),
-        ("v3", {"tensor_parallel_size": 4, **WHOLE}, {}),
+        soak("v3", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4, **WHOLE}),
+        soak("v3", {"tensor_parallel_size": 4, **WHOLE}, {}),
         ("kimi k2", {}, {"tensor_parallel_size": 2, **WHOLE}),
     ],
 )
@@ -117,7 +123,7 @@ async def test_latents_and_whole_experts_over_two_sizes(
             assert member.engine.info.digest == llm.engine.info.digest
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1), soak((1, 4)), soak((4, 2))])
 async def test_recurrent_states_over_two_sizes(sizes: tuple[int, int], tmp_path: Path) -> None:
     """A state travels whole; each process has its heads of it."""
     path = save_hybrid(tmp_path, "qwen3 next", **RANKED)

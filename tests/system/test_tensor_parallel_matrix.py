@@ -1,4 +1,5 @@
 """Every weight format from P to D over any sizes: formats x ranks {1, 2, 4} x {P = D, P != D}.
+Every run takes each format and each pair of sizes; every format over every pair is `soak`.
 
 Nodes in one process, their ranks as threads, in float32. Each cell is proven by counters: all KV
 was fetched once, by a decode node that computed no prompt; as many ranks ran as asked; the tokens
@@ -10,7 +11,7 @@ ranks: test_tensor_parallel.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from baton.llm import LLM
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Plan, cluster
+from tests.combinations import combined
 from tests.engine.quantized_models import RECIPES, SHAPE
 from tests.engine.tensor_parallel_ranks import config_of, start_thread
 from tests.engine.test_latent_models import WIDE
@@ -74,7 +76,7 @@ FURTHER: dict[str, Callable[[Path], Path]] = {
     "Phi 4 mini": lambda path: save_dense(path, "phi 4 mini"),
     "GLM 4": lambda path: save_dense(path, "glm 4"),
 }
-# What the default run tries; all other cells are `long`.
+# What the default run tries, too.
 QUICK = {
     (PLAIN, (1, 1)), ("w8a8", (1, 2)), ("gptq-desc-act", (2, 1)), ("MXFP4", (2, 1)),
     ("NVFP4", (1, 2)), ("bitsandbytes nf4", (2, 2)), ("GGUF Q4_K_M", (1, 2)),
@@ -82,14 +84,6 @@ QUICK = {
 }  # fmt: skip
 
 MIXTURE_FORMATS = ("loaded as int8", "loaded as int4", "w8a8", "w4a16", "awq")
-
-
-def cells(formats: Iterable[str], sizes: Sequence[tuple[int, int]]) -> list[Any]:
-    """Each of `formats` over each of `sizes`."""
-    return [
-        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.long)
-        for cell in itertools.product(formats, sizes)
-    ]
 
 
 def gguf_file(path: Path, mix: str) -> Path:
@@ -195,27 +189,31 @@ async def assert_pair(model: Model, sizes: tuple[int, int], **options: Any) -> N
             assert (0 if ranks is None else len(ranks.processes)) == size - 1
 
 
-@pytest.mark.parametrize(("name", "sizes"), cells((*FORMATS, *FURTHER), SIZES))
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    combined((*FORMATS, *FURTHER), SIZES, always=QUICK, marks=[pytest.mark.long]),
+)
 async def test_every_format_over_any_sizes(
     name: str, sizes: tuple[int, int], models: Models
 ) -> None:
     await assert_pair(models("qwen3", name), sizes)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", SIZES[1:])
-@pytest.mark.parametrize("name", LATENT_FORMATS)
-@pytest.mark.parametrize("family", LATENTS)
+@pytest.mark.parametrize(
+    ("latents", "sizes"),
+    combined([*itertools.product(LATENTS, LATENT_FORMATS)], SIZES[1:], marks=[pytest.mark.long]),
+)
 async def test_latents_and_whole_experts_over_any_sizes(
-    family: str, name: str, sizes: tuple[int, int], models: Models
+    latents: tuple[str, str], sizes: tuple[int, int], models: Models
 ) -> None:
     """A node of one rank takes the flag, too."""
+    family, name = latents
     await assert_pair(models(family, name), sizes, enable_expert_parallel=True)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", SIZES[1:])
-@pytest.mark.parametrize("name", MIXTURE_FORMATS)
+@pytest.mark.parametrize(
+    ("name", "sizes"), combined(MIXTURE_FORMATS, SIZES[1:], marks=[pytest.mark.long])
+)
 async def test_whole_experts_over_any_sizes(
     name: str, sizes: tuple[int, int], models: Models
 ) -> None:

@@ -401,6 +401,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
     assert main(flags) == 0
     table = capsys.readouterr().out
+    assert main(flags[1:]) == 0, "the model by its place"
+    assert capsys.readouterr().out == table
     for part in ("8,030,261,248", "131.07 kB", "26,511", "103 requests", "16.61 ms", "4.71 ms"):
         assert part in table
     assert main([*flags, "--json"]) == 0

@@ -220,11 +220,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 2 for a refusal, else 0."""
     parser = argparse.ArgumentParser(
         prog="baton estimate",
-        description="What a model needs, and the best that a machine could do with it.",
+        description="What a model needs, and the best that a machine could do with it. `baton "
+        "estimate MODEL` is `baton estimate --model MODEL`.",
     )
     add_options(parser, EstimateOptions)
+    asked = list(sys.argv[1:] if arguments is None else arguments)
+    if asked and not asked[0].startswith("-"):
+        asked.insert(0, "--model")
     try:
-        given = parse(parser, sys.argv[1:] if arguments is None else arguments)
+        given = parse(parser, asked)
         options = load(EstimateOptions, given, os.environ)
         result = sized(options)
     except (BatonError, OSError) as error:

@@ -132,7 +132,8 @@ def decoder_of(
             "linear_attn": (RULE.value_heads,), "conv1d": (RULE.channels, 1, RULE.taps),
             "in_proj_qkv": (RULE.channels, hidden), "in_proj_z": (RULE.values, hidden),
             **dict.fromkeys(("in_proj_a", "in_proj_b"), (RULE.value_heads, hidden)),
-            "out_proj": (hidden, RULE.values), "gate": (5, hidden),
+            "out_proj": (hidden, RULE.values),
+            "gate": (0 if config.experts is None else config.experts.count, hidden),
         },
         plain_outputs,
         scheme,
@@ -244,6 +245,25 @@ def test_families_take_whole_steps(
     assert not want.isnan().any()
     assert torch.equal(got, want)
     assert all(map(torch.equal, ours.kept(), plain.kept()))
+
+
+@pytest.mark.parametrize("kind", ["qwen 3.5", "mixtures"])
+def test_late_threads_change_nothing(kind: str) -> None:
+    """More threads than cores: some are still layers behind the others."""
+    config = replace(like(kind, config_of()), num_layers=12, windows=(0,) * 12)
+    if config.experts is not None:
+        everywhere = replace(config.experts, count=60, per_token=4, layers=frozenset(range(12)))
+        config = replace(config, experts=everywhere)
+    decoder = decoder_of(config)
+    assert decoder.step is not None
+    threads, starts = torch.get_num_threads(), [3, 48, 17, 0, 90, 33, 20]
+    want = hidden_of(decoder, Pool(config, starts).step(), by_layer=True)
+    try:
+        for count in (2, 3, 8) * 60:
+            torch.set_num_threads(count)
+            assert torch.equal(hidden_of(decoder, Pool(config, starts).step()), want)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])

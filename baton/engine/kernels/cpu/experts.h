@@ -80,56 +80,61 @@ inline void choose_experts(const ChoiceArgs& a) {
   }
 }
 
-class Mixture {
- public:
-  // Reads nothing of the rows yet.
-  explicit Mixture(const ExpertsArgs& args)
-      : a_(args), choices_(a_.rows * a_.per_token), gathered_(a_.scratch),
-        wide_(gathered_ + choices_ * a_.hidden), narrow_(wide_ + choices_ * 2 * a_.inner),
-        sorted_(narrow_ + choices_ * a_.inner), order_(choices_), places_(choices_),
-        integers_(choices_, std::max(a_.hidden, a_.inner)) {}
-
-  // Before run, by one thread.
-  void sort() {
-    met_.clear();
-    std::iota(order_.begin(), order_.end(), 0);
-    std::stable_sort(order_.begin(), order_.end(), [&](int64_t one, int64_t other) {
-      return a_.chosen[one] < a_.chosen[other];
-    });
-    for (int64_t at = 0; at < choices_; ++at) {
-      const int64_t expert = a_.chosen[order_[at]];
-      if (met_.empty() || met_.back().expert != expert) met_.push_back({expert, at, at});
-      met_.back().until = at + 1;
-      places_[order_[at]] = at;
-    }
-  }
-
-  // What each thread of a team runs, by experts' weights like those of the arguments.
-  void run(Team::Member& me, const StepLinear* gate_ups, const StepLinear* downs,
-           Coming coming = {}) {
-    me.share(choices_, [&](int64_t at, int64_t) {
-      std::copy_n(a_.x + order_[at] / a_.per_token * a_.hidden, a_.hidden,
-                  gathered_ + at * a_.hidden);
-    });
-    multiply(me, gate_ups, {gathered_, nullptr, nullptr, wide_, choices_, a_.hidden,
-                            2 * a_.inner});
-    if (a_.alpha == 0.0f)
-      share_gated(me, wide_, narrow_, choices_, a_.inner);
-    else
-      share_clamped(me);
-    multiply(me, downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
-    if (a_.weights != nullptr) return sum_choices(me, coming);
-    me.share(choices_, [&](int64_t at, int64_t) {
-      std::copy_n(sorted_ + at * a_.hidden, a_.hidden, a_.y + order_[at] * a_.hidden);
-    });
-  }
-
- private:
+// The choices of one mixture's rows, sorted by expert: written once, before any thread of the team
+// reads it. A thread that is late still reads it when the others are layers ahead.
+struct Choices {
   // An expert that some choices, [from, until) as they are sorted, have met.
   struct Met {
     int64_t expert, from, until;
   };
 
+  void sort(const int64_t* chosen, int64_t count) {
+    order.resize(count);
+    places.resize(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t one, int64_t other) { return chosen[one] < chosen[other]; });
+    for (int64_t at = 0; at < count; ++at) {
+      const int64_t expert = chosen[order[at]];
+      if (met.empty() || met.back().expert != expert) met.push_back({expert, at, at});
+      met.back().until = at + 1;
+      places[order[at]] = at;
+    }
+  }
+
+  std::vector<int64_t> order, places;  // choices by expert, and where each of them is
+  std::vector<Met> met;
+};
+
+class Mixture {
+ public:
+  explicit Mixture(const ExpertsArgs& args)
+      : a_(args), choices_(a_.rows * a_.per_token), gathered_(a_.scratch),
+        wide_(gathered_ + choices_ * a_.hidden), narrow_(wide_ + choices_ * 2 * a_.inner),
+        sorted_(narrow_ + choices_ * a_.inner),
+        integers_(choices_, std::max(a_.hidden, a_.inner)) {}
+
+  // What each thread of a team runs, by experts' weights like those of the arguments.
+  void run(Team::Member& me, const Choices& by, const StepLinear* gate_ups,
+           const StepLinear* downs) {
+    me.share(choices_, [&](int64_t at, int64_t) {
+      std::copy_n(a_.x + by.order[at] / a_.per_token * a_.hidden, a_.hidden,
+                  gathered_ + at * a_.hidden);
+    });
+    multiply(me, by, gate_ups, {gathered_, nullptr, nullptr, wide_, choices_, a_.hidden,
+                            2 * a_.inner});
+    if (a_.alpha == 0.0f)
+      share_gated(me, wide_, narrow_, choices_, a_.inner);
+    else
+      share_clamped(me);
+    multiply(me, by, downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
+    if (a_.weights != nullptr) return sum_choices(me, by);
+    me.share(choices_, [&](int64_t at, int64_t) {
+      std::copy_n(sorted_ + at * a_.hidden, a_.hidden, a_.y + by.order[at] * a_.hidden);
+    });
+  }
+
+ private:
   // Rows [from, until) by panels `index` of an expert's weights.
   struct Unit {
     const StepLinear* by;
@@ -137,7 +142,7 @@ class Mixture {
   };
 
   // In the order of a row's choices, rounded once.
-  void sum_choices(Team::Member& me, Coming coming) {
+  void sum_choices(Team::Member& me, const Choices& by) {
     constexpr int64_t part = 512;  // numbers
     const int64_t parts = (a_.hidden + part - 1) / part;
     const auto work = [&](int64_t unit, int64_t) {
@@ -147,12 +152,12 @@ class Mixture {
         Floats sum = broadcast(0.0f);
         for (int64_t k = 0; k < a_.per_token; ++k)
           sum = multiply_add(broadcast(widened(weights[k])),
-                             load_wide(sorted_ + places_[row * a_.per_token + k] * a_.hidden + i),
+                             load_wide(sorted_ + by.places[row * a_.per_token + k] * a_.hidden + i),
                              sum);
         store_rounded(a_.y + row * a_.hidden + i, sum);
       }
     };
-    me.share(a_.rows * parts, work, coming);
+    me.share(a_.rows * parts, work);
   }
 
   void share_clamped(Team::Member& me) {
@@ -167,12 +172,13 @@ class Mixture {
   }
 
   // y = x W^T + b, each row by its expert's weights.
-  void multiply(Team::Member& me, const StepLinear* by, const LinearArgs& like) {
+  void multiply(Team::Member& me, const Choices& sorted, const StepLinear* by,
+                const LinearArgs& like) {
     if (by->integers != nullptr) {
       integers_.prepare(me, *by->integers, like);
       IntegerRows rows = integers_.rows_of(*by->integers, like);
       const int64_t height = slab_of(IntegerProducts::row_bytes(*by->integers, like), kBlockRows);
-      return share(me, by, twos_of(like.outputs), height, [&](const Unit& unit, const Unit*) {
+      return share(me, sorted, by, twos_of(like.outputs), height, [&](const Unit& unit, const Unit*) {
         // What follows is the same expert's, where there is more of it.
         LinearArgs args = like;
         args.bias = unit.by->bias;
@@ -181,7 +187,7 @@ class Mixture {
       });
     }
     Rows rows(like.x, like.inputs);
-    share(me, by, panels_of(like.outputs), linear_slab(like.inputs),
+    share(me, sorted, by, panels_of(like.outputs), linear_slab(like.inputs),
           [&](const Unit& unit, const Unit* next) {
             LinearArgs args = like;
             args.w = unit.by->panels;
@@ -193,15 +199,15 @@ class Mixture {
 
   // work(unit, the next one or null) for units of so many panels, slabs of at most `height` rows.
   template <class Work>
-  void share(Team::Member& me, const StepLinear* by, int64_t panels, int64_t height,
-             const Work& work) {
+  void share(Team::Member& me, const Choices& sorted, const StepLinear* by, int64_t panels,
+             int64_t height, const Work& work) {
     std::vector<int64_t> ends;  // of the units of each expert met
-    for (const Met& met : met_)
+    for (const Choices::Met& met : sorted.met)
       ends.push_back((ends.empty() ? 0 : ends.back()) +
                      (met.until - met.from + height - 1) / height * panels);
     const auto unit_at = [&](int64_t at) {
       const int64_t which = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
-      const Met& met = met_[which];
+      const Choices::Met& met = sorted.met[which];
       const int64_t within = which == 0 ? at : at - ends[which - 1];
       const int64_t from = met.from + within / panels * height;
       return Unit{by + met.expert, from, std::min(met.until, from + height), within % panels};
@@ -217,16 +223,15 @@ class Mixture {
   const ExpertsArgs& a_;
   const int64_t choices_;
   bf16 *const gathered_, *const wide_, *const narrow_, *const sorted_;
-  std::vector<int64_t> order_, places_;  // choices by expert, and where each of them is
-  std::vector<Met> met_;
   IntegerProducts integers_;
 };
 
 inline void mix_experts(const ExpertsArgs& args) {
   Mixture mixture(args);
-  mixture.sort();
+  Choices choices;
+  choices.sort(args.chosen, args.rows * args.per_token);
   in_team(worth(args.rows * args.per_token * args.hidden * args.inner),
-          [&](Team::Member& me) { mixture.run(me, args.gate_ups, args.downs); });
+          [&](Team::Member& me) { mixture.run(me, choices, args.gate_ups, args.downs); });
 }
 
 }  // namespace baton

@@ -108,7 +108,7 @@ class Step {
         chosen_(a_.rows * a_.per_token), weights_(a_.rows * a_.per_token),
         experts_{nullptr, nullptr, a_.out, chosen_.data(), weights_.data(), delta_,
                  a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.per_token, 0.0f, 0.0f},
-        mixture_(experts_) {
+        mixture_(experts_), choices_(a_.num_layers) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
@@ -153,7 +153,7 @@ class Step {
       const Delta attended{delta_, layer.attention_output_norm};
       delta = {delta_, layer.mlp_output_norm};
       if (layer.router != nullptr) {
-        mix(me, attended, layer);
+        mix(me, attended, layer, choices_[index]);
         continue;
       }
       norm(me, attended, layer.mlp_norm, coming(me, gate_up));
@@ -204,16 +204,16 @@ class Step {
   }
 
   // Norm, router, choice, experts.
-  void mix(Team::Member& me, Delta attended, const StepLayer& layer) {
+  void mix(Team::Member& me, Delta attended, const StepLayer& layer, Choices& choices) {
     const Product router{*layer.router, a_.out, wide_, a_.hidden, a_.experts};
     norm(me, attended, layer.mlp_norm, coming(me, router));
     multiply(me, router);
     me.share(1, [&](int64_t, int64_t) {
       choose_experts({wide_, weights_.data(), chosen_.data(), a_.rows, a_.experts, a_.per_token,
                       a_.normalized, a_.scaling});
-      mixture_.sort();
+      choices.sort(chosen_.data(), a_.rows * a_.per_token);
     });
-    mixture_.run(me, layer.expert_gate_ups, layer.expert_downs);
+    mixture_.run(me, choices, layer.expert_gate_ups, layer.expert_downs);
   }
 
   // The panel that this thread multiplies first.
@@ -358,6 +358,7 @@ class Step {
   std::vector<bf16> weights_;
   const ExpertsArgs experts_;
   Mixture mixture_;
+  std::vector<Choices> choices_;  // of each layer: late threads still read those of layers before
 };
 
 inline void decode_step(const StepArgs& args) {

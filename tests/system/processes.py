@@ -1,6 +1,6 @@
 """Real processes for tests that kill: router and nodes, found by their READY lines.
 
-They are forks of a server that has imported everything (forked.py), or `python -m ...`.
+They are `python -m ...`, or forks of a server that has imported everything (forked.py).
 
 Every process is started on loopback with free ports and ends with the `async with` block.
 """
@@ -86,7 +86,7 @@ class Processes:
     model: Path | None
     directory: Path
     redis_url: str | None = None
-    forked: bool = True  # False: `python -m ...`, as an operator starts it
+    forked: bool = False  # by a server that has imported all (forked.py): quicker, no prefix
     running: list[ServerProcess] = field(default_factory=list[ServerProcess])
 
     async def __aenter__(self) -> Processes:

@@ -59,9 +59,11 @@ class RandomWeights:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def __call__(self, name: str) -> Tensor:
-        shape = (RULE.value_dim,) if "attn.norm" in name else self.shapes[name.split(".")[-2]]
+        shape = self.shapes[name.split(".")[-2]]
         if ".experts." in name:
             shape = (64, shape[1]) if shape[0] > shape[1] else (shape[0], 64)
+        if name.endswith("attn.norm.weight"):
+            shape = (RULE.value_dim,)
         noise = torch.randn(*shape, generator=self.generator)
         return (noise / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + noise / 8).bfloat16()
 

@@ -22,6 +22,7 @@ from tests.waiting import WAIT_S
 
 # KV and states in layers of their own; a mixer behind its layer's attention; no KV at all.
 KINDS = ("qwen3_next", "zamba2", "mamba2")
+MOVED = ("kimi_linear", "lfm2")  # in every run, beside KINDS: latents, and convolutions alone
 TYPES = [pytest.param(n, marks=[] if n in KINDS else [pytest.mark.long]) for n in STATEFUL]
 PROMPTS = prompts((3, 17, 40, 65, 1, 90), seed=2)
 NUM_TOKENS = 24
@@ -185,7 +186,18 @@ class Stream:
             await self._news.wait_for(lambda: len(self.tokens) >= count)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *KINDS,
+        *(pytest.param(name, marks=pytest.mark.long) for name in MOVED),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in STATEFUL
+            if name not in (*KINDS, *MOVED)
+        ),
+    ],
+)
 async def test_running_requests_move_with_their_states(model_type: str, tmp_path: Path) -> None:
     """To the other decode node and back again, in the middle of their streams."""
     model = saved(model_type, tmp_path)

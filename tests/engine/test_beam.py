@@ -130,11 +130,12 @@ def llm_of(path: str) -> LLM:
     return LLM(path, dtype="float32", block_size=4, num_kv_blocks=160, check_invariants=True)
 
 
-# Each penalty and each way to stop; all with all, and with every model, among the long tests.
+# Each penalty and each way to stop, with every model among the long tests; all with all is `soak`.
 SEARCHES = [
     pytest.param(
         kind, width, penalty, early,
-        marks=[pytest.mark.long] * (kind != "llama" or (i + j) % 2 > 0 or width != (4, 2)[j % 2]),
+        marks=pytest.mark.soak if (i + j) % 2 > 0 or width != (4, 2)[j % 2]
+        else [pytest.mark.long] * (kind != "llama"),
     )
     for kind in ("llama", "gpt2", "qwen3")
     for width in (2, 4)

@@ -102,7 +102,7 @@ def test_a_random_head_changes_no_token(random_head: Path, temperature: float) -
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(200), marks=pytest.mark.long)], ids=["few", "200"]
+    "seeds", [range(10), pytest.param(range(200), marks=pytest.mark.soak)], ids=["few", "200"]
 )
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_seeded_outputs_are_equal(random_head: Path, seeds: range, temperature: float) -> None:

@@ -67,7 +67,7 @@ def test_the_head_is_what_its_checkpoint_says(
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(200), marks=pytest.mark.long)], ids=["few", "200"]
+    "seeds", [range(10), pytest.param(range(200), marks=pytest.mark.soak)], ids=["few", "200"]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_seeded_outputs_are_equal(

@@ -54,30 +54,32 @@ struct ChoiceArgs {
   float scaling;
 };
 
-inline void choose_experts(const ChoiceArgs& a) {
+inline void choose_of_row(const ChoiceArgs& a, int64_t row) {
   std::vector<float> logits(a.experts);
   std::vector<char> taken(a.experts);
-  for (int64_t row = 0; row < a.rows; ++row) {
-    for (int64_t i = 0; i < a.experts; ++i) logits[i] = widened(a.logits[row * a.experts + i]);
-    std::fill(taken.begin(), taken.end(), 0);
-    int64_t* chosen = a.chosen + row * a.per_token;
-    for (int64_t k = 0; k < a.per_token; ++k) {
-      int64_t best = -1;  // of a row of NaN the first ones
-      for (int64_t i = 0; i < a.experts; ++i)
-        if (!taken[i] && (best < 0 || logits[i] > logits[best])) best = i;
-      taken[best] = 1;
-      chosen[k] = best;
-    }
-    const float most = logits[chosen[0]];
-    float sum = 0.0f;
-    if (a.normalized)
-      for (int64_t k = 0; k < a.per_token; ++k) sum += std::exp(logits[chosen[k]] - most);
-    else
-      for (const float logit : logits) sum += std::exp(logit - most);
-    for (int64_t k = 0; k < a.per_token; ++k)
-      store_rounded(a.weights + row * a.per_token + k,
-                    broadcast(std::exp(logits[chosen[k]] - most) / sum * a.scaling), lanes_of(1));
+  for (int64_t i = 0; i < a.experts; ++i) logits[i] = widened(a.logits[row * a.experts + i]);
+  int64_t* chosen = a.chosen + row * a.per_token;
+  for (int64_t k = 0; k < a.per_token; ++k) {
+    int64_t best = -1;  // of a row of NaN the first ones
+    for (int64_t i = 0; i < a.experts; ++i)
+      if (!taken[i] && (best < 0 || logits[i] > logits[best])) best = i;
+    taken[best] = 1;
+    chosen[k] = best;
   }
+  const float most = logits[chosen[0]];
+  float sum = 0.0f;
+  if (a.normalized)
+    for (int64_t k = 0; k < a.per_token; ++k) sum += std::exp(logits[chosen[k]] - most);
+  else
+    for (const float logit : logits) sum += std::exp(logit - most);
+  for (int64_t k = 0; k < a.per_token; ++k)
+    store_rounded(a.weights + row * a.per_token + k,
+                  broadcast(std::exp(logits[chosen[k]] - most) / sum * a.scaling), lanes_of(1));
+}
+
+inline void choose_experts(const ChoiceArgs& a) {
+#pragma omp parallel for if (a.rows * a.experts > kFewNumbers)
+  for (int64_t row = 0; row < a.rows; ++row) choose_of_row(a, row);
 }
 
 // The choices of one mixture's rows, sorted by expert: written once, before any thread of the team

@@ -209,8 +209,9 @@ class Step {
     norm(me, attended, layer.mlp_norm, coming(me, router));
     multiply(me, router);
     me.share(1, [&](int64_t, int64_t) {
-      choose_experts({wide_, weights_.data(), chosen_.data(), a_.rows, a_.experts, a_.per_token,
-                      a_.normalized, a_.scaling});
+      const ChoiceArgs choosing{wide_, weights_.data(), chosen_.data(), a_.rows, a_.experts,
+                                a_.per_token, a_.normalized, a_.scaling};
+      for (int64_t row = 0; row < a_.rows; ++row) choose_of_row(choosing, row);
       choices.sort(chosen_.data(), a_.rows * a_.per_token);
     });
     mixture_.run(me, choices, layer.expert_gate_ups, layer.expert_downs);

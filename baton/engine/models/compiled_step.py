@@ -15,6 +15,8 @@ from torch import Tensor
 
 from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.kernels.cpu.step import (
+    NO_CHOICE,
+    NO_DELTA,
     StepInputs,
     StepLayer,
     StepLinear,
@@ -126,6 +128,7 @@ def compile_step(
         return None
     if config.head_dim % DIM_MULTIPLE:
         return None
+    mixture = next((layer.experts for layer in held if layer.experts is not None), None)
     sizes = StepSizes(
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -136,9 +139,8 @@ def compile_step(
         norm_offset=config.norm_offset,
         gelu=config.activation == "gelu_tanh",
         gated=config.gated,
+        delta=NO_DELTA if config.delta is None else config.delta.sizes,
+        choice=NO_CHOICE if mixture is None else mixture.rule,
+        expert_inner=0 if mixture is None else mixture.inner,
     )
-    if config.delta is not None:
-        sizes = replace(sizes, delta=config.delta.sizes)
-    for mixture in [layer.experts for layer in held if layer.experts is not None][:1]:
-        sizes = replace(sizes, choice=mixture.rule, expert_inner=mixture.inner)
     return CompiledStep(StepModel(between.kernels, held, final_norm, sizes), held)

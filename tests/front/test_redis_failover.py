@@ -9,10 +9,9 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from router.store.redis_links import RedisServers
 from router.store.redis_store import RedisStore
 from tests.front.fakes import TOKENIZER, FakeDispatcher, FakeModel, FakeRegistry
 from tests.front.resumable import HeldRouter, Reader, held_router
-from tests.redis_kinds import Servers, cluster, migrate, redis_binary, service, until
+from tests.redis_kinds import Servers, migrate, until
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.soak]
@@ -220,18 +219,6 @@ class _Clock:
         return asyncio.get_running_loop().time()
 
 
-@pytest.fixture
-def sentinels(tmp_path: Path) -> Iterator[Servers]:
-    with service(redis_binary(), tmp_path) as servers:
-        yield servers
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Servers]:
-    with cluster(redis_binary(), tmp_path) as servers:
-        yield servers
-
-
 async def test_a_primary_killed_under_sentinels(sentinels: Servers) -> None:
     primary, replica = sentinels.data
 
@@ -245,17 +232,17 @@ async def test_a_primary_killed_under_sentinels(sentinels: Servers) -> None:
     assert one.guard.stats.outages >= 1, "the kill was noticed"
 
 
-async def test_a_primary_killed_and_slots_moved_in_a_cluster(nodes: Servers) -> None:
-    first, second, third = nodes.data[:3]
+async def test_a_primary_killed_and_slots_moved_in_a_cluster(cluster_nodes: Servers) -> None:
+    first, second, third = cluster_nodes.data[:3]
 
     async def kill(streams: list[Stream]) -> None:
         for group in SPREAD[:3]:  # the first primary's
-            await asyncio.to_thread(migrate, slot_of(group.tag), first, second, nodes)
+            await asyncio.to_thread(migrate, slot_of(group.tag), first, second, cluster_nodes)
         shown = [stream.tokens for stream in streams]
         third.kill()
-        alive = nodes.data[5]
+        alive = cluster_nodes.data[5]
         await asyncio.to_thread(until, lambda: alive.info("role") == "master", "a promotion")
-        await logged_before(nodes, streams, shown)
+        await logged_before(cluster_nodes, streams, shown)
 
-    one = await during(nodes, kill)
+    one = await during(cluster_nodes, kill)
     assert one.guard.stats.outages >= 1, "the kill was noticed"

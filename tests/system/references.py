@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.llm import LLM
 from baton.protocol.sampling import SamplingParams
+from tests.golden import greedy
 from tests.tiny_models import VOCAB_SIZE
 
 Tokens = tuple[int, ...]
@@ -36,7 +37,7 @@ def transformers_tokens(model: Path, asked: Sequence[Tokens], count: int) -> lis
         ).eval()
         for prompt in asked:
             if len(known.get(prompt, ())) < count:
-                known[prompt] = _generated(loaded, prompt, count)
+                known[prompt] = tuple(greedy.transformers_tokens(loaded, [prompt], count)[0])
     return [known[prompt][:count] for prompt in asked]
 
 
@@ -53,20 +54,6 @@ def _digest(model: Path) -> str:
     for file in sorted((*model.glob("*.json"), *model.glob("*.safetensors"))):
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _generated(loaded: Any, prompt: Tokens, count: int) -> Tokens:
-    ids = torch.tensor([prompt])
-    out = loaded.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(out[0, len(prompt) :].tolist())
 
 
 def one_engine_tokens(

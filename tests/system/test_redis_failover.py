@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from router.store.redis_links import RedisServers
 from router.store.redis_store import RedisStore
 from tests.chaos.oracle import STRICT, check_stream
 from tests.chaos.streams import Spec, Stream, chaos_model, make_specs
-from tests.redis_kinds import Server, Servers, cluster, migrate, redis_binary, service, until
+from tests.redis_kinds import Server, Servers, migrate, until
 from tests.system.asking import Asking
 from tests.system.processes import Processes, ServerProcess
 from tests.system.test_rolling_restart import all_free
@@ -220,18 +220,6 @@ async def during(it: Deployment, trouble: Callable[[], None]) -> None:
     log.info("%d requests ended since, %d resumable", len(load.ended), len(resumable))
 
 
-@pytest.fixture
-def sentinels(tmp_path: Path) -> Iterator[Servers]:
-    with service(redis_binary(), tmp_path) as servers:
-        yield servers
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Servers]:
-    with cluster(redis_binary(), tmp_path) as servers:
-        yield servers
-
-
 async def test_a_primary_killed_under_sentinels(
     model: Path, specs: dict[str, Spec], tmp_path: Path, sentinels: Servers
 ) -> None:
@@ -246,9 +234,9 @@ async def test_a_primary_killed_under_sentinels(
 
 
 async def test_slots_moved_and_a_primary_killed_in_a_cluster(
-    model: Path, specs: dict[str, Spec], tmp_path: Path, nodes: Servers
+    model: Path, specs: dict[str, Spec], tmp_path: Path, cluster_nodes: Servers
 ) -> None:
-    first, second, third, *_, heir = nodes.data
+    first, second, third, *_, heir = cluster_nodes.data
 
     def move_and_kill() -> None:
         slots = [slot_of(group.tag) for group in SPREAD]
@@ -256,12 +244,12 @@ async def test_slots_moved_and_a_primary_killed_in_a_cluster(
         until(lambda: any(num_keys(first, slot) for slot in of_first), "keys of requests")
         moved = [slot for slot in of_first if num_keys(first, slot)]
         for slot in moved:
-            migrate(slot, first, second, nodes)
+            migrate(slot, first, second, cluster_nodes)
         log.info("%d slots moved", len(moved))
         third.kill()
         until(lambda: heir.info("role") == "master", "a promotion")
 
-    async with deployment(model, specs, tmp_path, nodes) as it:
+    async with deployment(model, specs, tmp_path, cluster_nodes) as it:
         await during(it, move_and_kill)
 
 

@@ -129,12 +129,12 @@ async def start_router(
 async def says_farewell(router: ServerProcess) -> None:
     """SIGTERM; then a client that asks at once, and again, hears that it leaves."""
     async with httpx.AsyncClient(base_url=f"http://{router.address}", trust_env=False) as client:
-        assert (await client.get("/ready")).status_code == httpx.codes.OK
+        assert (await client.get("/ready")).status_code == 200
         router.signal(signal.SIGTERM)
 
         async def leaving() -> bool:
             answer = await client.get("/ready")
-            if answer.status_code == httpx.codes.OK:
+            if answer.status_code == 200:
                 return False
             assert answer.headers["connection"] == "close"
             return True

@@ -41,6 +41,15 @@ LONGEST = (
 WAITING = ("chaos", "console", "deploy", "system")  # folders: processes come and go
 WAITING_END = 0.8  # of the run: then come none of these, so that nobody waits for one at the end
 
+# Folders and files with many models, formats, lanes: see `mark_combinations`.
+MANY = {
+    "engine", "parsers", "system", "transfer",
+    "deploy/test_flags.py", "front/test_background_responses.py", "front/test_resumable_api.py",
+    "front/test_template_limits.py", "router/test_forced_calls.py", "router/test_overload.py",
+    "security/test_canaries.py", "security/test_error_texts.py", "tests/test_failpoints.py",
+    "tests/test_grammar_trials.py",
+}  # fmt: skip
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -54,12 +63,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker that begins a long file at the end is left alone with it, and workers that all wait
     leave the cores idle: the longest files come first, then those that wait between the others."""
     files = in_turn(list(dict.fromkeys(item.path for item in items)))
     turns = {path: turn for turn, path in enumerate(files)}
     items.sort(key=lambda item: turns[item.path])
+    mark_combinations(items)
     # Else pytest's handlers are hung on each of torch's 50 loggers before each part of each test.
     for logger in logging.getLogger().manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
@@ -69,6 +80,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def place(path: Path) -> str:
     """Folder and name of a file of tests."""
     return "/".join(path.parts[-2:])
+
+
+def mark_combinations(items: list[pytest.Item]) -> None:
+    """In MANY `long` is what differs from an earlier test by its parameters alone: `./run test`
+    takes the first combination of each test, CI takes all."""
+    seen = set[str]()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        many = MANY & {item.path.parent.name, place(item.path)}
+        if many and not marks & {"long", "soak"}:
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.long)
+            seen.add(test)
 
 
 def in_turn(files: list[Path]) -> list[Path]:

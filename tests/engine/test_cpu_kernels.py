@@ -365,6 +365,7 @@ def test_the_best_instruction_set_serves_or_the_one_asked_for(
     assert found is not None or told.startswith("torch's own serve (")
 
 
+@pytest.mark.long
 def test_amx_s_kernels_compile_and_multiply_by_tiles(tmp_path: Path) -> None:
     """Also where the processor has none: what they compute is tested by emulated tiles."""
     amx = next(each for each in INSTRUCTION_SETS if each.name == "amx")

@@ -13,6 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
 from baton.protocol.errors import ConfigError, RequestNotFound, Unavailable
+from deploy import top
 from deploy.console_feed import (
     MOST_KEPT,
     URL_FILE,
@@ -296,6 +297,16 @@ async def test_a_cursor_that_nobody_moved_stays_above_what_is_new() -> None:
         await moved_down(pilot, table)
         app.show(of("newer", "new", "old"))
         assert table.cursor_row == 2, "it was moved to a row, and stays there"
+
+
+async def test_an_app_that_ends_while_the_router_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its screen is taken apart first: what is said then has no place, and harms nobody."""
+    monkeypatch.setattr(top, "RETRY_S", 0.0)
+    app = TopApp(FakeFeed([]))
+    async with app.run_test():
+        await until(lambda: "away" in shown(app, "#away"))
+        await app.query_one("#away").remove()
+        await until(lambda: all(worker.is_finished for worker in app.workers))
 
 
 async def test_the_cursor_stays_on_its_row() -> None:

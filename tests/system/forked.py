@@ -7,6 +7,7 @@ A process is of its own all the same: what a test kills, stops or asks is real. 
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -82,6 +83,7 @@ class ForkedProcess:
 
 
 def _main(module: str, flags: tuple[str, ...], environ: dict[str, str], log: str, out: Any) -> None:
+    gc.freeze()  # else a router's first search for garbage takes seconds: all of torch is there
     with Path(log).open("wb") as stream:
         os.dup2(stream.fileno(), 2)
     os.dup2(out.fileno(), 1)

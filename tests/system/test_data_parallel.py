@@ -98,7 +98,7 @@ async def test_groups_serve_the_tokens_of_one_engine(
 ) -> None:
     """An uneven load, and idle ranks; then they drain and end together."""
     before = folders()
-    async with Processes(model, tmp_path) as run:
+    async with Processes(model, tmp_path, forked=True) as run:
         p, d = await asyncio.gather(
             run.start("prefill_node", "p", size_flags(prefill)),
             run.start("decode_node", "d", size_flags(decode)),

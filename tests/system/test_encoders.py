@@ -35,7 +35,7 @@ async def served(
     model: Path, folder: Path, nodes: int
 ) -> AsyncIterator[tuple[httpx.AsyncClient, list[ServerProcess]]]:
     """A client of a router with so many prefill nodes of `model`, and these."""
-    async with Processes(model, folder) as cluster:
+    async with Processes(model, folder, forked=True) as cluster:
         prefill, _ = await cluster.nodes(nodes, 0, NODES)
         router = await cluster.router(prefill, [])
         async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60) as client:

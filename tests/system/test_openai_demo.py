@@ -92,7 +92,7 @@ def _answer(model: Any, tokenizer: Any, ids: list[int]) -> tuple[list[int], Expe
 
 @asynccontextmanager
 async def served(directory: Path) -> AsyncIterator[Served]:
-    async with Processes(MODEL, directory) as processes:
+    async with Processes(MODEL, directory, forked=True) as processes:
         prefill, decode = await processes.nodes(1, 1, ["--num-kv-blocks", "256"])
         router = await processes.router(prefill, decode)
         http = openai.AsyncOpenAI(

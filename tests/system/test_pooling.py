@@ -69,7 +69,7 @@ async def test_vectors_and_scores_are_transformers_also_after_a_kill(
 ) -> None:
     tokenizer = Tokenizer.load(model)
     wanted = [mean_of(reference, tokenizer.encode(text)) for text in TEXTS]
-    async with Processes(model, tmp_path) as cluster:
+    async with Processes(model, tmp_path, forked=True) as cluster:
         flags = ["--num-kv-blocks", "64", "--threads", "1", "--dtype", "float32"]
         prefill, decode = await cluster.nodes(2, 1, [*flags, "--metrics-port", "0"])
         options = ["--pooling-type", "mean", "--reranker", "qwen3", "--admin-port", "0"]

@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {
 async def test_streams_that_a_stop_cuts_off_end_with_an_error(tmp_path: Path) -> None:
     model = make_tiny_model("llama", tmp_path)
     flags = ("--num-kv-blocks", "64", "--drain-s", "0")
-    async with Processes(model, tmp_path) as run:
+    async with Processes(model, tmp_path, forked=True) as run:
         slow = {VARIABLE: "d.step_n:*:delay=500"}
         p, d = await asyncio.gather(
             run.start("prefill_node", "p0", flags), run.start("decode_node", "d0", flags, slow)

@@ -36,7 +36,7 @@ async def test_an_engine_that_hangs_is_noticed(ground: Ground, tmp_path: Path) -
     hang_s = 600
     hangs = {VARIABLE: f"p.mid_chunk:3:delay={hang_s * 1000}"}
     flags = (*FLAGS, "--stall-s", "2")
-    async with Processes(ground.model, tmp_path) as processes:
+    async with Processes(ground.model, tmp_path, forked=True) as processes:
         p, q, d = await asyncio.gather(
             processes.start("prefill_node", "p", flags, hangs),
             processes.start("prefill_node", "q", flags),

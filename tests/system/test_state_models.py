@@ -79,7 +79,7 @@ async def test_a_next_turn_goes_to_the_node_with_the_checkpoint(tmp_path: Path) 
     asked: list[Tokens] = []
     found: list[Tokens] = []
     cached: list[int] = []
-    async with Processes(model, tmp_path) as cluster:
+    async with Processes(model, tmp_path, forked=True) as cluster:
         _, decode = await cluster.nodes(0, 2, (*flags, "--num-state-checkpoints", "8"))
         router = await cluster.router([], decode)
         async with AsyncClient(str(router.ready["grpc_address"])) as client:

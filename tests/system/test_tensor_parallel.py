@@ -163,7 +163,7 @@ async def gone(descriptor: int) -> None:
 
 @pytest.mark.parametrize("ends", ["leader killed", "SIGTERM"])
 async def test_no_rank_outlives_its_leader(model: Path, tmp_path: Path, ends: str) -> None:
-    async with Processes(model, tmp_path) as run:
+    async with Processes(model, tmp_path, forked=True) as run:
         node = await run.start("prefill_node", "p", (*FLAGS, "--tensor-parallel-size", "2"))
         (rank,) = children(node.process.pid)
         descriptor = os.pidfd_open(rank)

@@ -109,10 +109,7 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
             field="quantization",
         )
     if config.tensor_parallel_size > 1:
-        raise ModelRefused(
-            f"only the lean route is split over ranks, and it cannot serve this: {reason}",
-            field="tensor_parallel_size",
-        )
+        _refuse_universal_ranks(values, config)
     if config.enable_expert_parallel:
         raise ModelRefused(
             f"only the lean route has experts over ranks, and it cannot serve this: {reason}",
@@ -206,6 +203,19 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
     if classifier:
         message = "classifiers are not split over ranks yet"
         raise ModelRefused(message, field="tensor_parallel_size")
+
+
+def _refuse_universal_ranks(values: dict[str, Any], config: EngineConfig) -> None:
+    """Raise ModelRefused for what the universal route does not split over ranks."""
+    what = None
+    if family_of(values) is not None:
+        what = "images are not sent to other ranks yet (--language-model-only: text alone)"
+    elif config.lora_modules:
+        what = "only the lean route splits adapters over ranks"
+    if what is not None:
+        raise ModelRefused(
+            what, field=f"{'lora_modules' if config.lora_modules else 'tensor_parallel_size'}"
+        )
 
 
 def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from tests.engine.test_attention import (
     random_rows,
 )
 from tests.engine.test_models_lora import linear_layers, make_adapter
-from tests.golden.draft_models import add_mtp
+from tests.golden.draft_models import add_mtp, save_eagle3
 from tests.golden.latent_models import save_latent
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
@@ -266,14 +266,19 @@ def test_drafts_change_no_bit(kind: str, method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek-v3", "eagle3"])
 def test_a_draft_head_changes_no_bit(kind: str, dtype: str, tmp_path: Path) -> None:
-    """Beside chunks, prefix hits, preemptions and batch mates the layer that drafts (`mtp`) leaves
-    tokens and log probabilities those of each prompt alone, without it."""
-    if kind == "llama":
+    """Beside chunks, prefix hits, preemptions and batch mates a draft head leaves tokens and log
+    probabilities those of each prompt alone, without it."""
+    head: dict[str, Any] = {"speculative_method": "mtp"}
+    if kind == "deepseek-v3":
+        path = add_mtp(save_latent(tmp_path, "v3"))
+    elif kind == "llama":
         path = add_mtp(make_tiny_model(kind, tmp_path))
     else:
-        path = add_mtp(save_latent(tmp_path, "v3"))
+        path = make_tiny_model("llama", tmp_path / "target", num_hidden_layers=5)
+        own = save_eagle3(tmp_path / "head", path, 200)
+        head = {"speculative_method": "eagle3", "speculative_model": str(own)}
     common: dict[str, Any] = {
         "model": str(path), "dtype": dtype, "deterministic": True, "block_size": 8, "device": "cpu",
     }  # fmt: skip
@@ -293,8 +298,7 @@ def test_a_draft_head_changes_no_bit(kind: str, dtype: str, tmp_path: Path) -> N
     for mode in ("swap", "recompute"):
         fast = LLM(
             **common, num_kv_blocks=15, preemption_mode=mode, max_num_batched_tokens=29,
-            max_num_seqs=6,
-            speculative_method="mtp", num_speculative_tokens=3, check_invariants=True,
+            max_num_seqs=6, num_speculative_tokens=3, check_invariants=True, **head,
         )  # fmt: skip
         for _ in range(2):
             found = [output.outputs for output in fast.generate(prompts, params)]

@@ -17,18 +17,22 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from decode_node.__main__ import PROGRAM as DECODE
 from tests.cluster import Cluster, Plan, cluster
-from tests.tiny_vision import generated, make_vision_model, picture, prompt_of
+from tests.tiny_vision import KINDS, generated, make_vision_model, picture, prompt_of
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=NEW_TOKENS, ignore_eos=True)
 ROOM: dict[str, Any] = {
     "num_kv_blocks": 256, "max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 48,
 }  # fmt: skip
+LONG = ("qwen3_vl_moe", "qwen3_5")  # other language models behind much the same towers
 CAT, DOG = picture(1), picture(2, 16, 40)
 Prompt = tuple[tuple[int, ...], tuple[ImageInput, ...]]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(k, marks=[pytest.mark.long] * k.startswith(LONG)) for k in KINDS],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

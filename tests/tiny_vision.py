@@ -8,6 +8,7 @@ what transformers itself generates with them.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.protocol.images import ImageInput, digest_of
+from tests.images.families import GEMMA, PIXTRAL, QWEN, template_of
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, write_tiny_tokenizer
 
 KINDS: Final = (
@@ -122,6 +124,37 @@ def make_vision_model(kind: str, path: Path, seed: int = 0) -> Path:
     model.save_pretrained(path)
     processor(kind).save_pretrained(path)
     write_tiny_tokenizer(path)
+    return path
+
+
+def make_chat_model(kind: str, path: Path) -> Path:
+    """The same, whose tokenizer has the family's tokens for images, and a template that writes
+    them."""
+    make_vision_model(kind, path)
+    if kind == "gemma3":
+        begin, end, image = GEMMA
+        written, names = begin, (image, begin, end)
+    elif kind == "mistral3":
+        written, names = PIXTRAL[0], PIXTRAL
+        sizes = {"patch_size": _PATCH, "spatial_merge_size": 2}
+        (path / "processor_config.json").write_text(json.dumps(sizes))
+    else:
+        begin, end, image, video = QWEN
+        written, names = begin + image + end, (image, begin, end, video)
+    (path / "chat_template.jinja").write_text(template_of(written))
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    model = content["model"]
+    taken = dict(enumerate(names, IMAGE))
+    gone = {piece for piece, index in model["vocab"].items() if index in taken}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in gone]
+    kept = {piece: index for piece, index in model["vocab"].items() if index not in taken}
+    model["vocab"] = kept | {name: index for index, name in taken.items()}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] += [
+        {"id": index, "content": name, "special": True, **plain} for index, name in taken.items()
+    ]
+    file.write_text(json.dumps(content))
     return path
 
 

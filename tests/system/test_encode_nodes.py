@@ -17,6 +17,7 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from decode_node.__main__ import PROGRAM as DECODE
 from tests.cluster import Cluster, Plan, cluster
+from tests.system.test_endpoints import served
 from tests.tiny_vision import KINDS, generated, make_vision_model, picture, prompt_of
 
 NEW_TOKENS = 24
@@ -87,6 +88,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose rows have further rows for its first layers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return make_vision_model("qwen3_vl", tmp_path_factory.mktemp("deep"))
+
+
+async def test_the_router_counts_them(deep: Path) -> None:
+    async with served(Plan(deep, (), (ROOM,), encode=({}, {}))) as (_, client):
+        lines = (await client.get("/metrics")).text.splitlines()
+    assert 'baton_router_nodes{role="encode",state="ready"} 2.0' in lines
+    assert 'baton_router_nodes{role="decode",state="ready"} 1.0' in lines
 
 
 async def test_a_node_with_a_tower_computes_what_nobody_encodes(deep: Path) -> None:

@@ -231,8 +231,6 @@ def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[
         reason = "only the lean route runs a draft head, and it does not serve this model"
         if family_of(values) is not None:
             reason += " with images (--language-model-only: text alone)"
-    elif method == "eagle3" and config.deterministic:
-        reason = "--deterministic keeps no inputs of layers for the head"
     elif method == "mtp" and not lean.extra_layers:
         reason = "the checkpoint has no layer that drafts (num_nextn_predict_layers)"
     elif method == "mtp" and text_config(values).get("mtp_use_dedicated_embeddings"):

@@ -10,6 +10,7 @@ TopApp holds the widgets; what a row shows is made by the pure functions below i
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 
 from rich.console import Group, RenderableType
@@ -19,6 +20,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
 from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
 from baton.protocol.errors import BatonError
@@ -92,14 +94,15 @@ class TopApp(App[None]):
     @work(exclusive=True, group="stream")
     async def follow(self) -> None:
         """Show every state that the router tells, and come back after it was away."""
-        while True:
-            try:
-                async for snapshot in self._feed.snapshots():
-                    self._say("")
-                    self.show(snapshot)
-            except BatonError as error:
-                self._say(str(error))
-            await asyncio.sleep(RETRY_S)
+        with suppress(NoMatches):  # when the app ends the screen goes before this does
+            while True:
+                try:
+                    async for snapshot in self._feed.snapshots():
+                        self._say("")
+                        self.show(snapshot)
+                except BatonError as error:
+                    self._say(str(error))
+                await asyncio.sleep(RETRY_S)
 
     def show(self, snapshot: Snapshot) -> None:
         """Put a state of the system on the screen."""

@@ -33,7 +33,22 @@ settings.register_profile(
 )
 settings.load_profile("baton")
 
-LONG = ("system", "chaos", "deploy", "bench", "engine")  # folders of tests
+# A minute and more each, however fast the machine.
+LONGEST = (
+    "deploy/test_restarts.py", "system/test_waiting_for_nodes.py", "engine/test_gpu_kernels.py",
+    "system/test_failover.py", "chaos/test_short.py",
+)  # fmt: skip
+WAITING = ("chaos", "console", "deploy", "system")  # folders: processes come and go
+WAITING_END = 0.8  # of the run: then come none of these, so that nobody waits for one at the end
+
+# Folders and files with many models, formats, lanes: see `mark_combinations`.
+MANY = {
+    "engine", "parsers", "system", "transfer",
+    "deploy/test_flags.py", "front/test_background_responses.py", "front/test_resumable_api.py",
+    "front/test_template_limits.py", "router/test_forced_calls.py", "router/test_overload.py",
+    "security/test_canaries.py", "security/test_error_texts.py", "tests/test_failpoints.py",
+    "tests/test_grammar_trials.py",
+}  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,13 +63,48 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
+    """A worker that begins a long file at the end is left alone with it, and workers that all wait
+    leave the cores idle: the longest files come first, then those that wait between the others."""
+    files = in_turn(list(dict.fromkeys(item.path for item in items)))
+    turns = {path: turn for turn, path in enumerate(files)}
+    items.sort(key=lambda item: turns[item.path])
+    mark_combinations(items)
     # Else pytest's handlers are hung on each of torch's 50 loggers before each part of each test.
     for logger in logging.getLogger().manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+def place(path: Path) -> str:
+    """Folder and name of a file of tests."""
+    return "/".join(path.parts[-2:])
+
+
+def mark_combinations(items: list[pytest.Item]) -> None:
+    """In MANY `long` is what differs from an earlier test by its parameters alone: `./run test`
+    takes the first combination of each test, CI takes all."""
+    seen = set[str]()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        many = MANY & {item.path.parent.name, place(item.path)}
+        if many and not marks & {"long", "soak"}:
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.long)
+            seen.add(test)
+
+
+def in_turn(files: list[Path]) -> list[Path]:
+    """The order in which these files of tests begin."""
+    first = [path for path in files if place(path) in LONGEST]
+    waiting = [path for path in files if path.parent.name in WAITING and path not in first]
+    others = [path for path in files if path not in first and path not in waiting]
+    others.sort(key=lambda path: path.parent.name != "engine")  # the longest of these
+    at = {path: WAITING_END * turn / len(waiting) for turn, path in enumerate(waiting)}
+    at |= {path: turn / len(others) for turn, path in enumerate(others)}
+    return first + sorted(at, key=lambda path: at[path])
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from decode_node.__main__ import PROGRAM
 from router.main import main as router_main
 from tests.transfer.certificates import make_files
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0  # none of these waits for it
 ROUTER_CALL = router_call(ONLY)
 PERMANENT = [
     b"-WRONGPASS invalid username-password pair or user is disabled.",

@@ -27,6 +27,7 @@ SHARED_MEMORY: Final = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # 
 class Compiled:
     """One kernel in one of its variants."""
 
+    family: str
     case: str
     kernel: str
     warps: int
@@ -35,7 +36,7 @@ class Compiled:
     shared_bytes: int
 
 
-Launch = tuple[str, Callable[[], object]]  # its name, and the call that launches
+Launch = tuple[str, str, Callable[[], object]]  # family and name, and the call that launches
 
 
 class AbsentGpu:
@@ -59,33 +60,34 @@ class AbsentGpu:
 
 def compile_all(cases: Iterable[Launch], capability: int) -> list[Compiled]:
     """What each call would launch on a GPU of this compute capability (90 = 9.0), each variant
-    once. Raises what Triton raises for a kernel that does not compile."""
+    once a family. Raises what Triton raises for a kernel that does not compile."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
     driver.set_active(AbsentGpu(GPUTarget("cuda", capability, 32)))  # pyright: ignore[reportArgumentType]
-    found: dict[str, Compiled] = {}
-    current = [""]
+    found: dict[tuple[str, str], Compiled] = {}
+    current = ("", "")
     launch = triton.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel: Any = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in found:
-            found[kernel.hash] = _told(current[0], kernel)
+        family, case = current
+        if (family, kernel.hash) not in found:
+            found[family, kernel.hash] = _told(family, case, kernel)
         return kernel
 
     triton.JITFunction.run = compile_only
     try:
-        for name, call in cases:
-            current[0] = name
+        for family, name, call in cases:
+            current = (family, name)
             call()
     finally:
         triton.JITFunction.run = launch
     return list(found.values())
 
 
-def _told(case: str, kernel: Any) -> Compiled:
+def _told(family: str, case: str, kernel: Any) -> Compiled:
     """What cuobjdump says of the machine code."""
     import triton
 
@@ -98,7 +100,7 @@ def _told(case: str, kernel: Any) -> Compiled:
     used = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
     metadata = kernel.metadata
     return Compiled(
-        case, metadata.name, metadata.num_warps, used.get("REG", 0),
+        family, case, metadata.name, metadata.num_warps, used.get("REG", 0),
         used.get("STACK", 0) + used.get("LOCAL", 0), metadata.shared,
     )  # fmt: skip
 
@@ -120,7 +122,11 @@ def main(arguments: Sequence[str]) -> int:
     families: list[str] = options.families or list(FAMILIES)
     dtypes = [getattr(torch, name) for name in options.dtype]
     shape = widths(torch.device("cpu"))
-    cases = ((case.name, case.ours) for case in cases_of(shape, dtypes, families))
+    cases = (
+        (family, case.name, case.ours)
+        for family in families
+        for case in cases_of(shape, dtypes, [family])
+    )
     compiled = compile_all(cases, options.capability)
     limit = SHARED_MEMORY[options.capability]
     if options.json:

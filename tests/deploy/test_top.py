@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
 from baton.protocol.errors import ConfigError, RequestNotFound, Unavailable
+from deploy import top
 from deploy.console_feed import (
     MOST_KEPT,
     URL_FILE,
@@ -239,6 +241,14 @@ async def until(seen: Callable[[], bool]) -> None:
     await eventually(look)
 
 
+async def moved_down(pilot: Pilot[None], table: DataTable[Any]) -> None:
+    """Its cursor, by one row; a key goes to what has the focus, and that comes when it comes."""
+    await until(lambda: table.has_focus)
+    row = table.cursor_row
+    await pilot.press("down")
+    await until(lambda: table.cursor_row == row + 1)
+
+
 def shown(app: TopApp, name: str) -> str:
     return text_of(app.query_one(name, Static).content)
 
@@ -252,10 +262,13 @@ async def test_views_by_their_keys() -> None:
         await until(lambda: "away" in shown(app, "#away"))
         assert nodes.get_row_at(0)[0] == "p-0"  # prefill first
         await pilot.press("2")
-        assert app.query_one(TabbedContent).active == "requests"
+        await until(lambda: app.query_one(TabbedContent).active == "requests")
+        await until(lambda: requests.has_focus)
         await pilot.press("enter")
         await until(lambda: "nothing at /v1/requests/l-1/timeline" in shown(app, "#timeline"))
-        await pilot.press("1", "down", "3")
+        await pilot.press("1")
+        await moved_down(pilot, nodes)
+        await pilot.press("3")
         await until(lambda: "8 KV blocks of 16 tokens" in shown(app, "#detail"))
         assert "/console/data/nodes/d-0" in feed.asked
 
@@ -281,17 +294,28 @@ async def test_a_cursor_that_nobody_moved_stays_above_what_is_new() -> None:
         table = app.query_one("#list", DataTable)
         app.show(of("new", "old"))
         assert table.cursor_row == 0
-        await pilot.press("down")
+        await moved_down(pilot, table)
         app.show(of("newer", "new", "old"))
         assert table.cursor_row == 2, "it was moved to a row, and stays there"
+
+
+async def test_an_app_that_ends_while_the_router_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its screen is taken apart first: what is said then has no place, and harms nobody."""
+    monkeypatch.setattr(top, "RETRY_S", 0.0)
+    app = TopApp(FakeFeed([]))
+    async with app.run_test():
+        await until(lambda: "away" in shown(app, "#away"))
+        await app.query_one("#away").remove()
+        await until(lambda: all(worker.is_finished for worker in app.workers))
 
 
 async def test_the_cursor_stays_on_its_row() -> None:
     app = TopApp(FakeFeed([]))
     async with app.run_test(size=(120, 40)) as pilot:
         app.show(snapshot())
-        await pilot.press("1", "down")
+        await pilot.press("1")
         table = app.query_one("#nodes", DataTable)
+        await moved_down(pilot, table)
         app.show(snapshot(nodes=[node("d-0"), node("c-0", "prefill"), node("p-0", "prefill")]))
         key = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
         assert key == "d-0"

@@ -24,12 +24,12 @@ EMULATED_TILES = replace(
     compiler_flags=(*_SETS["avx512"].compiler_flags, "-DBATON_EMULATED_TILES"),
     tiles=True,
 )
+_SHOWN = [each for each in INSTRUCTION_SETS if not (each.tiles and missing(each.cpu_flags))]
+_SHOWN.append(EMULATED_TILES)
+_SHOWN.sort(key=lambda each: bool(missing(each.cpu_flags)))  # what this processor has comes first
 
 
-_HERE = [each for each in INSTRUCTION_SETS if not (each.tiles and missing(each.cpu_flags))]
-
-
-@pytest.fixture(scope="module", params=(*_HERE, EMULATED_TILES), ids=lambda each: each.name)
+@pytest.fixture(scope="module", params=_SHOWN, ids=lambda each: each.name)
 def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
     """Each instruction set's kernels in turn, which meanwhile serve the engine."""
     try:

@@ -2,9 +2,9 @@
 
 Random requests (samples, penalties, bias, bad words, stops, filters, prompt logprobs, adapters) in
 random engines (small pools of any block size, chunks, prefix hits, swaps, speculation, layer
-groups, deterministic mode). The oracle is transformers over the whole text at each token, without a
-cache, and plain Python in float64 for what follows the logits; it shares with the engine only the
-key of a token's noise. Counters prove that what is combined has happened.
+groups, deterministic mode). The oracle is transformers over the whole text, without a cache, and
+plain Python in float64 for what follows the logits; it shares with the engine only the key of a
+token's noise. Counters prove that what is combined has happened.
 """
 
 from __future__ import annotations
@@ -54,23 +54,29 @@ class Oracle:
         self._eos = eos_token_ids
 
     @torch.inference_mode()
-    def answer(self, request: Request, sample: int) -> tuple[list[int], list[float], list[float]]:
-        """Output tokens, their log probabilities, and those of the prompt's tokens."""
+    def answer(
+        self, request: Request, sample: int, theirs: list[int]
+    ) -> tuple[list[int], list[float], list[float]]:
+        """Output tokens, their log probabilities, and those of the prompt's tokens.
+
+        One pass: each token follows the prompt and what stands before it in `theirs`, the engine's.
+        The output is theirs only if each of theirs is right and they end where they should.
+        """
         params, prompt = request.params, list(request.prompt_ids)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        ids = torch.tensor([[*prompt, *theirs]])
+        logits = self._models[adapter_name(request.adapter)](ids, use_cache=False).logits[0]
+        logprobs = logits.log_softmax(-1)
+        known = [float(row[token]) for row, token in zip(logprobs, prompt[1:], strict=False)]
         output: list[int] = []
         told: list[float] = []
-        known: list[float] = []
-        while not output or (len(output) < params.max_tokens and output[-1] not in stops):
-            ids = torch.tensor([[*prompt, *output]])
-            logits = self._models[adapter_name(request.adapter)](ids, use_cache=False).logits[0]
-            if not output:
-                rows = zip(logits.log_softmax(-1), prompt[1:], strict=False)
-                known = [float(row[token]) for row, token in rows]
-            scores = self._processed(logits[-1].double(), params, prompt, output)
-            token = _choose(scores, params, sample, len(output))
-            told.append(float(logits[-1].log_softmax(-1)[token]))
+        for position, row in enumerate(logits[len(prompt) - 1 :]):
+            scores = self._processed(row.double(), params, prompt, theirs[:position])
+            token = _choose(scores, params, sample, position)
+            told.append(float(logprobs[len(prompt) - 1 + position, token]))
             output.append(token)
+            if len(output) == params.max_tokens or token in stops:
+                break
         return output, told, known
 
     def _processed(
@@ -208,8 +214,9 @@ def compare(
     prompt_logprobs: list[float] = []
     for sample in range(request.params.n):
         mine = events[request.id, sample]
-        tokens, logprobs, prompt_logprobs = oracle.answer(request, sample)
-        assert tokens_of(mine) == tokens, (request, sample)
+        theirs = tokens_of(mine)
+        tokens, logprobs, prompt_logprobs = oracle.answer(request, sample, theirs)
+        assert theirs == tokens, (request, sample)
         told = [each[0].logprob for event in mine for each in event.logprobs]
         assert told == (
             [] if request.params.logprobs is None else pytest.approx(logprobs, abs=2e-3)

@@ -64,8 +64,8 @@ async def test_a_redis_that_is_away_costs_one_log_line(
 
 # ---- one name, one node ----
 
-BRIEF = Timing(heartbeat_s=0.05, node_record_s=0.3)  # of one that dies
-LASTING = Timing(heartbeat_s=0.05, node_record_s=600.0)  # of one whose heartbeat goes on
+BRIEF = Timing(heartbeat_s=1.0, node_record_s=0.3)  # of one that dies
+LASTING = Timing(heartbeat_s=1.0, node_record_s=600.0)  # of one whose heartbeat goes on
 
 
 @asynccontextmanager

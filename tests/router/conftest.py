@@ -24,7 +24,7 @@ from tests.redis_kinds import (
     single,
     valkey_binary,
 )
-from tests.router.fakes import FakeClock
+from tests.router.fakes import PATIENCE_S, FakeClock
 
 StoreMaker = Callable[..., RequestStore]
 
@@ -100,8 +100,8 @@ async def make_store(
         store: RequestStore
         if store_kind is not None:
             kind, servers = store_kind
-            clients = RedisServers.of(servers.url, 2.0, kind.replicas)
-            store = RedisStore(clients, owner, timing, clock, 2.0)
+            clients = RedisServers.of(servers.url, PATIENCE_S, kind.replicas)
+            store = RedisStore(clients, owner, timing, clock, PATIENCE_S)
         else:
             store = MemoryStore(owner, timing, clock, tables)
         stores.append(store)

@@ -6,7 +6,9 @@ costs is shown by counters of the nodes.
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +17,11 @@ import pytest
 
 from baton.client import AsyncClient, GenerateOptions
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.failpoints import VARIABLE
 from router.request import choice
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.test_replay import skip_unless_rows_stand_alone
-from tests.system.processes import Processes
+from tests.system.processes import Processes, ServerProcess
 from tests.system.references import Tokens, prompts
 from tests.system.samples import Samples
 from tests.system.test_failover import die
@@ -148,9 +151,13 @@ async def test_kill_9_of_the_decode_nodes_changes_no_bit(model: Path, tmp_path: 
     """Real processes: one decode node after the other, and the prefill node is asked each time."""
     flags = ["--dtype", "bfloat16", "--num-kv-blocks", "100", "--max-num-seqs", "8"]
     params = replace(PARAMS, seed=11, max_tokens=600)
+    slow = {VARIABLE: "d.step_n:*:delay=10"}  # else a stream may end before its node is killed
     async with Processes(model, tmp_path) as processes:
-        prefill, decode = await processes.nodes(1, 3, flags)
-        router = await processes.router(prefill, decode)
+        p, *decode = await asyncio.gather(
+            processes.start("prefill_node", "p", flags),
+            *(processes.start("decode_node", f"d{i}", flags, slow) for i in range(3)),
+        )
+        router = await processes.router([p], decode)
         async with AsyncClient(router.ready["grpc_address"]) as client:
             await eventually(lambda: _connected(client, 4))
             exact = GenerateOptions(resume="exact", timeout_s=90)
@@ -159,16 +166,19 @@ async def test_kill_9_of_the_decode_nodes_changes_no_bit(model: Path, tmp_path: 
             stream = Samples(client, PROMPTS[2], params, exact)
             for count in (20, 60):
                 await stream.at_least(count)
-                address = await eventually(lambda: _busy(client))
-                await next(one for one in decode if one.address == address).kill()
+                address = await eventually(lambda: _busy(client, decode))
+                victim = next(one for one in decode if one.address == address)
+                decode.remove(victim)
+                await victim.kill()
             assert await stream.whole() == [expected.token_ids]
             assert stream.retries == 2
 
 
-async def _busy(client: AsyncClient) -> str | None:
-    """The decode node that runs something, once it has told so."""
+async def _busy(client: AsyncClient, living: Sequence[ServerProcess]) -> str | None:
+    """Which of these decode nodes runs something, once it has told so."""
+    addresses = {one.address for one in living}
     nodes = (await client.server_info()).nodes
-    return next((n.address for n in nodes if n.role == "decode" and n.running > 0), None)
+    return next((n.address for n in nodes if n.address in addresses and n.running > 0), None)
 
 
 async def _connected(client: AsyncClient, count: int) -> bool:

@@ -23,6 +23,7 @@ from baton.client.values import GenerateOptions
 from baton.llm import LLM
 from baton.protocol.errors import ModelNotFound
 from baton.protocol.sampling import SamplingParams
+from baton.runtime.failpoints import VARIABLE
 from decode_node.__main__ import PROGRAM as DECODE
 from prefill_node.__main__ import PROGRAM as PREFILL
 from router.api.grpc.inference import GrpcServer
@@ -288,11 +289,12 @@ async def deployment(
     await client.aclose()
     async with AsyncExitStack() as stack:
         flags = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--served-model-name")
+        slow = {VARIABLE: "d.step_n:*:delay=10"}  # else streams may end before a router is killed
         starts: list[Any] = []
         for name, path in reference.folders.items():
             group = await stack.enter_async_context(Processes(path, folder, redis_url))
             starts.append(group.start("prefill_node", f"p-{name}", (*flags, name)))
-            starts.append(group.start("decode_node", f"d-{name}", (*flags, name)))
+            starts.append(group.start("decode_node", f"d-{name}", (*flags, name), slow))
         routers = await stack.enter_async_context(Processes(None, folder, redis_url))
         file = models_file(folder, reference)
         starts += [routers.router([], [], ("--models", str(file))) for _ in range(2)]

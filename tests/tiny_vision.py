@@ -8,6 +8,7 @@ what transformers itself generates with them.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +23,12 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.protocol.images import ImageInput, digest_of
+from tests.images.families import GEMMA, PIXTRAL, QWEN, template_of
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, write_tiny_tokenizer
 
-KINDS: Final = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "mistral3")
+KINDS: Final = (
+    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "mistral3"
+)  # fmt: skip
 IMAGE, BREAK, END = 300, 301, 302
 _PATCH = 4
 _TEXT: dict[str, Any] = {
@@ -42,6 +46,9 @@ _QWEN_IDS: dict[str, Any] = {
     "image_token_id": IMAGE, "video_token_id": 303, "vision_start_token_id": 301,
     "vision_end_token_id": END, "tie_word_embeddings": False,
 }  # fmt: skip
+_MIXTURE: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+}  # fmt: skip
 
 
 def _config(kind: str) -> dict[str, Any]:
@@ -50,6 +57,13 @@ def _config(kind: str) -> dict[str, Any]:
         vision = {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
         return {"text_config": {**_TEXT, "rope_parameters": rope}, "vision_config": vision,
                 **_QWEN_IDS}  # fmt: skip
+    if kind == "qwen3_vl_moe":
+        dense = _config("qwen3_vl")
+        return {**dense, "text_config": {**dense["text_config"], **_MIXTURE}}
+    if kind == "qwen3_5_moe":
+        dense = _config("qwen3_5")
+        shared = {**_MIXTURE, "shared_expert_intermediate_size": 48}
+        return {**dense, "text_config": {**dense["text_config"], **shared}}
     if kind == "qwen3_vl":
         rope = {**_MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
         vision = {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
@@ -103,12 +117,44 @@ def make_vision_model(kind: str, path: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:  # decisive: tokens differ from position to position
-                spread = 1.0 if "embed_tokens" in name else 2.0 / parameter[0].numel() ** 0.5
+                inputs = parameter.shape[-1] if "experts" in name else parameter[0].numel()
+                spread = 1.0 if "embed_tokens" in name else 2.0 / inputs**0.5
                 seen = "merger" in name or "projector" in name  # images matter
                 parameter.normal_(0.0, 3 * spread if seen else spread)
     model.save_pretrained(path)
     processor(kind).save_pretrained(path)
     write_tiny_tokenizer(path)
+    return path
+
+
+def make_chat_model(kind: str, path: Path) -> Path:
+    """The same, whose tokenizer has the family's tokens for images, and a template that writes
+    them."""
+    make_vision_model(kind, path)
+    if kind == "gemma3":
+        begin, end, image = GEMMA
+        written, names = begin, (image, begin, end)
+    elif kind == "mistral3":
+        written, names = PIXTRAL[0], PIXTRAL
+        sizes = {"patch_size": _PATCH, "spatial_merge_size": 2}
+        (path / "processor_config.json").write_text(json.dumps(sizes))
+    else:
+        begin, end, image, video = QWEN
+        written, names = begin + image + end, (image, begin, end, video)
+    (path / "chat_template.jinja").write_text(template_of(written))
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    model = content["model"]
+    taken = dict(enumerate(names, IMAGE))
+    gone = {piece for piece, index in model["vocab"].items() if index in taken}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in gone]
+    kept = {piece: index for piece, index in model["vocab"].items() if index not in taken}
+    model["vocab"] = kept | {name: index for index, name in taken.items()}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] += [
+        {"id": index, "content": name, "special": True, **plain} for index, name in taken.items()
+    ]
+    file.write_text(json.dumps(content))
     return path
 
 

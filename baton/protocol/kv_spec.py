@@ -27,7 +27,7 @@ class StateSpec:
     matrices that a scan carries on. () = the layer has none. The dtypes are names of torch's.
 
     `segments`: how many channels each part of `conv` has that tensor-parallel ranks split by itself
-    (queries, keys, values); () = ranks do not split the state. It says nothing of what a whole
+    (queries, keys, values); () = every rank keeps the whole state. It says nothing of what a whole
     state is, so it is neither compared nor in the fingerprint.
     """
 
@@ -56,12 +56,13 @@ class StateSpec:
 
     def share(self, size: int) -> StateSpec:
         """Return what one of `size` ranks keeps: its heads' matrices, and their channels of each
-        segment. Raises InternalError if the ranks cannot split the state evenly."""
-        if size == 1:
+        segment; of a state without segments all. Raises InternalError if the ranks cannot split
+        the segments evenly."""
+        if size == 1 or not self.segments:
             return self
         channels, *taps = self.conv or (0,)
         heads, *matrix = self.recurrent or (0,)
-        if not self.segments or sum(self.segments) != channels:
+        if sum(self.segments) != channels:
             raise InternalError(f"segments {self.segments} are not {channels} channels of a state")
         if heads % size or any(segment % size for segment in self.segments):
             raise InternalError(f"{size} ranks cannot split a state of {self}")

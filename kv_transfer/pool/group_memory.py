@@ -100,8 +100,12 @@ class GroupMemory:
         return self._ranks[0].read_state(layer, blocks, start, end)
 
     def write_state(self, layer: int, blocks: Blocks, start: int, data: Buffer) -> None:
-        """See KVMemory. Each rank gets its heads of the whole state."""
-        self._ranks[0].write_state(layer, blocks, start, data)
+        """See KVMemory. Each rank gets its heads of the whole state, or all of a state that is not
+        split."""
+        state = self.layers[layer].state
+        whole = state is not None and not state.segments
+        for memory in self._ranks if whole else self._ranks[:1]:
+            memory.write_state(layer, blocks, start, data)
 
     def _pieces(self, layer: int, wanted: range) -> Iterator[tuple[ArenaMemory, range]]:
         """Yield each rank's memory with the wanted heads that it holds, in order; replicated heads

@@ -79,7 +79,7 @@ def _num_precisions(registry: NodeRegistry, role: Role) -> int:
 
 def _of_nodes(registry: NodeRegistry) -> dict[str, Values]:
     states = dict.fromkeys(product((role.value for role in Role), NodeState), 0)
-    for snapshot in registry.snapshots():
+    for snapshot in (*registry.snapshots(), *registry.snapshots(encoding=True)):
         states[snapshot.role.value, _state(snapshot)] += 1
     live: dict[tuple[str, ...], float] = {}
     for status in registry.statuses():

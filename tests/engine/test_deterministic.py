@@ -37,6 +37,8 @@ from tests.engine.test_attention import (
     random_rows,
 )
 from tests.engine.test_models_lora import linear_layers, make_adapter
+from tests.golden.draft_models import add_mtp, save_eagle3
+from tests.golden.latent_models import save_latent
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -261,6 +263,57 @@ def test_drafts_change_no_bit(kind: str, method: str, tmp_path: Path) -> None:
     if method == "draft":
         assert stats.num_accepted_tokens > 0.9 * stats.num_drafted_tokens
     speculating.engine.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek-v3", "eagle3"])
+def test_a_draft_head_changes_no_bit(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Beside chunks, prefix hits, preemptions and batch mates a draft head leaves tokens and log
+    probabilities those of each prompt alone, without it."""
+    head: dict[str, Any] = {"speculative_method": "mtp"}
+    if kind == "deepseek-v3":
+        path = add_mtp(save_latent(tmp_path, "v3"))
+    elif kind == "llama":
+        path = add_mtp(make_tiny_model(kind, tmp_path))
+    else:
+        path = make_tiny_model("llama", tmp_path / "target", num_hidden_layers=5)
+        own = save_eagle3(tmp_path / "head", path, 200)
+        head = {"speculative_method": "eagle3", "speculative_model": str(own)}
+    common: dict[str, Any] = {
+        "model": str(path), "dtype": dtype, "deterministic": True, "block_size": 8, "device": "cpu",
+    }  # fmt: skip
+    prompts = random_prompts(random.Random(4), (24, 3, 26, 33))
+    prompts[2][:24] = prompts[0]
+    params = [
+        SamplingParams(
+            max_tokens=14, temperature=temperature, seed=3, ignore_eos=True, logprobs=3, n=num
+        )
+        for temperature, num in ((0.0, 1), (0.8, 1), (0.8, 2), (1.0, 1))
+    ]
+    calm = LLM(**common, num_kv_blocks=64, enable_prefix_caching=False)
+    expected = [
+        calm.generate([prompt], each)[0].outputs
+        for prompt, each in zip(prompts, params, strict=True)
+    ]
+    for mode in ("swap", "recompute"):
+        fast = LLM(
+            **common, num_kv_blocks=15, preemption_mode=mode, max_num_batched_tokens=29,
+            max_num_seqs=6, num_speculative_tokens=3, check_invariants=True, **head,
+        )  # fmt: skip
+        for _ in range(2):
+            found = [output.outputs for output in fast.generate(prompts, params)]
+            assert [[f.token_ids for f in each] for each in found] == [
+                [e.token_ids for e in each] for each in expected
+            ]
+            assert [[f.logprobs for f in each] for each in found] == [
+                [e.logprobs for e in each] for each in expected
+            ]
+        stats = fast.engine.stats
+        assert stats.num_drafted_tokens > 100
+        assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+        assert stats.num_preemptions > 0
+        assert stats.num_prefix_hit_tokens > 0
+        assert stats.num_chunked_prompts > 0
 
 
 def test_the_plain_mode_is_not_equal_bit_for_bit(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import build_engine
@@ -35,7 +37,10 @@ def _quiet() -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(k, marks=[pytest.mark.long] * k.endswith("_moe")) for k in KINDS],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -113,7 +118,7 @@ def test_an_image_is_encoded_once(path: Path, kind: str) -> None:
     again = prompt_of(kind, [[30], CAT, TEXT[0], TEXT[1]])
     expected = of(path, kind, again)
     assert answer(engine, again) == expected
-    states = kind == "qwen3_5"  # no prefix of it is reused yet
+    states = kind.startswith("qwen3_5")  # no prefix of it is reused yet
     assert engine.stats.num_reused_images == 7 + states
     assert (engine.stats.num_prefix_hit_tokens > 0) == (not states)
 
@@ -159,14 +164,13 @@ def test_preempted_and_forked(path: Path, kind: str, mode: str) -> None:
 def test_speculation_and_resumption(path: Path, kind: str) -> None:
     prompt = prompt_of(kind, [TEXT[0], CAT, TEXT[1], WIDE, TEXT[2]])
     expected = of(path, kind, prompt)
-    if kind != "qwen3_5":  # drafts are refused with recurrent state
-        engine = engine_of(path, speculative_method="ngram", num_speculative_tokens=3)
-        assert answer(engine, prompt) == expected
-        # Out of four tokens pairs come again, and are drafted.
-        few = {"allowed_token_ids": (20, 21, 22, 23), "max_tokens": 60}
-        plain = answer(engine_of(path), prompt, **few)
-        assert answer(engine, prompt, **few) == plain
-        assert engine.stats.num_accepted_tokens > 0
+    engine = engine_of(path, speculative_method="ngram", num_speculative_tokens=3)
+    assert answer(engine, prompt) == expected
+    # Out of four tokens pairs come again, and are drafted.
+    few = {"allowed_token_ids": (20, 21, 22, 23), "max_tokens": 60}
+    plain = answer(engine_of(path), prompt, **few)
+    assert answer(engine, prompt, **few) == plain
+    assert engine.stats.num_accepted_tokens > 0
     # Another node goes on behind the tokens that were emitted.
     ids, images = prompt
     engine = engine_of(path)
@@ -184,6 +188,37 @@ def test_text_alone(path: Path, kind: str) -> None:
     assert not engine.info.sees
     with pytest.raises(UnsupportedFeature, match="reads no images"):
         ask(engine, "image", prompt_of(kind, [TEXT[0], CAT]))
+
+
+def store_published_experts(path: Path) -> None:
+    """Store experts as published checkpoints of the two families do: all of a layer in one tensor,
+    [experts, inputs, outputs] of Qwen3-VL, [experts, outputs, inputs] of Qwen3.5."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
+        for each in (name, name.replace("gate_up", "down")):
+            tensors[each] = tensors[each].transpose(1, 2).contiguous()
+    for name in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
+        prefix = name.removesuffix("0.gate_proj.weight")
+        parts = {
+            part: torch.stack([tensors.pop(f"{prefix}{i}.{part}_proj.weight") for i in range(8)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{prefix}gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), dim=1)
+        tensors[f"{prefix}down_proj"] = parts["down"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("mixture", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_as_they_are_published(mixture: str, tmp_path: Path) -> None:
+    path = make_vision_model(mixture, tmp_path)
+    prompts = (prompt_of(mixture, [TEXT[0], CAT, TEXT[1]]), (tuple(range(5, 40)), ()))
+    expected = [of(path, mixture, prompt) for prompt in prompts]
+    store_published_experts(path)
+    assert [of(path, mixture, prompt) for prompt in prompts] == expected
+    engine = engine_of(path, max_num_batched_tokens=9)
+    assert [answer(engine, prompt) for prompt in prompts] == expected
+    assert answer(engine_of(path, language_model_only=True), prompts[1]) == expected[1]
 
 
 def _file(image: Image.Image, format_: str) -> bytes:

@@ -1,5 +1,6 @@
-"""Qwen3-Next and Qwen3.5 over two and four ranks: the logits of one rank, the tokens of
-transformers; every rank has its heads of each state, wherever the state goes."""
+"""Models with recurrent state over two and four ranks: the logits of one rank, the tokens of
+transformers. Every rank of Qwen3-Next and Qwen3.5 has its heads of each state, wherever the state
+goes; of the universal route's models it has the whole state."""
 
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 LAID_OUT = ("qwen3 next", "qwen3.5", "qwen3.5 moe")  # by key head, in segments, with experts
 KINDS = (*LAID_OUT, "qwen3 next, half dense", "qwen3.5, biased")
 RANKED_WIDE = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # of save_wide's sizes
+QUICK = {("qwen3 next", 2), ("nemotron_h", 2)}
 NEW_TOKENS = 20
 PROMPTS = random_prompts(VOCAB_SIZE)
 SHARED = [9 + i * i % 31 for i in range(24)]  # 6 blocks
@@ -58,6 +60,8 @@ def _quiet() -> Iterator[None]:
 
 
 def ranked(path: Path, name: str, **overrides: Any) -> Path:
+    if name in STATEFUL:
+        return save_random(path, name, **STATEFUL[name], **overrides)
     return save_hybrid(path, name, **RANKED, **overrides)
 
 
@@ -129,11 +133,11 @@ COUNTED = (
 )  # fmt: skip
 
 
-# Two ranks with the first family; all else is `soak`.
+UNIVERSAL = tuple(name for name in STATEFUL if not name.startswith("qwen3"))
+# Two ranks with the first family of each route; all else is `soak`.
 SERVED = [
-    pytest.param(name, size, marks=() if (name, size) == (LAID_OUT[0], 2) else pytest.mark.soak)
-    for name in LAID_OUT
-    for size in (2, 4)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak)
+    for case in (*itertools.product(LAID_OUT, (2, 4)), *((name, 2) for name in UNIVERSAL))
 ]
 
 
@@ -359,18 +363,9 @@ def test_sizes_that_do_not_divide_are_refused(
     assert refused.value.field == "tensor_parallel_size"
 
 
-@pytest.mark.parametrize("model_type", ["falcon_h1", "mamba2", "olmo_hybrid"])
-def test_models_of_the_universal_route_are_refused(model_type: str, tmp_path: Path) -> None:
-    path = save_random(tmp_path, model_type, **STATEFUL[model_type])
-    with pytest.raises(ModelRefused, match="only the lean route is split over ranks") as refused:
-        load_model(config_of(path, tensor_parallel_size=2))
-    assert refused.value.field == "tensor_parallel_size"
-
-
 @pytest.mark.parametrize(
     ("state", "size", "why"),
     [
-        (StateSpec((8, 3), (4, 2, 2)), 2, r"segments \(\) are not 8 channels"),
         (StateSpec((8, 3), (4, 2, 2), segments=(4, 2)), 2, "are not 8 channels"),
         (StateSpec((8, 3), (4, 2, 2), segments=(3, 3, 2)), 2, "2 ranks cannot split"),
         (StateSpec((12, 3), (6, 2, 2), segments=(4, 4, 4)), 4, "4 ranks cannot split"),

@@ -66,7 +66,7 @@ class FakeRegistry:
     def can_serve(self) -> bool:
         return self.served is not None
 
-    def snapshots(self) -> Sequence[NodeSnapshot]:
+    def snapshots(self, *, encoding: bool = False) -> Sequence[NodeSnapshot]:
         return ()  # nobody computes vectors here
 
     def watch_reports(self, watcher: Callable[[], None]) -> None:

@@ -126,7 +126,7 @@ def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
     snapshots = [replace(NodeSnapshot.of(each), load=each.load) for each in nodes]
     registry = SimpleNamespace(
         records=lambda: nodes,
-        snapshots=lambda: snapshots,
+        snapshots=lambda encoding=False: [] if encoding else snapshots,
         statuses=lambda: [
             NodeStatus("a", each.node_id == "d", each, "", 3, each.load) for each in nodes
         ],

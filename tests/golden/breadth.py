@@ -6,8 +6,8 @@
 Each architecture runs in a child process with limits on memory and time. Its greedy tokens in
 float32, as mixed and chunked steps over the paged pool, must be `generate`'s own; else it must have
 been refused at load, by name. Then a prefill and a decode node must give the same tokens twice, the
-second time behind cached prefixes, and an engine with drafts; the loader is asked what it says of
-draft heads, ranks and rounded weights (breadth_features.py). A difference, or a promised
+second time behind cached prefixes, an engine of two ranks, and one with drafts; the loader is asked
+what it says of draft heads and rounded weights (breadth_features.py). A difference, or a promised
 architecture that is missing, is a failure of this program (exit status 1). What was found lies in
 breadth.jsonl, so that a run can do a part.
 Not a test of pytest: it takes minutes. tests/engine/test_models_families.py holds what CI runs,

@@ -22,6 +22,7 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.driving import run, tokens_of
+from tests.engine.tensor_parallel_ranks import engine_of_ranks
 from tests.golden.breadth_table import Outcome
 from tests.tiny_vision import generated, make_vision_model, picture, prompt_of
 
@@ -44,11 +45,11 @@ def with_features(
     nodes, prefixes = asyncio.run(_handed_over(folder, prompts, expected))
     longest = max(range(len(prompts)), key=lambda index: len(prompts[index][0]))
     drafted = _drafted(folder, prompts[longest])
-    if nodes == "different" or drafted not in (None, expected[longest]):
-        return replace(found, result="different", detail="on two nodes, or with drafts")
-    return replace(
-        found, features={"P/D": nodes, "prefix cache": prefixes, **asked(folder, drafted)}
-    )
+    ranked = _over_ranks(folder, prompts, expected)
+    if "different" in (nodes, ranked) or drafted not in (None, expected[longest]):
+        return replace(found, result="different", detail="on two nodes, over ranks or with drafts")
+    features = {"P/D": nodes, "prefix cache": prefixes, "TP": ranked, **asked(folder, drafted)}
+    return replace(found, features=features)
 
 
 async def _handed_over(
@@ -88,6 +89,21 @@ def _drafted(folder: Path, prompt: Prompt) -> list[int] | None:
     return tokens_of(run(engine)["one"])
 
 
+def _over_ranks(folder: Path, prompts: Sequence[Prompt], expected: list[list[int]]) -> str:
+    """Ask all prompts of an engine of two ranks; "no" if the model is refused with them."""
+    options = {key: value for key, value in _ENGINE.items() if key not in ("dtype", "device")}
+    try:
+        with engine_of_ranks(str(folder), 2, **options) as engine:
+            for index, (ids, images) in enumerate(prompts):
+                engine.add(Request(str(index), ids, GREEDY, images=images))
+            events = run(engine)
+    except ConfigError as refusal:
+        logging.getLogger(__name__).info("no ranks: %s", refusal)
+        return "no"
+    found = [tokens_of(events[str(index)]) for index in range(len(prompts))]
+    return "yes" if found == expected else "different"
+
+
 def handed_over(c: Cluster, count: int) -> str:
     """Whether `count` requests went to the decode node with all that their prompts left."""
     [decode] = c.decode
@@ -104,7 +120,7 @@ def prefix_cache(c: Cluster) -> str:
 
 
 def asked(folder: Path, drafted: list[int] | None) -> dict[str, str]:
-    """What the loader says of drafts, ranks and rounded weights. Rounded ones are loaded, too."""
+    """What the loader says of drafts and rounded weights. Rounded ones are loaded, too."""
     methods = ["ngram"] * (drafted is not None)
     methods += [m for m in HEAD_METHODS if _accepts(folder, speculative_method=m, **_HEADS[m])]
     rounded = _accepts(folder, quantization="int8")
@@ -113,7 +129,6 @@ def asked(folder: Path, drafted: list[int] | None) -> dict[str, str]:
         assert rounded_model.weight_bytes < plain.weight_bytes
     return {
         "speculation": ", ".join(methods) or "no",
-        "TP": "yes" if _accepts(folder, tensor_parallel_size=2) else "no",
         "quantized": "yes" if rounded else "no",
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from baton.llm import LLM
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.cluster import Plan, cluster
 from tests.golden import hybrid_heads
@@ -140,4 +141,30 @@ async def test_drafts_after_a_failover(perfect: Path) -> None:
         assert found == one_engine_tokens(perfect, PROMPTS, params)
         assert max(stream.retries for stream in streams) > 0
         assert min(member.stats.acceptance_rate for member in c.decode) > 0.9
+        await c.settle()
+
+
+async def test_deterministic_nodes_change_no_bit(tmp_path: Path) -> None:
+    """In bfloat16, also when a decode node dies: tokens and log probabilities are those of each
+    prompt alone on one engine without a head."""
+    path = add_mtp(make_tiny_model("llama", tmp_path))
+    common: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True}
+    params = replace(SAMPLED, max_tokens=60, logprobs=2)
+    alone = LLM(str(path), **common, num_kv_blocks=16, enable_prefix_caching=False)
+    expected = [alone.generate([list(prompt)], params)[0].outputs[0] for prompt in PROMPTS]
+    node = {**common, **MTP}
+    small = {**node, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    async with cluster(Plan(path, (small,), (node, node))) as c:
+        streams = [Stream(c.client, prompt, params) for prompt in PROMPTS]
+        c.pace(streams, lambda: [len(s.tokens) for s in streams if not s.task.done()])
+        for stream in streams:
+            await stream.at_least(9)
+        await die(max(c.decode, key=lambda member: member.engine.scheduler.num_running))
+        assert [await stream.whole() for stream in streams] == [e.token_ids for e in expected]
+        assert max(stream.retries for stream in streams) > 0
+        done = await c.generate(PROMPTS, params)  # behind prefix hits
+        assert [each.token_ids for each in done] == [each.token_ids for each in expected]
+        assert [each.logprobs for each in done] == [each.logprobs for each in expected]
+        assert sum(member.stats.num_first_step_drafts for member in c.decode) > 0
+        assert c.prefill[0].stats.num_prefix_hit_tokens > 0
         await c.settle()

@@ -17,18 +17,23 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from decode_node.__main__ import PROGRAM as DECODE
 from tests.cluster import Cluster, Plan, cluster
-from tests.tiny_vision import generated, make_vision_model, picture, prompt_of
+from tests.system.test_endpoints import served
+from tests.tiny_vision import KINDS, generated, make_vision_model, picture, prompt_of
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=NEW_TOKENS, ignore_eos=True)
 ROOM: dict[str, Any] = {
     "num_kv_blocks": 256, "max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 48,
 }  # fmt: skip
+LONG = ("qwen3_vl_moe", "qwen3_5")  # other language models behind much the same towers
 CAT, DOG = picture(1), picture(2, 16, 40)
 Prompt = tuple[tuple[int, ...], tuple[ImageInput, ...]]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(k, marks=[pytest.mark.long] * k.startswith(LONG)) for k in KINDS],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -83,6 +88,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose rows have further rows for its first layers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return make_vision_model("qwen3_vl", tmp_path_factory.mktemp("deep"))
+
+
+async def test_the_router_counts_them(deep: Path) -> None:
+    async with served(Plan(deep, (), (ROOM,), encode=({}, {}))) as (_, client):
+        lines = (await client.get("/metrics")).text.splitlines()
+    assert 'baton_router_nodes{role="encode",state="ready"} 2.0' in lines
+    assert 'baton_router_nodes{role="decode",state="ready"} 1.0' in lines
 
 
 async def test_a_node_with_a_tower_computes_what_nobody_encodes(deep: Path) -> None:

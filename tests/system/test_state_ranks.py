@@ -16,6 +16,8 @@ from baton.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.tensor_parallel_ranks import ranks_as_threads
 from tests.golden.hybrid_models import RANKED, save_hybrid
+from tests.golden.random_models import save_random
+from tests.golden.stateful_models import STATEFUL
 from tests.system.references import prompts, transformers_tokens
 from tests.system.test_state_handover import (
     GREEDY,
@@ -31,16 +33,20 @@ from tests.system.test_state_handover import (
 from tests.waiting import WAIT_S
 
 KINDS = ("qwen3 next", "qwen3.5", "qwen3.5 moe")
+UNIVERSAL = tuple(name for name in STATEFUL if not name.startswith("qwen3"))
 PROMPTS = prompts((3, 17, 40, 65, 1), seed=2)
 SIZES = (1, 2, 4)
 # What the default run tries: sizes that only one side's ranks cut, and two that both cut.
 QUICK = {
     ("qwen3 next", 2, 1), ("qwen3 next", 1, 2), ("qwen3.5", 2, 1), ("qwen3.5", 2, 4),
-    ("qwen3.5 moe", 1, 2),
+    ("qwen3.5 moe", 1, 2), ("zamba2", 1, 2), ("falcon_h1", 2, 1),
 }  # fmt: skip
 PAIRS = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak)
-    for case in itertools.product(KINDS, SIZES, SIZES)
+    for case in (
+        *itertools.product(KINDS, SIZES, SIZES),
+        *((name, *sizes) for name in UNIVERSAL for sizes in ((1, 2), (2, 1), (2, 2))),
+    )
     if case[1:] != (1, 1)
 ]
 UNEQUAL = [
@@ -53,6 +59,12 @@ UNEQUAL = [
 def _threads() -> Iterator[None]:
     with ranks_as_threads():
         yield
+
+
+def ranked(path: Path, name: str) -> Path:
+    if name in STATEFUL:
+        return save_random(path, name, **STATEFUL[name])
+    return save_hybrid(path, name, **RANKED)
 
 
 def of_ranks(size: int, options: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -69,7 +81,7 @@ def assert_ranks(c: Cluster, *sizes: int) -> None:
 @pytest.mark.parametrize(("name", "p_size", "d_size"), PAIRS)
 async def test_any_two_sizes(name: str, p_size: int, d_size: int, tmp_path: Path) -> None:
     """Prompts in chunks; blocks of 16 tokens on P and of 8 on D."""
-    model = save_hybrid(tmp_path / "m", name, **RANKED)
+    model = ranked(tmp_path / "m", name)
     expected = transformers_tokens(model, PROMPTS, NUM_TOKENS)
     plan = Plan(model, (of_ranks(p_size, P),), (of_ranks(d_size, D),), lanes=("stream",))
     async with cluster(plan) as c:
@@ -153,13 +165,15 @@ async def test_preempted_after_the_hand_over(
         ("qwen3.5", (1, 2, 1)),
         pytest.param("qwen3 next", (2, 1, 4), marks=pytest.mark.soak),
         pytest.param("qwen3.5 moe", (4, 2, 1), marks=pytest.mark.soak),
+        pytest.param("nemotron_h", (2, 1, 2), marks=pytest.mark.soak),
+        pytest.param("olmo_hybrid", (1, 2, 1), marks=pytest.mark.soak),
     ],
 )
 async def test_running_requests_move_between_sizes(
     name: str, sizes: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """To the other decode node and back again, in the middle of their streams."""
-    model = save_hybrid(tmp_path / "m", name, **RANKED)
+    model = ranked(tmp_path / "m", name)
     count = 80
     expected = transformers_tokens(model, PROMPTS, count)
     prefill, *decode = sizes

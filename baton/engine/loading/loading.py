@@ -384,8 +384,8 @@ def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) 
 
 def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement) -> _Built:
     # Imported here: transformers takes seconds, and the lean route must start without it.
+    from baton.engine.loading.universal import HowToLoad, load_universal
     from baton.engine.models.causal import ModelPart
-    from baton.engine.models.universal import load_universal
 
     sees = family_of(checkpoint.config) is not None
     if config.deterministic and sees:
@@ -403,7 +403,8 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
             made_by += f" {part.value}"
         key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
         shared = shared_file(key, config.kept_weight_bytes)
-    model = load_universal(checkpoint, at.dtype, at.device, config.deterministic, shared, part)
+    how = HowToLoad(at.dtype, at.device, config.deterministic, shared, part, at.group)
+    model = load_universal(checkpoint, how)
     if model.tower is not None:
         from baton.engine.vision.images import Images
         from baton.engine.vision.pixels import PixelReader

@@ -55,7 +55,8 @@ class ModelShape:
     """Sizes of a model. `embedding`: parameters of the input table. `matrices`: parameters of the
     projections in the layers. Quantization shrinks them, except for the `plain` ones among them
     (routers, and kv_b_proj of latents). Every tensor-parallel rank holds whole: `replicated` of the
-    parameters that it shrinks, and the `routers`. `row_products`: what ranks cut by inputs."""
+    parameters that it shrinks, and the `routers`. `row_products`: what ranks cut by inputs.
+    `by_module`: ranks cut it as the universal route does (models/module_shares.py)."""
 
     model_type: str
     parameters: int
@@ -74,6 +75,7 @@ class ModelShape:
     replicated: int = 0
     routers: int = 0
     row_products: tuple[RowProduct, ...] = ()
+    by_module: bool = False
     note: str = ""  # what is not certain about these numbers
     refused: str | None = None  # why no route serves the model, if its layers show a reason
 

@@ -109,10 +109,7 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
             field="quantization",
         )
     if config.tensor_parallel_size > 1:
-        raise ModelRefused(
-            f"only the lean route is split over ranks, and it cannot serve this: {reason}",
-            field="tensor_parallel_size",
-        )
+        _refuse_universal_ranks(values, config)
     if config.enable_expert_parallel:
         raise ModelRefused(
             f"only the lean route has experts over ranks, and it cannot serve this: {reason}",
@@ -208,6 +205,19 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
         raise ModelRefused(message, field="tensor_parallel_size")
 
 
+def _refuse_universal_ranks(values: dict[str, Any], config: EngineConfig) -> None:
+    """Raise ModelRefused for what the universal route does not split over ranks."""
+    what = None
+    if family_of(values) is not None:
+        what = "images are not sent to other ranks yet (--language-model-only: text alone)"
+    elif config.lora_modules:
+        what = "only the lean route splits adapters over ranks"
+    if what is not None:
+        raise ModelRefused(
+            what, field=f"{'lora_modules' if config.lora_modules else 'tensor_parallel_size'}"
+        )
+
+
 def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[str, Any]) -> None:
     """Raise ConfigError if this model, or these options, cannot have a draft head."""
     method, reason = config.speculative_method, None
@@ -221,8 +231,6 @@ def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[
         reason = "only the lean route runs a draft head, and it does not serve this model"
         if family_of(values) is not None:
             reason += " with images (--language-model-only: text alone)"
-    elif method == "eagle3" and config.deterministic:
-        reason = "--deterministic keeps no inputs of layers for the head"
     elif method == "mtp" and not lean.extra_layers:
         reason = "the checkpoint has no layer that drafts (num_nextn_predict_layers)"
     elif method == "mtp" and text_config(values).get("mtp_use_dedicated_embeddings"):

@@ -18,13 +18,12 @@ from transformers.utils import logging as transformers_logging
 from baton.engine.loading.model_shape import (
     ExpertsShape,
     ModelShape,
-    RowProduct,
     layer_windows,
-    row_products,
 )
 from baton.engine.loading.stored_weights import stored_dtype, stored_weights
 from baton.engine.models.causal import causal_class, named_refusals
 from baton.engine.models.config import layer_spec
+from baton.engine.models.module_shares import first_calls, shared_tensors
 from baton.engine.models.universal import UniversalModel, use_paged_attention
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
@@ -53,7 +52,11 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
     head = causal.get_output_embeddings()
     sizes = {name: parameter.numel() for name, parameter in causal.named_parameters()}
     tables = {id(table), id(head.weight) if head is not None else None}
-    layers, note, refused = _layers(config, causal, text)
+    with first_calls(causal) as calls:
+        layers, note, refused = _layers(config, causal, text)
+    # The head is not called; of what its forward would have called, nothing is known with a note.
+    modules = causal.modules() if note or head is None else [*calls, head]
+    split = {key: each for key, each in shared_tensors(modules).items() if key != id(table)}
     matrices = sum(p.numel() for p in causal.parameters() if p.dim() > 1 and id(p) not in tables)
     stored = stored_weights(config)  # the universal route widens them
     return ModelShape(
@@ -69,11 +72,8 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         max_positions=text.get("max_position_embeddings"),
         dtype=stored_dtype({**config, **(config.get("text_config") or {})}),
         experts=_experts(text, sizes),
-        row_products=row_products(
-            RowProduct(p.shape[1], p.numel())
-            for name, p in causal.named_parameters()
-            if name.endswith(("o_proj.weight", "down_proj.weight"))
-        ),
+        replicated=sum(sizes.values()) - sum(each.numel() for each in split.values()),
+        by_module=True,
         stored=None if stored is None else replace(stored, widened=True),
         note=note,
         refused=refused,

@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -48,6 +49,8 @@ SERVED_STATES: Final = {
     "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 }  # fmt: skip
 _WRONG_IN_CHUNKS: Final = {"falcon_mamba", "jamba", "mamba", "minimax"}
+# While transformers makes a model, it changes torch's initializers for the whole process.
+_ONE_AT_A_TIME: Final = threading.Lock()
 _CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")  # the first: since 5.24
 _ENCODER: Final = (
     "it is an encoder, which writes no text, or of a family that is not served (docs/models.md "
@@ -193,14 +196,15 @@ def read_causal(
         refuse_layers(family, config)
     transformers_logging.disable_progress_bar()
     tensors = _lazy_tensors(checkpoint, dtype) if given is None else dict(given)
-    loaded: Any = _class_of(family, part).from_pretrained(
-        None,
-        config=config,
-        state_dict=tensors,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below: its own error does not name them
-    )
+    with _ONE_AT_A_TIME:
+        loaded: Any = _class_of(family, part).from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below: its own error does not name them
+        )
     causal, loading = loaded
     incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])
     if incomplete:

@@ -53,13 +53,17 @@ class FixedTiles(ModelAround):
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See CausalModel.forward. `batch.on_layer` fires with the last tile: by then each layer
-        holds the KV of all rows."""
+        holds the KV of all rows. `batch.tapped` gets the rows of all tiles."""
         hidden: list[Tensor] = []
+        tapped: dict[int, list[Tensor]] = {layer: [] for layer in batch.taps}
         for rows in self._tiles(token_ids.shape[0]):
             ids, at = self._padded(token_ids[rows]), self._padded(positions[rows])
-            last = rows.stop == token_ids.shape[0]
-            tile = self._model.forward(ids, at, _part(batch, rows, last))
+            part = _part(batch, rows, last=rows.stop == token_ids.shape[0])
+            tile = self._model.forward(ids, at, part)
             hidden.append(tile[: rows.stop - rows.start])
+            for layer, inputs in tapped.items():
+                inputs.append(part.tapped[layer][: rows.stop - rows.start])
+        batch.tapped.update((layer, torch.cat(inputs)) for layer, inputs in tapped.items())
         return torch.cat(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,4 +159,5 @@ def _part(batch: Batch, rows: slice, last: bool) -> Batch:
         tables=tuple(tables),
         on_layer=batch.on_layer if last else None,
         plans={},
+        tapped={},
     )

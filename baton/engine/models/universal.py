@@ -2,7 +2,7 @@
 
 Baton's attention function is registered in transformers' AttentionInterface under its own name. It
 gets the step's batch as a keyword of the forward call (or of its module, where a family drops
-keywords), so there is no global. At load:
+keywords), so there is no global. At load (loading/universal.py):
 
     causal_once (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
@@ -10,7 +10,8 @@ keywords), so there is no global. At load:
     logits equal the native ones
 
 Layers that keep a recurrent state beside KV, or instead of it: recurrent.py. Layers that choose the
-keys that they attend to, or count positions from a cache: step_past.py.
+keys that they attend to, or count positions from a cache: step_past.py. Tensor-parallel ranks: each
+loads and checks the whole model, then keeps its share of it (module_shares.py).
 
 A model that cannot be served this way (cross attention, own masks, ...) is refused with the reason:
 no model is ever served approximately.
@@ -20,25 +21,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 
-from baton.engine.attention.indexed import Chosen, index_of, with_index
-from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.checkpoint.checkpoint import Checkpoint
-from baton.engine.checkpoint.weight_file import ReadingFile, WritingFile
-from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.causal import ModelPart, cache_name, decoder_name, named_refusals
-from baton.engine.models.causal_once import causal_once
+from baton.engine.attention.indexed import Chosen, index_of
+from baton.engine.models.causal import cache_name, decoder_name
 from baton.engine.models.config import NO_ATTENTION, latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.models.mla import Absorbed, absorb_latents
+from baton.engine.models.module_shares import Call, Collectives, RankHeads, keep_share
 from baton.engine.models.recurrent import (
     ProbeCache,
     StepCache,
@@ -49,15 +46,13 @@ from baton.engine.models.recurrent import (
 from baton.engine.models.step_past import StepPast, counts_positions, split_indexers, told
 from baton.engine.models.tower import VisionTower
 from baton.engine.state.attention import AttentionLayer
-from baton.engine.state.batch import Batch, flatten
+from baton.engine.state.batch import Batch
 from baton.engine.state.images import StepImages
-from baton.engine.state.interface import SequenceChunk
 from baton.engine.state.work import ParameterCounts
-from baton.protocol.errors import InternalError, ModelRefused
-from baton.protocol.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 
 IMPLEMENTATION: Final = "baton_paged"
-HostFile: TypeAlias = AbstractContextManager[ReadingFile | WritingFile | None]
 # Keywords that models hand to attention and that change nothing once dropout and caches are off.
 _HARMLESS: Final = {
     "dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions",
@@ -66,14 +61,7 @@ _HARMLESS: Final = {
 }  # fmt: skip
 # A layer without attention.
 NO_KV: Final = LayerSpec(0, 0, 0, kind="state")
-_CHECK_TOKENS: Final = 12  # tokens of the self-check at load
-# Its chunks (from, to), and how many tokens of another sequence lie in front of each.
-_CHECK_CHUNKS: Final = ((0, 7, 3), (7, 11, 3), (11, 12, 1))
-_MATE_TOKENS: Final = 7
-_CHECK_BLOCK: Final = 4
-# Greatest mean logit error over mean logit. Two orders of sums differ by 1e-6 in float32, by about
-# 1e-2 in half precision.
-_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+CHECK_TOKENS: Final = 12  # tokens of the self-check at load
 
 
 @dataclass(slots=True)
@@ -147,12 +135,13 @@ class _AttentionCall:
 class _Context:
     """What a forward call passes to each attention module: the step's batch (or a probe), the
     absorbed weights of modules with latent attention, the cache of a model with recurrent state,
-    and the past of a model that asks for it."""
+    the past of a model that asks for it, and the heads of this rank."""
 
     step: Batch | _Probe
     absorbed: dict[nn.Module, Absorbed]
     cache: StepCache | ProbeCache | None = None
     past: StepPast | None = None
+    heads: RankHeads | None = None
 
     def layer(self, module: nn.Module) -> int | None:
         """Return the layer for which `module` attends; None if it does not say. A module that
@@ -186,6 +175,8 @@ def _paged_attention(
         v_dim = value.shape[3] if absorbed is None else absorbed.v_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], v_dim), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if (heads := baton_context.heads) is not None:
+        q, k, v = heads.own(q), heads.own(k), heads.own(v)
     if absorbed is not None:
         nope = absorbed.key.shape[1]
         q = torch.cat((absorbed.queries(q[..., :nope]), q[..., nope:]), dim=-1)
@@ -196,7 +187,8 @@ def _paged_attention(
     else:
         step.store(layer, k, v)
         attended = index_of(step).attend_chosen(layer, q, chosen, step)
-    return (attended if absorbed is None else absorbed.values(attended))[None], None
+    found = attended if absorbed is None else absorbed.values(attended)
+    return (found if heads is None else heads.gather(found))[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, _paged_attention)
@@ -236,6 +228,8 @@ class UniversalModel:
         `fixed_shapes`: the shape of no adapter's product depends on how many rows want it. It does
         not cover experts, which the modelling code computes: see `has_experts`.
         """
+        self._causal = causal
+        self._heads: RankHeads | None = None
         self._fixed_shapes = fixed_shapes
         self._absorbed = absorb_latents(causal)
         self._adapters = HookedAdapters(causal, self._absorbed)
@@ -287,7 +281,10 @@ class UniversalModel:
             cache = StepCache(batch) if self._keeps_state else None
             if self._late_mixers:
                 batch = self._without_late(batch)
-            return self._run(token_ids, positions, batch, cache).last_hidden_state[0]
+            hidden = self._run(token_ids, positions, batch, cache).last_hidden_state[0]
+        if self._heads is not None:
+            self._heads.group.all_reduce(torch.zeros(1))  # behind it, every rank has written
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
@@ -303,19 +300,53 @@ class UniversalModel:
             batch, on_layer=lambda layer: None if layer in late else announce(layer)
         )
 
+    def keep_share(
+        self, calls: Mapping[nn.Module, Call], group: Collectives, *, mapped: bool
+    ) -> None:
+        """Keep this rank's share of the model; see module_shares.keep_share. `layers` stay the
+        whole model's. Raises ModelRefused for heads that the ranks cannot share."""
+        place = group.place
+        for spec, own in zip(self.layers, self.attention_layers, strict=True):
+            _refuse_heads(spec, own.query_heads, place.size)
+        heads = RankHeads(group)
+        self.weight_bytes -= keep_share(self._causal, calls, group, mapped=mapped)
+        self._absorbed = {
+            module: Absorbed(*(heads.own(part[None])[0] for part in (each.key, each.value)))
+            for module, each in self._absorbed.items()
+        }
+        self.attention_layers = tuple(
+            dataclasses.replace(
+                layer,
+                query_heads=layer.query_heads // place.size,
+                sinks=None
+                if layer.sinks is None
+                else heads.own(layer.sinks[None, :, None])[0, :, 0],
+            )
+            for layer in self.attention_layers
+        )
+        config, tied = self._causal.config.get_text_config(), self.parameter_counts.tied
+        counts = _parameter_counts(self._causal, config)
+        self.parameter_counts = dataclasses.replace(counts, tied=tied)
+        self._heads = heads
+
     def add_adapter(self, adapter: Adapter) -> None:
         """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
         cannot be adapted."""
+        if self._heads is not None:
+            raise ModelRefused(
+                f"adapter {adapter.name}: only the lean route splits adapters over ranks",
+                field="lora_modules",
+            )
         if self._keeps_state:
             raise ModelRefused(
                 f"adapter {adapter.name}: models with recurrent state take no adapters yet",
                 field="lora_modules",
             )
-        ids = torch.arange(_CHECK_TOKENS, device=self._device)
+        ids = torch.arange(CHECK_TOKENS, device=self._device)
 
         def run() -> int:
             self._run(ids % self.vocab_size, ids, _Probe())
-            return _CHECK_TOKENS
+            return CHECK_TOKENS
 
         self._adapters.add(adapter, run)
 
@@ -339,7 +370,7 @@ class UniversalModel:
             given[self._cache] = past
         if past is not None and self.has_index:
             given["attention_mask"] = {"indexed_attention": past.mask}
-        context = _Context(step, self._absorbed, cache, past)
+        context = _Context(step, self._absorbed, cache, past, self._heads)
         with told(self._attending, context):
             return self._decoder(use_cache=False, baton_context=context, **given)
 
@@ -360,45 +391,23 @@ class UniversalModel:
         return {"inputs_embeds": rows[None], "position_ids": placed, **given}
 
 
-@torch.inference_mode()
-def load_universal(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    fixed_shapes: bool = False,
-    shared: HostFile | None = None,
-    part: ModelPart = ModelPart.WHOLE,
-) -> UniversalModel:
-    """Load a checkpoint. `shared`: the file in which this host holds the weights once, None = they
-    are this process's own. `part`: not the tower alone. Raises ModelRefused with the architecture
-    and the reason."""
-    with named_refusals(checkpoint.config):
-        with nullcontext() if shared is None else shared as file:
-            causal = causal_once(checkpoint, dtype, file, part)
-        return _checked(causal, dtype, device, fixed_shapes)
-
-
-def _checked(
-    causal: Any, dtype: torch.dtype, device: torch.device, fixed_shapes: bool
-) -> UniversalModel:
-    """Make the model that serves `causal`. Raises ModelRefused if it computes something else."""
-    causal.requires_grad_(False).eval().to(device)
-    text_config = causal.config.get_text_config()
-    ids = (torch.arange(_CHECK_TOKENS, device=device) * 37 + 5) % text_config.vocab_size
-    native = causal(input_ids=ids[None], use_cache=False).logits[0].float()
-    use_paged_attention(causal)
-    model = UniversalModel(causal, fixed_shapes)
-    _check_windows(model, text_config)
-    _self_check(model, ids, native, dtype)
-    return model
-
-
 def use_paged_attention(causal: Any) -> None:
     """Let the language model of `causal` attend by Baton; its vision tower, if any, goes on."""
     if VisionTower.of(causal) is None:
         causal.set_attn_implementation(IMPLEMENTATION)
     else:
         causal.set_attn_implementation({"text_config": IMPLEMENTATION})
+
+
+def _refuse_heads(spec: LayerSpec, query_heads: int, size: int) -> None:
+    """Raise ModelRefused for heads of a layer that `size` ranks can neither split nor repeat."""
+    unshared = spec.kv_heads % size and size % spec.kv_heads if spec.kv_heads else 0
+    if query_heads % size or unshared:
+        raise ModelRefused(
+            f"{query_heads} query heads and {spec.kv_heads} KV heads cannot be split over {size} "
+            "ranks",
+            field="tensor_parallel_size",
+        )
 
 
 def _names_experts(config: dict[str, Any]) -> bool:
@@ -434,67 +443,3 @@ def _parameter_counts(causal: Any, config: Any) -> ParameterCounts:
     tied = head is None or head.weight is embedding.weight
     size = embedding.weight.numel() if head is None else head.weight.numel()
     return ParameterCounts(dense, size, tied, experts, count, met)
-
-
-def _check_windows(model: UniversalModel, text_config: Any) -> None:
-    """Raise ModelRefused if the model's own cache forgets tokens that its attention could still
-    see. What transformers generates with such a model depends on where its prefill ended."""
-    forgets = DynamicCache(config=text_config).is_sliding
-    for index, (sliding, spec) in enumerate(zip(forgets, model.layers, strict=False)):
-        if sliding and not spec.window:
-            raise ModelRefused(f"layer {index} has a window that its attention is not told of")
-
-
-def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch.dtype) -> None:
-    """Run `ids` in chunks through the paged path, each beside another sequence. Raises
-    ModelRefused if the logits differ from the `native` ones."""
-    pool = _ScratchPool(model.layers, dtype, ids.device)
-    layers = model.attention_layers
-    attention = with_index(pool, layers, TorchAttention(pool, layers))
-    states = StateArena(model.layers, 2, ids.device)
-    tokens, rows, seen = ids.tolist(), list[Tensor](), 0
-    for start, stop, mates in _CHECK_CHUNKS:
-        mate = SequenceChunk("mate", tokens[-mates:], seen, (pool.mate_blocks,), state_slot=0)
-        chunk = SequenceChunk(
-            "self-check", tokens[start:stop], start, (pool.blocks,), num_prompt=len(tokens),
-            state_slot=1,
-        )  # fmt: skip
-        step = flatten([mate, chunk], attention, _CHECK_BLOCK, ids.device, states=states)
-        hidden = model.forward(step.token_ids, step.positions, step.batch)
-        rows.append(model.logits(hidden[mates:]))
-        seen += mates
-    error = (torch.cat(rows) - native).abs().mean() / native.abs().mean()
-    if not error <= _TOLERANCE[dtype]:  # also true for NaN
-        raise ModelRefused(
-            f"its logits change with paged attention (relative error {float(error):.1e})"
-        )
-
-
-class _ScratchPool:
-    """The KV of the self-check's two sequences; implements KVViews."""
-
-    def __init__(
-        self, layers: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK)
-        num_mates = -(-_MATE_TOKENS // _CHECK_BLOCK)
-        self.group_of = (0,) * len(layers)
-        self.blocks = HeldBlocks(range(num_blocks))
-        self.mate_blocks = HeldBlocks(range(num_blocks, num_blocks + num_mates))
-        shape = (num_blocks + num_mates, _CHECK_BLOCK)
-        self._views = [
-            tuple(
-                torch.zeros(*shape, spec.kv_heads, dim, dtype=dtype, device=device)
-                for dim in (spec.k_dim, spec.v_dim)
-            )
-            for spec in layers
-        ]
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """See KVViews.layer."""
-        k, v = self._views[layer]
-        return k, v
-
-    def scales(self, layer: int) -> tuple[Tensor, Tensor]:
-        """See KVViews.scales."""
-        raise InternalError("the self-check's KV is stored as computed")

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo, Store
 
 from baton.engine.state.place import LEADER, RankPlace
 from baton.protocol.errors import InternalError
@@ -80,6 +80,15 @@ class RankGroup:
         parts = [torch.empty_like(tensor) for _ in range(place.size)] if place.leads else None
         targets = [] if parts is None else [parts]
         self._run(options, lambda group: group.gather(targets, [tensor], options))
+        return parts
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks in rank order, on every rank. All must have the same
+        shape. Raises InternalError."""
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.place.size)]
+        options = AllgatherOptions()
+        self._run(options, lambda group: group.allgather([parts], [tensor], options))
         return parts
 
     def broadcast(self, tensor: Tensor) -> Tensor:

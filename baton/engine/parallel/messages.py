@@ -28,7 +28,7 @@ from baton.protocol.errors import InternalError
 
 _HEADER: Final = struct.Struct("<BI")
 _FIXED: Final = 3  # counts at the head of a step: tokens, spans, layer groups
-_PER_SPAN: Final = 5
+_PER_SPAN: Final = 6
 ALL_ROWS: Final = b""  # body of LOGITS for all rows of the last forward, which each rank has
 
 
@@ -127,6 +127,7 @@ def encode_step(
             span.start,
             names.index(span.adapter),
             span.state_slot,
+            span.num_prompt,
         )
     ]
     parts: list[Any] = [
@@ -168,7 +169,8 @@ def decode_step(
         tables.append(GroupTables(slots, blocks, first))
     names = ("", *adapters)
     spans = tuple(
-        Span(first, count, start, names[name], slot) for first, count, start, name, slot in rows
+        Span(first, count, start, names[name], slot, num_prompt=num_prompt)
+        for first, count, start, name, slot, num_prompt in rows
     )
     return Step(token_ids, positions, Batch(spans, tuple(tables), attention, states=states))
 

@@ -102,10 +102,13 @@ class GroupStates(StateArena):
 
     def layer_bytes(self, layer: int, slot: int) -> tuple[torch.Tensor, ...]:
         """See StateArena. Joined they are the whole model's state: of the convolution each segment
-        with all its heads, then the matrices of all heads."""
+        with all its heads, then the matrices of all heads. Of a state that every rank keeps whole
+        they are the leader's."""
         spec = self._model_layers[layer].state
         if spec is None:
             return ()
+        if not spec.segments:
+            return super().layer_bytes(layer, slot)
         share = spec.share(len(self._ranks))
         width = share.conv_bytes // sum(share.segments)
         sizes = [segment * width for segment in share.segments]

@@ -78,7 +78,6 @@ class RankModel:
 def refuse(config: EngineConfig) -> None:
     """Raise ConfigError for options that tensor parallelism does not support yet."""
     without = {
-        "model_impl": (config.model_impl == "transformers", "model_impl transformers"),
         "deterministic": (config.deterministic, "deterministic"),
         "device": (choose_device(config.device).type != "cpu", "a GPU (--device cpu does)"),
     }

@@ -2,6 +2,7 @@
 divide.
 
     routers, first products of latents   every rank holds them whole
+    universal route: whatever is not cut  as above; what is: models/module_shares.py
     k, v with fewer KV heads than ranks  a head lies on several ranks
     o, down with groups of inputs        a group that ranks share has a scale on each of them
     o, down with act-order               each group's inputs lie on all ranks, unequally, and every
@@ -49,6 +50,8 @@ class DeviceShare:
 
     def _keys(self) -> float:
         """Return the bytes of k and v beyond an even part."""
+        if self.shape.by_module:
+            return 0.0  # their outputs are gathered
         shared = [s for s in self.shape.layers if s.kind != "mla" and s.kv_heads < self.size]
         numbers = sum((s.k_dim + s.v_dim) * (1 - s.kv_heads / self.size) for s in shared)
         return numbers * self.shape.hidden_size * self._matrix_bytes
@@ -100,10 +103,11 @@ def kv_token_bytes(spec: LayerSpec, dtype: str) -> int:
 def per_device(spec: LayerSpec, tp: int) -> LayerSpec:
     """Return what one rank stores of a layer.
 
-    The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank.
+    The ranks share the heads; a latent, and heads fewer than ranks, are held by every rank. So is a
+    state without segments.
     """
     state = spec.state
-    if state is not None:  # its channels and its heads come first in the shapes
+    if state is not None and state.segments:  # its channels and its heads come first in the shapes
         conv, recurrent = (
             tuple(-(-size // tp) if index == 0 else size for index, size in enumerate(shape))
             for shape in (state.conv, state.recurrent)

@@ -63,6 +63,7 @@ def counted(traced: dict[str, Any], part: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "ceilings"), [("files", FILES), ("functions", FUNCTIONS), ("calls", CALLS)]
 )
@@ -73,6 +74,7 @@ def test_code_on_the_way(traced: dict[str, Any], what: str, ceilings: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_types_on_the_way(traced: dict[str, Any]) -> None:
     of_stages = traced["num_types"]
     router = {kind: of_stages["router"][kind] for kind in ROUTER_TYPES}
@@ -82,6 +84,7 @@ def test_types_on_the_way(traced: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_is_one_whole_chat_and_nothing_else(traced: dict[str, Any]) -> None:
     assert len(traced["answer"]) == 4
     assert traced["idle"] == []

@@ -245,6 +245,7 @@ def chosen(
         return error
 
 
+@pytest.mark.long
 async def test_it_picks_as_the_router_would_for_a_thousand_snapshots() -> None:
     draw = random.Random(7)
     ends = {"both": 0, "decode alone": 0, "refused": 0}

@@ -225,12 +225,13 @@ async def assert_counted_once(found: Kinds) -> None:
             assert logged == trace.output_tokens == int(record.fields["output_tokens"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        pytest.param({"router": {"resume": "exact"}}, marks=pytest.mark.long),
-        pytest.param({"decode": {"speculative_method": "ngram"}}, marks=pytest.mark.long),
+        {"router": {"resume": "exact"}},
+        {"decode": {"speculative_method": "ngram"}},
     ],
     ids=["fast", "exact", "speculation"],
 )

@@ -18,7 +18,8 @@ gguf: Any = pytest.importorskip("gguf")
 from tests.engine.gguf_models import MIXES, MODEL_ARCHES, kind_of, write_gguf  # noqa: E402
 
 SHAPES = 20
-QUICK = 2  # of each family by default; the others are `long`
+QUICK = 2  # of each family by default
+IN_CI = 5  # of each family; the others are `soak`
 
 
 def random_shape(kind: str, seed: int) -> dict[str, Any]:
@@ -42,7 +43,11 @@ def random_shape(kind: str, seed: int) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param(kind, seed, marks=() if seed < QUICK else pytest.mark.long)
+    pytest.param(
+        kind,
+        seed,
+        marks=() if seed < QUICK else [pytest.mark.long, *[pytest.mark.soak] * (seed >= IN_CI)],
+    )
     for kind in MODEL_ARCHES
     for seed in range(SHAPES)
 ]

@@ -76,7 +76,11 @@ def test_it_is_transformers_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed > 2)) for seed in range(20)]
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.long] * (seed > 2) + [pytest.mark.soak] * (seed > 9))
+        for seed in range(20)
+    ],
 )
 def test_random_configurations(seed: int, tmp_path: Path) -> None:
     path = save_gpt_oss(tmp_path, **random_sizes(seed))

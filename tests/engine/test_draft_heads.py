@@ -237,7 +237,6 @@ def test_a_full_pool_of_slots_is_left_alone(random_head: Path) -> None:
     ("config", "reason"),
     [
         ({"model_impl": "transformers"}, "only the lean route"),
-        ({"tensor_parallel_size": 2}, "tensor-parallel"),
         ({"data_parallel_size": 2}, "data-parallel"),
     ],
 )

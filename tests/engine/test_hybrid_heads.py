@@ -277,7 +277,6 @@ def test_what_is_refused(random_head: Path, tmp_path: Path) -> None:
         (save_hybrid(tmp_path / "own", "qwen3.5", mtp_num_hidden_layers=1,
                      mtp_use_dedicated_embeddings=True), {}, "embedding of its own"),
         (random_head, {"model_impl": "transformers"}, "only the lean route"),
-        (random_head, {"tensor_parallel_size": 2}, "ranks"),
         (random_head, {"data_parallel_size": 2}, "data-parallel"),
         (images, {}, "images.*language-model-only"),
     ]  # fmt: skip

@@ -22,6 +22,7 @@ from baton.protocol.images import ImageInput, digest_of
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free
+from tests.golden.hybrid_heads import add_head
 from tests.tiny_vision import IMAGE, KINDS, generated, make_vision_model, picture, prompt_of
 
 NEW_TOKENS = 10
@@ -219,6 +220,22 @@ def test_experts_as_they_are_published(mixture: str, tmp_path: Path) -> None:
     engine = engine_of(path, max_num_batched_tokens=9)
     assert [answer(engine, prompt) for prompt in prompts] == expected
     assert answer(engine_of(path, language_model_only=True), prompts[1]) == expected[1]
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_alone_drafts(hybrid: str, tmp_path: Path) -> None:
+    """With images its layer that drafts (`mtp`) is refused (test_hybrid_heads.py)."""
+    path = make_vision_model(hybrid, tmp_path)
+    prompts: list[Prompt] = [(tuple(range(start, start + 20)), ()) for start in (5, 40, 90)]
+    expected = [of(path, hybrid, prompt) for prompt in prompts]
+    add_head(path)
+    engine = engine_of(path, language_model_only=True, speculative_method="mtp")
+    for name, prompt in zip("abc", prompts, strict=True):
+        ask(engine, name, prompt)
+    found = run(engine)
+    assert [found[name, 0] for name in "abc"] == expected
+    assert engine.stats.num_drafted_tokens > 20
+    assert len(engine.info.layers) == 5
 
 
 def _file(image: Image.Image, format_: str) -> bytes:

@@ -14,6 +14,7 @@ import pytest
 from baton.llm import LLM
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.cluster import Plan, cluster
+from tests.engine.tensor_parallel_ranks import ranks_as_threads
 from tests.golden import hybrid_heads
 from tests.golden.draft_models import add_mtp, make_bigram, save_eagle3
 from tests.golden.hybrid_models import save_hybrid
@@ -142,6 +143,24 @@ async def test_drafts_after_a_failover(perfect: Path) -> None:
         assert max(stream.retries for stream in streams) > 0
         assert min(member.stats.acceptance_rate for member in c.decode) > 0.9
         await c.settle()
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(1, 2), (2, 1)])
+async def test_nodes_of_unequal_tensor_parallel_sizes(
+    perfect: Path, p_size: int, d_size: int
+) -> None:
+    """The head's KV is cut and joined as that of the layers before it."""
+    expected = one_engine_tokens(perfect, PROMPTS, SAMPLED)
+    sizes = [{**MTP, "tensor_parallel_size": size} for size in (p_size, d_size)]
+    with ranks_as_threads():
+        async with cluster(Plan(perfect, sizes[:1], sizes[1:], lanes=("stream",))) as c:
+            done = await c.generate(PROMPTS, SAMPLED)
+            assert [each.token_ids for each in done] == expected
+            decode = c.decode[0].stats
+            assert decode.num_first_step_drafts == 4 * len(PROMPTS)
+            assert decode.acceptance_rate == 1.0
+            assert decode.num_prompt_tokens == 0
+            await c.settle()
 
 
 async def test_deterministic_nodes_change_no_bit(tmp_path: Path) -> None:

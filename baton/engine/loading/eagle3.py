@@ -11,7 +11,7 @@ Source: vLLM's llama_eagle3.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.checkpoint.weights import HEAD, open_weights
@@ -25,6 +25,9 @@ from baton.engine.models.families.read import decoder_config
 from baton.engine.models.tensor_names import tensor_names
 from baton.protocol.errors import ModelRefused
 
+if TYPE_CHECKING:
+    from baton.engine.parallel.group import RankGroup
+
 ARCHITECTURES: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 LAYER: Final = "midlayer."
 _TAPS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -35,17 +38,24 @@ _OWN: Final = {
 
 
 def read_eagle3_head(
-    config: EngineConfig, lean: DecoderConfig, target: Decoder
+    config: EngineConfig, lean: DecoderConfig, target: Decoder, group: RankGroup | None = None
 ) -> tuple[Eagle3Head, int]:
-    """Read the head of `config.speculative_model` for `target`, which `lean` describes.
+    """Read the head of `config.speculative_model` for `target`, a share of what `lean` describes.
 
-    Return it with the bytes of its weights. Raises ModelRefused, whose field is speculative_model,
+    `group`: read this rank's share of the head's layer, and the rest whole. Return the head with
+    the bytes of its weights. Raises ModelRefused, whose field is speculative_model,
     for a checkpoint that is no EAGLE-3 head, or is one for another model.
     """
     assert config.speculative_model is not None
     checkpoint = open_checkpoint(config.speculative_model, has_tokenizer=False)
     values = checkpoint.config
-    own = head_config(values, lean)
+    own, share = head_config(values, lean), None
+    layers = own.layers
+    if group is not None:
+        from baton.engine.parallel.sharding import Cuts, RankShare  # lazy: most have one rank
+
+        cuts = Cuts(own, group.place)
+        own, share = cuts.own, RankShare(cuts, group)
     whole = replace(own, num_layers=lean.num_layers + 1)
     taps = head_taps(values, lean.num_layers)
     dtype, device = target.place
@@ -56,7 +66,8 @@ def read_eagle3_head(
     expected |= {f"{LAYER}hidden_norm.weight", "fc.weight", "norm.weight", f"{HEAD}.weight"}
     if missing := sorted(expected - weights.names):
         raise _refused(f"tensors missing: {missing[:3]}")
-    layer = read_layer(whole, target, weights, LAYER)
+    cut = weights if share is None else open_weights(reader, None, None, device, share=share)
+    layer = read_layer(whole, target, cut, LAYER)
     norm = layer.between.norm_weight
     targets = None
     if "d2t" in weights.names:
@@ -68,6 +79,7 @@ def read_eagle3_head(
         target=target,
         own=layer,
         config=own,
+        layers=layers,
         taps=taps,
         embedding=weights.tensor("embed_tokens.weight")
         if "embed_tokens.weight" in weights.names
@@ -79,7 +91,7 @@ def read_eagle3_head(
         head=weights.read([HEAD], False),
         targets=targets,
     )
-    return head, weights.num_bytes
+    return head, weights.num_bytes + (0 if cut is weights else cut.num_bytes)
 
 
 def head_config(values: dict[str, Any], target: DecoderConfig) -> DecoderConfig:

@@ -30,7 +30,7 @@ def mtp_shape(config: dict[str, Any]) -> ModelShape:
         embedding=0,  # the model's own, as its head
         matrices=more.matrices - one.matrices + join,
         plain=more.plain - one.plain,
-        replicated=0,
+        replicated=join + more.replicated - one.replicated,
         routers=more.routers - one.routers,
         experts=experts,
         layers=more.layers[-1:],
@@ -84,4 +84,5 @@ def eagle3_shape(config: dict[str, Any]) -> ModelShape:
         parameters=shape.parameters - shape.embedding + rows * hidden + joined + head + hidden,
         embedding=0,
         matrices=shape.matrices + rows * hidden + joined + head,
+        replicated=shape.replicated + joined + head,
     )

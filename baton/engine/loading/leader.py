@@ -9,7 +9,7 @@ them which rows need logits, and broadcasts these rows if they are not all rows 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,11 +18,14 @@ from torch import Tensor
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.models.base import ModelAround
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.draft_heads import DraftHead, MtpHead
 from baton.engine.parallel.group import RankGroup
 from baton.engine.parallel.messages import ALL_ROWS, MessageKind, encode_step
 from baton.engine.parallel.ranks import Ranks, StartRank, start_process, threads_of
 from baton.engine.state.batch import Batch
 from baton.engine.state.place import LEADER, RankPlace
+from baton.protocol.kv_spec import LayerSpec
 
 
 class LeaderModel(ModelAround):
@@ -62,6 +65,48 @@ class LeaderModel(ModelAround):
             return self._model.logits(hidden)
 
 
+class LeaderHead:
+    """Implements DraftHead over rank 0's share of the head's layer and the others' shares. States,
+    which all ranks need, are broadcast; the rest of the head is whole on rank 0."""
+
+    def __init__(self, head: DraftHead, model: LeaderModel, ranks: Ranks, group: RankGroup) -> None:
+        """`head`: with rank 0's share. `model`: makes the logits of a head that has none."""
+        self._head, self._model = head, model
+        self._ranks, self._group = ranks, group
+
+    @property
+    def config(self) -> DecoderConfig:
+        """See DraftHead."""
+        return self._head.config
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """See DraftHead."""
+        return self._head.layers
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See DraftHead."""
+        return self._head.taps
+
+    def states(self, hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
+        """See DraftHead."""
+        return self._head.states(hidden, tapped)
+
+    def forward(self, states: Tensor, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See DraftHead. Any error inside ends the group of ranks."""
+        with self._ranks.fatal():
+            self._ranks.send(MessageKind.DRAFT, encode_step(token_ids, positions, batch))
+            states = self._group.broadcast(states)
+            return self._head.forward(states, token_ids, positions, batch)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See DraftHead. An MtpHead's are the target's, which all ranks make."""
+        if isinstance(self._head, MtpHead):
+            return self._model.logits(states)
+        return self._head.logits(states)
+
+
 class Written:
     """Calls `report` with a layer once all ranks have written its KV. They have after the layer's
     sum over the ranks, so the report comes with the next layer's write, or in finish()."""
@@ -97,4 +142,5 @@ def load_leader(config: EngineConfig, start_rank: StartRank = start_process) -> 
     model = LeaderModel(loaded, ranks, group)
     # The ranks end with the model, also if no engine is ever made of it.
     weakref.finalize(model, ranks.close)
-    return replace(loaded, model=model, ranks=ranks)
+    head = None if loaded.head is None else LeaderHead(loaded.head, model, ranks, group)
+    return replace(loaded, model=model, ranks=ranks, head=head)

@@ -52,7 +52,7 @@ from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.deterministic import FixedTiles, prove
-from baton.engine.models.draft_heads import DraftHead, read_mtp_head
+from baton.engine.models.draft_heads import DraftHead, mtp_config, read_mtp_head
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.lora import read_adapter
 from baton.engine.models.tensor_names import is_extra_layer, tensor_names
@@ -151,7 +151,7 @@ def load_model(
     info = ModelInfo(
         name=config.model_name,
         digest=model_digest(checkpoint, config, lean=is_lean),
-        layers=(*model.layers, *(() if built.head is None else built.head.config.layers)),
+        layers=(*model.layers, *(() if built.head is None else built.head.layers)),
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
@@ -313,16 +313,19 @@ def _build_lean(
         if at.group is not None:  # this rank's share
             from baton.engine.parallel.rank import RankModel
 
-            model: CausalModel = RankModel.of(_cuts(config, lean, at.group), source, at.group)
+            cuts = _cuts(config, lean, at.group)
+            model: CausalModel = RankModel.of(cuts, source, at.group)
+            decoder, part = model.decoder, cuts.own
         else:
-            decoder = Decoder(lean, source.tensor, source, config.deterministic)
+            decoder, part = Decoder(lean, source.tensor, source, config.deterministic), lean
             if config.deterministic:
                 _refuse_states(decoder)
             model = FixedTiles(decoder) if config.deterministic else decoder
-            if config.speculative_method == "mtp":
-                head = read_mtp_head(lean, decoder, source, weights.names)
-            elif config.speculative_method == "eagle3":
-                head, own = read_eagle3_head(config, lean, decoder)
+        if config.speculative_method == "mtp":
+            layers = mtp_config(lean).layers
+            head = read_mtp_head(part, decoder, source, weights.names, layers)
+        elif config.speculative_method == "eagle3":
+            head, own = read_eagle3_head(config, lean, decoder, at.group)
     num_bytes = source.num_bytes + own
     return _Built("lean", model, num_bytes, source.rounded_head_bytes, head=head)
 

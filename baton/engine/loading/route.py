@@ -221,9 +221,7 @@ def _refuse_universal_ranks(values: dict[str, Any], config: EngineConfig) -> Non
 def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[str, Any]) -> None:
     """Raise ConfigError if this model, or these options, cannot have a draft head."""
     method, reason = config.speculative_method, None
-    if config.tensor_parallel_size > 1:
-        reason = "a draft head is not split over tensor-parallel ranks yet"
-    elif config.data_parallel_size > 1:
+    if config.data_parallel_size > 1:
         reason = "data-parallel ranks have no draft head yet"
     elif classifies(values):
         reason = "a classifier generates nothing"

@@ -202,6 +202,10 @@ class Decoder:
         embedded = self._shards.embed(token_ids, self._embedding)
         return embedded if self._scale == 1.0 else embedded * self._scale
 
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Sum partial results [T, H] over the ranks; see Shards."""
+        return self._shards.reduce(partial)
+
     def empty_forward(self) -> None:
         """Run a forward without rows: this rank's experts compute the rows of other ranks."""
         experts = self._config.experts

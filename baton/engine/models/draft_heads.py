@@ -10,13 +10,14 @@ of a position is made of what goes into three layers of the target, and the head
 vocabulary. For both, behind the first guess the state is the head's own output: of MtpHead behind
 its last norm, as the target's hidden state is. A head owns weights only; its KV is one more layer
 of the target's pool. A head always attends, also where layers of the target keep recurrent state.
+Of several ranks each has its share of the head's layer, as of the target's, and all states.
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); EAGLE-3 (arXiv 2503.01840); transformers'
 MtpLayer; vLLM's deepseek_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py and llama_eagle3.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -34,6 +35,7 @@ from baton.engine.models.tensor_names import tensor_names
 from baton.engine.quantization.linear import Linear, in_float32
 from baton.engine.state.batch import Batch
 from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 
 # The logit of a token that the head does not know: finite, because a row of a request that allows
 # no other token must have numbers.
@@ -45,7 +47,12 @@ class DraftHead(Protocol):
 
     @property
     def config(self) -> DecoderConfig:
-        """The sizes of its layer alone: what it stores per token, and how it attends."""
+        """The sizes of its layer alone, of this rank's share: how it attends."""
+        ...
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What its layer stores per token, on all ranks together."""
         ...
 
     @property
@@ -77,6 +84,7 @@ class HeadLayer:
     frequencies: Frequencies
     between: Elementwise
     epsilon: float
+    reduce: Callable[[Tensor], Tensor]  # sums over the ranks
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the RMSNorm of x [T, H]."""
@@ -87,9 +95,9 @@ class HeadLayer:
         may be overwritten."""
         rotation = self.frequencies.at(positions, residual.dtype)
         layer = self.layer
-        delta = layer.attention(hidden, rotation, batch, (), _whole)
+        delta = layer.attention(hidden, rotation, batch, (), self.reduce)
         residual, hidden = self.between.add_norm(residual, delta, layer.mlp_norm, self.epsilon)
-        return residual + layer.mlp.summed(hidden, (), _whole)
+        return residual + layer.mlp.summed(hidden, (), self.reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,8 @@ class MtpHead:
 
     target: Decoder
     own: HeadLayer
-    config: DecoderConfig  # of this layer alone
+    config: DecoderConfig  # of this layer alone, and this rank's share
+    layers: tuple[LayerSpec, ...]  # of this layer alone, on all ranks
     token_norm: Tensor  # [H]
     state_norm: Tensor  # [H]
     join: Linear  # [2H] -> [H]
@@ -139,7 +148,8 @@ class Eagle3Head:
 
     target: Decoder
     own: HeadLayer
-    config: DecoderConfig  # of this layer alone
+    config: DecoderConfig  # of this layer alone, and this rank's share
+    layers: tuple[LayerSpec, ...]  # of this layer alone, on all ranks
     taps: tuple[int, ...]
     embedding: Tensor | None  # [vocab, H]; None = the target's
     join: Linear  # [len(taps) * H of the target] -> [H]
@@ -199,12 +209,16 @@ class _TensorNames:
 
 
 def read_mtp_head(
-    config: DecoderConfig, target: Decoder, source: WeightSource, names: frozenset[str]
+    config: DecoderConfig,
+    target: Decoder,
+    source: WeightSource,
+    names: frozenset[str],
+    layers: tuple[LayerSpec, ...],
 ) -> MtpHead:
     """Read the layer that drafts behind the last one of `target`, which `config` describes.
 
-    `names`: those of the checkpoint's tensors. Raises ModelRefused, naming them, if some are
-    missing.
+    `names`: those of the checkpoint's tensors. `layers`: what the layer stores on all ranks, also
+    if `config` is that of a rank's share. Raises ModelRefused, naming them, if some are missing.
     """
     index, own, experts = config.num_layers, _TensorNames.of(config), config.experts
     if experts is not None and f"{own.layer}{experts.prefix}{experts.router}.weight" in names:
@@ -225,12 +239,18 @@ def read_mtp_head(
     return MtpHead(
         target=target,
         own=layer,
-        config=replace(config, num_layers=1, windows=(0,), local_rope=None, delta=None),
+        config=mtp_config(config),
+        layers=layers,
         token_norm=norm(source.tensor(f"{own.token_norm}.weight")),
         state_norm=norm(source.tensor(f"{own.state_norm}.weight")),
         join=source.read([own.join], False),
         final_norm=norm(source.tensor(f"{own.final_norm}.weight")),
     )
+
+
+def mtp_config(config: DecoderConfig) -> DecoderConfig:
+    """Return the config of the layer that drafts alone, of a model with `config`."""
+    return replace(config, num_layers=1, windows=(0,), local_rope=None, delta=None)
 
 
 def read_layer(
@@ -246,9 +266,5 @@ def read_layer(
         Frequencies.of(config.rope, config.turned, config.pairs, device),
         between,
         config.rms_norm_eps,
+        target.reduce,
     )
-
-
-def _whole(part: Tensor) -> Tensor:
-    """Return the sum over the ranks: a head is in one piece."""
-    return part

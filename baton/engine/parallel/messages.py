@@ -1,6 +1,6 @@
 """Messages between the leader and each other rank, over a socket pair.
 
-    leader -> rank   SETUP (JSON) ... POOL (JSON) ... then for each step FORWARD, LOGITS
+    leader -> rank   SETUP (JSON) ... POOL (JSON) ... then for each step FORWARD, LOGITS, DRAFT
     rank -> leader   LOADED or FAILED (JSON), READY
 
 A message is a 5-byte header {kind u8, length u32, little-endian} and a body; a step's body is int64
@@ -41,6 +41,7 @@ class MessageKind(enum.IntEnum):
     )
     FORWARD = 3  # run the forward of this step
     LOGITS = 4  # compute logits: of so many rows (u64), which the leader broadcasts, or ALL_ROWS
+    DRAFT = 8  # run the draft head over this step, whose states the leader broadcasts
     MEET = 5  # all ranks have loaded: connect to the other ranks
     DRAIN = 6  # take no new requests, finish those that are running
     STOP = 7  # end, all ranks together

@@ -9,7 +9,8 @@
                       of the three is cut by itself. out_proj is row parallel
     replicated        norms, routers with their biases, the gate of a shared expert. Of latent
                       attention: the product that makes latents, since every rank's pool holds
-                      them whole, and the first of two products that make queries
+                      them whole, and the first of two products that make queries. Of a draft
+                      head: the product of a state and an embedding
     experts           cut like other gates, ups and downs; with `whole_experts` each rank holds
                       some experts, and those whole
 
@@ -51,7 +52,8 @@ _MIXED: Final = frozenset({"in_proj_qkv", "conv1d"})  # of linear attention: que
 _FUSED: Final = _MIXED | {"qkv_proj", "gate_up_proj"}
 _ROW: Final = frozenset({"o_proj", "down_proj", "w2", "out_proj"})
 _BY_HEAD: Final = frozenset({"sinks", "A_log", "dt_bias"})  # a number for each head
-_WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "router"})
+# "eh_proj", "fc": of a draft head, which join a state and an embedding.
+_WHOLE: Final = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "router", "eh_proj", "fc"})
 _ROUTED: Final = ".experts."  # occurs in the names of products of routed experts
 
 

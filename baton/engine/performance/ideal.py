@@ -31,7 +31,7 @@ from baton.engine.memory.state_sizes import (
 from baton.engine.performance.device_share import DeviceShare, kv_token_bytes, per_device
 from baton.engine.performance.units import parse_rate, parse_seconds
 from baton.protocol.errors import ConfigError
-from baton.protocol.kv_spec import DTYPE_BYTES
+from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
 from baton.runtime.config import option
 
 WEIGHT_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -246,8 +246,7 @@ def estimate(
     elif options.memory is not None:
         activations = max(activations, drafts.activations)
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
-        if draft is not None and options.speculative_method != "draft":  # a head's layer is ours
-            groups = group_layers([*specs, *draft.layers], precision.kv_dtype)
+        groups = group_layers([*specs, *_head_layers(draft, options)], precision.kv_dtype)
         both = _page_bytes(groups, draft, options, precision)
         pool = _pool(groups, options, kv_bytes, both, context, precision.kv_dtype)
     result = Estimate(
@@ -275,6 +274,14 @@ def estimate(
         **pool,
     )
     return _with_times(result, shape, options, precision)
+
+
+def _head_layers(draft: ModelShape | None, options: EstimateOptions) -> list[LayerSpec]:
+    """Return what one device stores of a draft head's layer; of a draft model, whose pool is its
+    own, nothing."""
+    if draft is None or options.speculative_method == "draft":
+        return []
+    return [per_device(spec, options.tensor_parallel_size) for spec in draft.layers]
 
 
 def _page_bytes(

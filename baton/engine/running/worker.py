@@ -2,9 +2,9 @@
 
 `python -m baton.engine.running.worker SOCKET MEMORY` (two inherited descriptors): started by
 ranks.py, never by hand. Its life: SETUP -> weights -> LOADED -> POOL -> connects to the other ranks
--> READY -> FORWARD and LOGITS in turn, until the socket closes. It ignores SIGINT and SIGTERM: the
-leader drains, and the ranks end with the leader. It keeps nothing except KV, recurrent states and
-the hidden states of the last forward pass.
+-> READY -> FORWARD, LOGITS and DRAFT in turn, until the socket closes. It ignores SIGINT and
+SIGTERM: the leader drains, and the ranks end with the leader. It keeps nothing except KV, recurrent
+states and the hidden states of the last forward pass.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.models.draft_heads import DraftHead
 from baton.engine.parallel.group import RankGroup
 from baton.engine.parallel.messages import ALL_ROWS, Gone, Link, MessageKind, decode_step
 from baton.engine.parallel.pool import SharedMemory
 from baton.engine.parallel.ranks import store
 from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.attention import Attention
-from baton.engine.state.batch import States
+from baton.engine.state.batch import States, Step
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ConfigError, InternalError
 from baton.runtime import log as logs
@@ -57,6 +58,9 @@ class Rank:
             if kind is MessageKind.FORWARD:
                 step = decode_step(body, self.attention, self.loaded.device, adapters, self.states)
                 last = self.loaded.forward(step.token_ids, step.positions, step.batch)
+            elif kind is MessageKind.DRAFT and self.loaded.head is not None:
+                step = decode_step(body, self.attention, self.loaded.device)
+                self._draft(self.loaded.head, step)
             elif kind is MessageKind.LOGITS and last is not None:
                 hidden = last
                 if body != ALL_ROWS:
@@ -65,6 +69,12 @@ class Rank:
                 self.loaded.logits(hidden)
             else:
                 raise InternalError(f"{kind.name} is not for a rank that follows")
+
+    def _draft(self, head: DraftHead, step: Step) -> None:
+        """Run this rank's share of the draft head's layer."""
+        rows, width = step.token_ids.shape[0], head.config.hidden_size
+        empty = torch.empty(rows, width, dtype=self.loaded.dtype, device=self.loaded.device)
+        head.forward(self.group.broadcast(empty), step.token_ids, step.positions, step.batch)
 
 
 def main(arguments: Sequence[str]) -> int:

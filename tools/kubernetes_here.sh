@@ -17,7 +17,7 @@
 # --build-arg TORCH_INDEX=URL, and with --volume what pip needs there. See docs/operations.md.
 #
 # What differs from a cluster of your own: no network policy is enforced (there is no network plugin),
-# DNS knows Services with an address only, and all nodes share the machine's cores.
+# DNS knows Services that have an address and StatefulSets' pods only, and all nodes share the machine's cores.
 set -eu
 usage() { sed -n '6,11p' "$0" | cut -c3- >&2; exit 2; }
 [ $# -ge 2 ] || usage
@@ -119,6 +119,9 @@ images() {
         rm -rf "$D/base"
         debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates bookworm "$D/base"
         rm -rf "$D"/base/var/cache/apt/archives/*.deb "$D"/base/var/lib/apt/lists/*
+        # As the public slim images: without documents, translations and bytecode.
+        rm -rf "$D"/base/usr/share/{doc,info,locale,man}/* "$D"/base/var/log/*
+        find "$D/base/usr" -name '*.pyc' -delete
         tar -C "$D/base" -c . | podman_here import - docker.io/library/python:3.11-slim-bookworm
     fi
     mkdir -p "$D/busybox/bin"
@@ -204,7 +207,8 @@ YAML
         --authorization-mode=RBAC --kubelet-preferred-address-types=InternalIP --service-cluster-ip-range=$SERVICES --allow-privileged=true
     soon "the API server" kubectl get --raw /readyz
     run controllers kube-controller-manager --kubeconfig="$KUBECONFIG" --leader-elect=false --port=0 \
-        --service-account-private-key-file=/run/account.key --use-service-account-credentials
+        --service-account-private-key-file=/run/account.key --use-service-account-credentials \
+        --root-ca-file=/run/certificates/apiserver.crt
     run scheduler kube-scheduler --kubeconfig="$KUBECONFIG" --leader-elect=false --port=0
     for each in $NODES; do run "node-$each" unshare --mount bash "$here" node "$D" "$each"; done
     for each in $NODES; do
@@ -218,12 +222,19 @@ YAML
     touch "$D/run/up"
     wait
 }
-# The Services' addresses for DNS, as they come.
+# The addresses of Services, and of pods that a headless one gives a name, for DNS, as they come.
 names() {
-    columns=IP:.spec.clusterIP,NAME:.metadata.name,SPACE:.metadata.namespace
-    while kubectl get services --all-namespaces --watch --no-headers -o custom-columns="$columns"; do sleep 1; done \
-        | while read -r ip name space; do
-            [ "$ip" = None ] || echo "$ip $name.$space.svc.cluster.local" >"/run/dns/$name.$space"
+    follow services IP:.spec.clusterIP,NAME:.metadata.name,SPACE:.metadata.namespace &
+    follow pods IP:.status.podIP,HOST:.spec.hostname,NAME:.spec.subdomain,SPACE:.metadata.namespace &
+    wait
+}
+follow() {
+    while kubectl get "$1" --all-namespaces --watch --no-headers -o custom-columns="$2"; do sleep 1; done \
+        | while read -r ip name; do
+            case "$ip $name" in *None* | *"<none>"*) continue ;; esac
+            name=$(echo "$name" | tr -s ' ' .)
+            echo "$ip $name.svc.cluster.local" >"/run/dns/$name"
+            pkill -HUP -P $$ -x dnsmasq || true # it would keep an address that a name has no longer
         done
 }
 
@@ -262,6 +273,7 @@ clusterDomain: cluster.local
 clusterDNS: [$ADDRESS]
 evictionHard: {memory.available: 100Mi, nodefs.available: 1%, imagefs.available: 1%}
 imageGCHighThresholdPercent: 100
+syncFrequency: 10s # a changed Secret is in the pods so soon
 YAML
     exec kubelet --config=/run/kubelet.yaml --kubeconfig="$D/kubeconfig" --root-dir=/var/lib/kubelet \
         --container-runtime=docker --docker-endpoint=unix:///run/docker.sock --network-plugin= \

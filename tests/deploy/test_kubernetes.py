@@ -111,6 +111,17 @@ def test_budgets_are_of_what_the_cluster_knows(version: str, api: str, known: bo
     ]
 
 
+@needs_helm
+@pytest.mark.parametrize(("version", "known"), [("1.21.0", False), ("1.22.0", True)])
+def test_stateful_sets_have_no_field_that_the_cluster_lacks(version: str, known: bool) -> None:
+    """kubectl and Helm refuse an object with a field that the cluster does not know."""
+    told = helm("template", "baton", str(CHART), *value_files("tls"), "--kube-version", version)
+    sets = {role_of(each): each["spec"] for each in of_kind(parsed(told.stdout), "StatefulSet")}
+    assert {role: "minReadySeconds" in spec for role, spec in sets.items()} == {
+        "prefill": known, "decode": known, "redis": False,
+    }  # fmt: skip
+
+
 def test_the_schemas_refuse_what_is_wrong() -> None:
     """A field of another version, and a misspelt one."""
     volume = {"name": "model", "image": {"reference": "x"}}

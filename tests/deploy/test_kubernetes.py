@@ -447,10 +447,12 @@ def test_scripts_parse_and_may_be_run(name: str) -> None:
 
 @needs_helm
 def test_the_try_names_pods_that_there_are() -> None:
-    script = (ROOT / "deploy/try_kubernetes.sh").read_text()
+    scripts = ("deploy/try_kubernetes.sh", "deploy/kubernetes/try_rotation.sh")
+    script = "".join((ROOT / each).read_text() for each in scripts)
     workloads = {
         f"{each['kind'].lower()}/{each['metadata']['name']}"
-        for each in of_kind(rendered("trial"), "Deployment", "StatefulSet")
+        for values in ("trial", "tls")
+        for each in of_kind(rendered(values), "Deployment", "StatefulSet")
     }
     named_there = set(re.findall(r"(?:statefulset|deployment)/baton-[a-z]+", script))
     assert named_there == workloads

@@ -169,9 +169,10 @@ class Machine:
     def ask(self) -> subprocess.Popen[str]:
         """The script's own client, asking the router that is here."""
         _, _, rest = SCRIPT.partition("<<'PYTHON' >\"$1\"\n")
-        program = rest.partition("\nPYTHON\n")[0].replace("http://baton-router:8000", self.url)
+        program = rest.partition("\nPYTHON\n")[0]
+        url = f"{self.url}/v1/completions"
         asking = subprocess.Popen(
-            [sys.executable, "-c", program, str(NUM_TOKENS), PROMPT],
+            [sys.executable, "-c", program, url, str(NUM_TOKENS), PROMPT, "1", ""],
             env=self.environments["router-0"], stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.running["client"] = asking

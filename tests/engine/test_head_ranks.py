@@ -45,10 +45,14 @@ def make(kind: str, path: Path) -> tuple[Path, dict[str, Any]]:
     return (make_bigram(model) if kind == "always right" else model), mtp
 
 
+def text_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {option: str(value) for option, value in options.items()}
+
+
 @pytest.mark.parametrize(("kind", "size"), CASES)
 def test_tokens_and_guesses_are_those_of_one_rank(kind: str, size: int, tmp_path: Path) -> None:
     path, head = make(kind, tmp_path)
-    head = {option: str(value) for option, value in head.items()}
+    head = text_of(head)
     sizes: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 8, "max_num_batched_tokens": 24}
     sizes |= {"max_num_seqs": 8, "num_speculative_tokens": 3}
     params = [
@@ -77,7 +81,7 @@ def test_baton_estimate_counts_a_rank_s_share(kind: str, tmp_path: Path) -> None
     path, head = make(kind, tmp_path)
     found = sized(EstimateOptions(model=path, tensor_parallel_size=2, **head))
     held: list[int] = []
-    for options in ({}, {option: str(value) for option, value in head.items()}):
+    for options in ({}, text_of(head)):
         with engine_of_ranks(str(path), 2, num_kv_blocks=16, block_size=8, **options) as engine:
             assert engine.model is not None
             held.append(engine.model.weight_bytes)
@@ -92,7 +96,7 @@ def test_a_head_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     target = make_tiny_model("llama", tmp_path / "target")
     other = make_tiny_model("llama", tmp_path / "other", intermediate_size=97)
     head = save_eagle3(tmp_path / "head", other, 200, **TAPS)
-    options = {"speculative_method": "eagle3", "speculative_model": str(head)}
+    options = text_of({"speculative_method": "eagle3", "speculative_model": head})
     with (
         pytest.raises(ModelRefused, match="cannot be split over 2 ranks"),
         engine_of_ranks(str(target), 2, **options),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,6 +49,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cohere": {},
 }  # fmt: skip
 MODELS = {**STATEFUL, **OTHERS}
+ALWAYS = {
+    "kimi_linear", "nemotron_h", "falcon_h1", "zamba2", "deepseek_v32", "llama4_text", "gpt2",
+}  # fmt: skip
+
+
+def models(*names: str) -> list[ParameterSet]:
+    """Parameters for each of `names`: `soak`, but for those that every run takes."""
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.soak) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +82,7 @@ def shares(config: EngineConfig, size: int) -> list[tuple[LoadedModel, Tensor]]:
     return by_threads(size, share)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", models(*MODELS))
 @pytest.mark.usefixtures("all_products")
 @torch.inference_mode()
 def test_logits_of_two_ranks_are_those_of_one(model_type: str, tmp_path: Path) -> None:
@@ -105,7 +114,9 @@ def test_four_ranks_that_share_kv_heads(model_type: str, tmp_path: Path) -> None
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODELS if not name.startswith("qwen")])
+@pytest.mark.parametrize(
+    "model_type", models(*(name for name in MODELS if not name.startswith("qwen")))
+)
 @pytest.mark.usefixtures("all_products")
 def test_memory_is_what_the_estimate_says(model_type: str, tmp_path: Path) -> None:
     path = save_random(tmp_path, model_type, **MODELS[model_type])
@@ -137,7 +148,7 @@ def test_adapters_and_images_are_refused(tmp_path: Path) -> None:
     assert refused.value.field == "tensor_parallel_size"
 
 
-# ---- blocks ----
+# ---- MLPs ----
 
 
 class Gated(nn.Module):
@@ -158,18 +169,18 @@ class Gated(nn.Module):
 
 
 class Model(nn.Module):
-    """A block, and a head with the weights of an embedding."""
+    """An MLP, and a head with the weights of an embedding."""
 
     def __init__(self, interleaved: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(10, 8)
-        self.block = Gated(interleaved)
+        self.mlp = Gated(interleaved)
         self.head = nn.Linear(8, 10, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.block(self.embed(tokens))
+        hidden: Tensor = self.mlp(self.embed(tokens))
         return self.head(hidden)
 
 
@@ -190,21 +201,21 @@ def cut(interleaved: bool, size: int) -> list[tuple[Model, int, Tensor]]:
     return by_threads(size, work)
 
 
-def test_a_block_whose_shares_add_up_is_cut() -> None:
+def test_an_mlp_whose_shares_add_up_is_cut() -> None:
     expected = Model(False)(TOKENS)
     for rank, (model, left_out, found) in enumerate(cut(False, 2)):
         torch.testing.assert_close(found, expected)
-        assert model.block.gate_up_proj.weight.shape == (12, 8)
-        assert model.block.down_proj.weight.shape == (8, 6)
-        assert bool(model.block.down_proj.bias.any()) == (rank == 0), "the leader's alone"
+        assert model.mlp.gate_up_proj.weight.shape == (12, 8)
+        assert model.mlp.down_proj.weight.shape == (8, 6)
+        assert bool(model.mlp.down_proj.bias.any()) == (rank == 0), "the leader's alone"
         assert left_out == 4 * (12 * 8 + 12 + 8 * 6)
 
 
-def test_a_block_whose_shares_do_not_add_up_stays_whole() -> None:
+def test_an_mlp_whose_shares_do_not_add_up_stays_whole() -> None:
     expected = Model(True)(TOKENS)
     for model, left_out, found in cut(True, 2):
         assert torch.equal(found, expected)
-        assert model.block.gate_up_proj.weight.shape == (24, 8)
+        assert model.mlp.gate_up_proj.weight.shape == (24, 8)
         assert not left_out
 
 
@@ -213,8 +224,8 @@ def test_its_products_are_gathered_if_they_are_large() -> None:
     expected = Model(True)(TOKENS)
     for model, left_out, found in cut(True, 2):
         torch.testing.assert_close(found, expected)
-        assert model.block.gate_up_proj.weight.shape == (12, 8)
-        assert model.block.down_proj.weight.shape == (4, 12)
+        assert model.mlp.gate_up_proj.weight.shape == (12, 8)
+        assert model.mlp.down_proj.weight.shape == (4, 12)
         head, table = model.head.weight, model.embed.weight
         assert head.shape == (5, 8)
         assert table.shape == (10, 8)
@@ -227,5 +238,5 @@ def test_what_ranks_cannot_cut_evenly_stays_whole() -> None:
     expected = Model(False)(TOKENS)
     for model, _, found in cut(False, 5):
         torch.testing.assert_close(found, expected)
-        assert model.block.gate_up_proj.weight.shape == (24, 8)
+        assert model.mlp.gate_up_proj.weight.shape == (24, 8)
         assert model.head.weight.shape == (2, 8)

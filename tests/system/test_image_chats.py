@@ -18,6 +18,7 @@ import pytest
 
 from baton.runtime.failpoints import VARIABLE
 from baton.text.tokenizer import Tokenizer
+from tests.combinations import combined
 from tests.front.image_front import data_url, part, said
 from tests.images.files import SVG, bomb
 from tests.system.processes import STOP_S, Processes, ServerProcess
@@ -202,9 +203,11 @@ async def test_every_dialect_gives_the_tokens_of_generate(tmp_path: Path) -> Non
         assert await it.encoded(it.prefill) == [2]
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_encode"),
+    combined(KINDS, (0, 1), marks=[pytest.mark.soak], always=[("qwen3_vl_moe", 1)]),
+)
 @pytest.mark.long
-@pytest.mark.parametrize("num_encode", [0, 1], ids=["P+D", "E+P+D"])
-@pytest.mark.parametrize("kind", KINDS)
 async def test_every_family(kind: str, num_encode: int, tmp_path: Path) -> None:
     path = make_chat_model(kind, tmp_path / "model")
     asked = [("see ", CAT, " and ", DOG, " now"), ("what ", CAT, "?"), ("which ", CAT, "?")]
@@ -221,7 +224,10 @@ async def test_every_family(kind: str, num_encode: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3_5", "gemma3"))],
+)
 async def test_a_decode_node_is_killed_in_mid_stream(kind: str, tmp_path: Path) -> None:
     path = make_chat_model(kind, tmp_path / "model")
     count = 60

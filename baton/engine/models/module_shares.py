@@ -2,14 +2,14 @@
 combined.
 
     attention   this rank's query heads, and the KV of these; what they attended to is gathered
-    blocks      MLPs and experts: gates and ups by outputs, downs by inputs; results are summed
+    MLPs        experts too: gates and ups by outputs, downs by inputs; results are summed
     products    other large Linears (and GPT-2's Conv1D): some of the outputs, which are gathered
     whole       all else: embeddings, norms, routers, and layers with recurrent state but for their
                 Linears. Every rank computes it from the same numbers
 
-Names of tensors do not say what a module does with them. So a block is cut only if its shares, run
-one after the other on what the module got in the self-check, add up to what it returned there. A
-block that does not is cut like other Linears. Gathered heads and products are right whatever their
+Names of tensors do not say what a module does with them. So an MLP is cut only if its shares, run
+one after the other on what the module got in the self-check, add up to what it returned there. An
+MLP that does not is cut like other Linears. Gathered heads and products are right whatever their
 module does, as nothing but whole outputs leaves them.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # A Linear of fewer weights is read faster than its outputs are gathered.
 LEAST_WEIGHTS: Final = 1 << 20
 # Gates and ups, then the down behind them: Linears, or the tensors of all experts.
-_BLOCKS: Final = (
+_MLPS: Final = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
     (("up_proj",), "down_proj"),
@@ -46,7 +46,7 @@ _BLOCKS: Final = (
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-# Greatest mean error of a block's sum over the mean of what the block returned. Wrong cuts are off
+# Greatest mean error of an MLP's sum over the mean of what the MLP returned. Wrong cuts are off
 # by the whole.
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
@@ -92,7 +92,7 @@ class Call:
 
 @contextmanager
 def first_calls(root: nn.Module) -> Iterator[dict[nn.Module, Call]]:
-    """Note the first call of each Linear and of each block in `root`, within this context."""
+    """Note the first call of each Linear and of each MLP in `root`, within this context."""
     calls: dict[nn.Module, Call] = {}
 
     def note(module: nn.Module, given: Any, named: Any, found: Any) -> None:
@@ -117,20 +117,20 @@ def keep_share(
     """
     cutter = _Cutter(group, mapped)
     for module, call in calls.items():
-        cutter.cut_block(module, call)
+        cutter.cut_mlp(module, call)
     for module in calls:
         if _is_product(module):
             cutter.cut_product(module)
     left_out = cutter.keep(root)
     logger.info(
-        "rank %d of %d: %d blocks cut, %d products gathered, %.1f MB of weights elsewhere",
-        group.place.rank, group.place.size, cutter.num_blocks, cutter.num_products, left_out / 1e6,
+        "rank %d of %d: %d MLPs cut, %d products gathered, %.1f MB of weights elsewhere",
+        group.place.rank, group.place.size, cutter.num_mlps, cutter.num_products, left_out / 1e6,
     )  # fmt: skip
     return left_out
 
 
 def shared_tensors(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
-    """Return the tensors, by id, of which each rank gets a part if all blocks add up and sizes are
+    """Return the tensors, by id, of which each rank gets a part if all MLPs add up and sizes are
     even. `modules`: what the model calls."""
     found: dict[int, Tensor] = {}
     for module in modules:
@@ -182,23 +182,23 @@ class _Cutter:
         self._group = group
         self._mapped = mapped
         self._cuts: dict[nn.Module, list[_Cut]] = {}  # by whose tensors they cut
-        self.num_blocks = 0
+        self.num_mlps = 0
         self.num_products = 0
 
-    def cut_block(self, block: nn.Module, call: Call) -> None:
-        """Cut a block in the first way in which its shares add up; leave it whole if there is
+    def cut_mlp(self, mlp: nn.Module, call: Call) -> None:
+        """Cut an MLP in the first way in which its shares add up; leave it whole if there is
         none."""
         size = self._group.place.size
-        for cuts in _ways(block):
-            if all(cut.fits(size) for cut in cuts) and _adds_up(block, cuts, call, size):
+        for cuts in _ways(mlp):
+            if all(cut.fits(size) for cut in cuts) and _adds_up(mlp, cuts, call, size):
                 self._plan(cuts)
-                summed: Any = _Summed(block.forward, self._group)
-                block.forward = summed
-                self.num_blocks += 1
+                summed: Any = _Summed(mlp.forward, self._group)
+                mlp.forward = summed
+                self.num_mlps += 1
                 return
 
     def cut_product(self, product: Any) -> None:
-        """Cut the outputs of a product, unless it is small or a part of a block that was cut."""
+        """Cut the outputs of a product, unless it is small or a part of an MLP that was cut."""
         if product in self._cuts or not _is_large(product):
             return
         cuts = _product_cuts(product)
@@ -261,14 +261,14 @@ def _tensors(module: nn.Linear) -> list[str]:
     return ["weight"] if module.bias is None else ["weight", "bias"]
 
 
-def _ways(block: Any) -> Iterator[list[_Cut]]:
-    """Yield the ways in which a module may be cut as a block; none for other modules."""
-    for ups, down in _BLOCKS:
-        parts = [getattr(block, name, None) for name in (*ups, down)]
+def _ways(mlp: Any) -> Iterator[list[_Cut]]:
+    """Yield the ways in which a module may be cut as an MLP; none for other modules."""
+    for ups, down in _MLPS:
+        parts = [getattr(mlp, name, None) for name in (*ups, down)]
         if all(isinstance(part, nn.Linear) for part in parts):
             yield from _linear_way(parts[:-1], parts[-1])
         elif all(isinstance(part, Tensor) and part.dim() == 3 for part in parts):
-            yield from _expert_ways(block, ups, down)
+            yield from _expert_ways(mlp, ups, down)
 
 
 def _linear_way(ups: Sequence[Any], down: Any) -> Iterator[list[_Cut]]:
@@ -283,25 +283,25 @@ def _linear_way(ups: Sequence[Any], down: Any) -> Iterator[list[_Cut]]:
     yield cuts
 
 
-def _expert_ways(block: Any, ups: Sequence[str], down: str) -> Iterator[list[_Cut]]:
+def _expert_ways(mlp: Any, ups: Sequence[str], down: str) -> Iterator[list[_Cut]]:
     """Yield the cuts of all experts' tensors [experts, outputs, inputs], or the other way round."""
     for outputs, inputs in ((1, 2), (2, 1)):
-        inner = getattr(block, down).shape[inputs]
-        if any(getattr(block, up).shape[outputs] % inner for up in ups):
+        inner = getattr(mlp, down).shape[inputs]
+        if any(getattr(mlp, up).shape[outputs] % inner for up in ups):
             continue
-        cuts = [_Cut(block, down, inputs)]
+        cuts = [_Cut(mlp, down, inputs)]
         for up in ups:
-            parts = getattr(block, up).shape[outputs] // inner
-            cuts.append(_Cut(block, up, outputs, parts))
-            if isinstance(getattr(block, f"{up}_bias", None), Tensor):
-                cuts.append(_Cut(block, f"{up}_bias", 1, parts))
-        if isinstance(getattr(block, f"{down}_bias", None), Tensor):
-            cuts.append(_Cut(block, f"{down}_bias", None))
+            parts = getattr(mlp, up).shape[outputs] // inner
+            cuts.append(_Cut(mlp, up, outputs, parts))
+            if isinstance(getattr(mlp, f"{up}_bias", None), Tensor):
+                cuts.append(_Cut(mlp, f"{up}_bias", 1, parts))
+        if isinstance(getattr(mlp, f"{down}_bias", None), Tensor):
+            cuts.append(_Cut(mlp, f"{down}_bias", None))
         yield cuts
 
 
-def _adds_up(block: nn.Module, cuts: Sequence[_Cut], call: Call, size: int) -> bool:
-    """Whether the results of all ranks' shares of `block` sum up to what `call` found."""
+def _adds_up(mlp: nn.Module, cuts: Sequence[_Cut], call: Call, size: int) -> bool:
+    """Whether the results of all ranks' shares of `mlp` sum up to what `call` found."""
     whole, expected = [cut.tensor for cut in cuts], call.found
     if not isinstance(expected, Tensor):
         return False
@@ -312,10 +312,10 @@ def _adds_up(block: nn.Module, cuts: Sequence[_Cut], call: Call, size: int) -> b
                 cuts, [cut.of(RankPlace(rank, size)) for cut in cuts], strict=True
             ):
                 cut.set(part)
-            total += block.forward(*call.given, **call.named)
+            total += mlp.forward(*call.given, **call.named)
             _restore(cuts, whole)
     except Exception as error:  # noqa: BLE001 - exotic modelling code fails in exotic ways
-        logger.debug("%s is not cut as a block: %s", type(block).__name__, error)
+        logger.debug("%s is not cut as an MLP: %s", type(mlp).__name__, error)
         return False
     finally:
         _restore(cuts, whole)
@@ -330,13 +330,13 @@ def _restore(cuts: Sequence[_Cut], whole: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """The forward of a block of which each rank has a share. `own`: of the module."""
+    """The forward of an MLP of which each rank has a share. `own`: of the module."""
 
     own: Callable[..., Tensor]
     group: Collectives
 
     def __call__(self, *given: Any, **named: Any) -> Tensor:
-        """Return the whole block's result."""
+        """Return the whole MLP's result."""
         return self.group.all_reduce(self.own(*given, **named))
 
 

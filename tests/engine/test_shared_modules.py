@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from baton.engine.checkpoint.tensors import LazyTensor
+from baton.engine.loading import causal_once
 from baton.engine.loading.loading import LoadedModel
-from baton.engine.models import causal_once
 from baton.engine.models.causal import ModelPart
 from baton.engine.models.universal import UniversalModel
 from tests.engine.quantized_models import make_quantized

@@ -217,8 +217,8 @@ def test_ranks_see_one_memory() -> None:
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("model_impl", {"model_impl": "transformers"}),
         ("deterministic", {"deterministic": True}),
+        ("deterministic", {"deterministic": True, "model_impl": "transformers"}),
     ],
 )
 def test_options_that_do_not_go_with_ranks_are_refused(field: str, options: Any) -> None:
@@ -241,7 +241,7 @@ def test_gpus_are_refused(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (3, "llama", {}, "4 query heads"),
         (4, "llama", {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 KV heads"),
         (4, "llama", {"intermediate_size": 98}, "98 intermediate size"),
-        (2, "gpt2", {}, "lean route"),
+        (3, "gpt2", {}, "4 query heads"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(

@@ -175,9 +175,12 @@ def test_a_rank_that_goes_loses_the_group(model: str) -> None:
 def test_what_a_rank_refuses_is_told(model: str, tmp_path: Path) -> None:
     """The leader reads the model and finds nothing wrong; its second rank finds another one."""
     good = EngineConfig(model, tensor_parallel_size=2, device="cpu", dtype="float32")
-    bad = replace(good, model=str(make_tiny_model("gpt2", tmp_path / "other")))
-    with pytest.raises(ConfigError, match=r"rank 1: .*lean route") as refused:
-        load_leader(good, lambda start: start_thread(replace(start, config=bad)))
+    other = make_tiny_model("gpt2", tmp_path / "other", n_head=1)
+    with pytest.raises(ConfigError, match=r"rank 1: .*1 query heads") as refused:
+        load_leader(
+            good,
+            lambda start: start_thread(replace(start, config=replace(good, model=str(other)))),
+        )
     assert refused.value.field == "tensor_parallel_size"
 
 

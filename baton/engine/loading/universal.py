@@ -14,9 +14,9 @@ from baton.engine.attention.indexed import with_index
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.weight_file import ReadingFile, WritingFile
+from baton.engine.loading.causal_once import causal_once
 from baton.engine.memory.state_arena import StateArena
 from baton.engine.models.causal import ModelPart, named_refusals
-from baton.engine.models.causal_once import causal_once
 from baton.engine.models.module_shares import Collectives, first_calls
 from baton.engine.models.universal import CHECK_TOKENS, UniversalModel, use_paged_attention
 from baton.engine.state.batch import flatten
@@ -53,16 +53,16 @@ class HowToLoad:
 
 @torch.inference_mode()
 def load_universal(checkpoint: Checkpoint, how: HowToLoad) -> UniversalModel:
-    """Load a checkpoint. Raises ModelRefused with the architecture and the reason."""
+    """Load a checkpoint. Raises ModelRefused with the architecture and the reason; also for heads
+    that ranks cannot share."""
     with named_refusals(checkpoint.config):
         with nullcontext() if how.shared is None else how.shared as file:
             causal = causal_once(checkpoint, how.dtype, file, how.part)
-        if how.group is None:
-            return _checked(causal, how)
         with first_calls(causal) as calls:
             model = _checked(causal, how)
+    if how.group is not None:
         model.keep_share(calls, how.group, mapped=how.shared is not None)
-        return model
+    return model
 
 
 def _checked(causal: Any, how: HowToLoad) -> UniversalModel:

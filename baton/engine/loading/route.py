@@ -207,15 +207,13 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
 
 def _refuse_universal_ranks(values: dict[str, Any], config: EngineConfig) -> None:
     """Raise ModelRefused for what the universal route does not split over ranks."""
-    what = None
     if family_of(values) is not None:
-        what = "images are not sent to other ranks yet (--language-model-only: text alone)"
-    elif config.lora_modules:
-        what = "only the lean route splits adapters over ranks"
-    if what is not None:
         raise ModelRefused(
-            what, field=f"{'lora_modules' if config.lora_modules else 'tensor_parallel_size'}"
+            "images are not sent to other ranks yet (--language-model-only: text alone)",
+            field="tensor_parallel_size",
         )
+    if config.lora_modules:
+        raise ModelRefused("only the lean route splits adapters over ranks", field="lora_modules")
 
 
 def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def load_universal(checkpoint: Checkpoint, how: HowToLoad) -> UniversalModel:
     with named_refusals(checkpoint.config):
         with nullcontext() if how.shared is None else how.shared as file:
             causal = causal_once(checkpoint, how.dtype, file, how.part)
-        with first_calls(causal) as calls:
+        with nullcontext({}) if how.group is None else first_calls(causal) as calls:
             model = _checked(causal, how)
     if how.group is not None:
         model.keep_share(calls, how.group, mapped=how.shared is not None)

@@ -66,15 +66,10 @@ class RankHeads:
 
     group: Collectives
 
-    def own(self, rows: Tensor) -> Tensor:
-        """Return this rank's heads of `rows` [T, heads, dim]. Of fewer heads than ranks, each
-        belongs to several ranks."""
-        place, count = self.group.place, rows.shape[1]
-        if count < place.size:
-            first = place.rank * count // place.size
-            return rows[:, first : first + 1]
-        share = place.share(count)
-        return rows[:, share.start : share.stop]
+    def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's heads of a tensor whose dimension `dim` counts heads, as a view."""
+        heads = self.group.place.heads(tensor.shape[dim])
+        return tensor.narrow(dim, heads.start, len(heads))
 
     def gather(self, attended: Tensor) -> Tensor:
         """Return the outputs of all heads [T, heads, dim] from those of this rank's."""

@@ -311,16 +311,14 @@ class UniversalModel:
         heads = RankHeads(group)
         self.weight_bytes -= keep_share(self._causal, calls, group, mapped=mapped)
         self._absorbed = {
-            module: Absorbed(*(heads.own(part[None])[0] for part in (each.key, each.value)))
+            module: Absorbed(heads.own(each.key, 0), heads.own(each.value, 0))
             for module, each in self._absorbed.items()
         }
         self.attention_layers = tuple(
             dataclasses.replace(
                 layer,
                 query_heads=layer.query_heads // place.size,
-                sinks=None
-                if layer.sinks is None
-                else heads.own(layer.sinks[None, :, None])[0, :, 0],
+                sinks=None if layer.sinks is None else heads.own(layer.sinks, 0),
             )
             for layer in self.attention_layers
         )

@@ -245,11 +245,11 @@ class Cuts:
     def _kv_outputs(self, module: str, count: int) -> slice:
         """Return the outputs of this rank's KV heads, or of the KV head that it shares with other
         ranks."""
-        heads, dim, place = self.config.num_kv_heads, self.config.head_dim, self.place
+        heads, dim = self.config.num_kv_heads, self.config.head_dim
         if count != heads * dim:
             raise ModelRefused(f"{module} has {count} outputs, not {heads} heads of {dim}")
-        first = place.rank * heads // place.size
-        return slice(first * dim, (first + max(1, heads // place.size)) * dim)
+        own = self.place.heads(heads)
+        return slice(own.start * dim, own.stop * dim)
 
 
 class RankShare:

@@ -35,6 +35,12 @@ class RankPlace:
         share = count // self.size
         return range(self.rank * share, (self.rank + 1) * share)
 
+    def heads(self, count: int) -> range:
+        """Return this rank's of `count` heads. Of fewer heads than ranks, each belongs to several
+        ranks."""
+        first = self.rank * count // self.size
+        return range(first, first + max(1, count // self.size))
+
 
 def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
     """Return what the pool of one of `size` ranks stores of each layer of the whole model. Raises

@@ -7,6 +7,7 @@ numbers for that, the usual keys of its config are read instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,15 @@ from transformers.utils import logging as transformers_logging
 from baton.engine.loading.model_shape import (
     ExpertsShape,
     ModelShape,
+    RowProduct,
     layer_windows,
+    row_products,
 )
 from baton.engine.loading.stored_weights import stored_dtype, stored_weights
 from baton.engine.models.causal import causal_class, named_refusals
 from baton.engine.models.config import layer_spec
+from baton.engine.models.families.keys import NotLean
+from baton.engine.models.families.read import decoder_config
 from baton.engine.models.module_shares import first_calls, shared_tensors
 from baton.engine.models.universal import UniversalModel, use_paged_attention
 from baton.protocol.errors import ModelRefused
@@ -56,7 +61,7 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         layers, note, refused = _layers(config, causal, text)
     # The head is not called; of what its forward would have called, nothing is known with a note.
     modules = causal.modules() if note or head is None else [*calls, head]
-    split = {key: each for key, each in shared_tensors(modules).items() if key != id(table)}
+    by_module = not _is_lean(plain)
     matrices = sum(p.numel() for p in causal.parameters() if p.dim() > 1 and id(p) not in tables)
     stored = stored_weights(config)  # the universal route widens them
     return ModelShape(
@@ -72,11 +77,36 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         max_positions=text.get("max_position_embeddings"),
         dtype=stored_dtype({**config, **(config.get("text_config") or {})}),
         experts=_experts(text, sizes),
-        replicated=sum(sizes.values()) - sum(each.numel() for each in split.values()),
-        by_module=True,
+        replicated=sum(sizes.values()) - _split(modules, table) if by_module else 0,
+        row_products=() if by_module else _row_products(causal),
+        by_module=by_module,
         stored=None if stored is None else replace(stored, widened=True),
         note=note,
         refused=refused,
+    )
+
+
+def _is_lean(config: dict[str, Any]) -> bool:
+    """Whether the lean route serves the model: its ranks cut tensor by tensor."""
+    try:
+        decoder_config(config)
+    except NotLean:
+        return False
+    return True
+
+
+def _split(modules: Iterable[torch.nn.Module], table: torch.nn.Parameter) -> int:
+    """Count the parameters that the universal route's ranks share."""
+    split = shared_tensors(modules)
+    return sum(each.numel() for key, each in split.items() if key != id(table))
+
+
+def _row_products(causal: torch.nn.Module) -> tuple[RowProduct, ...]:
+    """Return the products that the lean route's ranks cut by inputs."""
+    return row_products(
+        RowProduct(p.shape[1], p.numel())
+        for name, p in causal.named_parameters()
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
     )
 
 

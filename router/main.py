@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final, cast
 
@@ -68,7 +67,7 @@ from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
 from router.server.collector import settle
 from router.server.http_guard import HttpLimits, uvicorn_settings
-from router.server.listeners import bind, join, listen, release
+from router.server.listeners import HttpServer, bind, join, listen, release
 from router.services import RouterServices
 from router.store.base import RequestStore
 from router.store.guard import StoreGuard
@@ -80,25 +79,6 @@ from router.workers import Supervisor
 log = logging.getLogger(__name__)
 USAGE_ERROR: Final = 2
 STOP_MARGIN_S: Final = 2.0
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn's server without signal handlers; `began` is set when it serves.
-
-    This process has its own signal handlers. uvicorn offers only inheritance to change this.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.began = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.began.set()
 
 
 class Stages:

@@ -1,12 +1,29 @@
-"""The sockets that a router serves HTTP on: TCP ports, or a Unix socket (--uds)."""
+"""The sockets that a router serves HTTP on (TCP ports, or a Unix socket, --uds), and the server.
+
+The router tells its clients long before that it stops (exchanges.py), but some have just connected:
+the kernel has accepted them, and this process has not yet read what they ask. uvicorn closes such
+connections. HttpServer first takes what waits in the listeners, closes these, and then gives every
+new connection a moment to send its request.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
+
+ACCEPT_S: Final = 0.05  # event loops accept and read at least once meanwhile
+FIRST_REQUEST_S: Final = 1.0  # from the end of listening to a request's head
+_STEP_S: Final = 0.02
 
 
 def listen(config: RouterConfig) -> socket.socket:
@@ -67,3 +84,37 @@ def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.soc
 
 def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """`began` is set when it serves. uvicorn offers only inheritance to change this."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.began = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process has its own signal handlers."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.began.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, answer whatever has been asked, end."""
+        await asyncio.sleep(ACCEPT_S)
+        for server in self.servers:
+            server.close()
+        left_s = FIRST_REQUEST_S
+        while self._asked_nothing() and left_s > 0 and not self.force_exit:
+            await asyncio.sleep(_STEP_S)
+            left_s -= _STEP_S
+        await super().shutdown(sockets)
+
+    def _asked_nothing(self) -> bool:
+        """Whether a connection is so new that no request has come on it."""
+        # uvicorn sets `cycle` with the first request's head.
+        connections = cast("set[HttpToolsProtocol]", self.server_state.connections)
+        return any(cast("object", connection.cycle) is None for connection in connections)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import subprocess
 import threading
@@ -19,10 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import baton
 from baton.protocol.errors import BatonError, ConfigError
 
 ANSWER_S: Final = 900.0  # the longest question is the first: converting and loading a model
 STOP_S: Final = 20.0
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment without what Baton has set for itself."""
+    own = {baton.WAIT_POLICY} if baton.sets_wait_policy else set[str]()
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 class PeerFailed(BatonError):
@@ -45,8 +53,9 @@ class PeerServer:
         """Start the peer. Raises ConfigError if there is no such program."""
         try:
             self._process = subprocess.Popen(
-                shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+                shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=environment(),
+            )  # fmt: skip
         except (OSError, ValueError) as error:
             raise ConfigError(f"--peer {command}: {error}", field="peer") from error
         self._command = command

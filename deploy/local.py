@@ -196,9 +196,7 @@ class Cluster:
             )
         for node in self.plan.nodes:
             command = self._command(node.name)
-            # PASSIVE: a team that spins at its barriers starves other processes on its cores, above
-            # all the router (docs/log/: a colocated node of two threads answered 12 times faster).
-            threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
+            threads = {"OMP_NUM_THREADS": str(len(node.cores))}
             settings = {**variables, **threads, **NO_TLS}
             if self.options.demo:  # where the console's slow lanes are written
                 settings[FAILPOINT_FILE] = f"@{faults_file(self._sockets(), node.name)}"

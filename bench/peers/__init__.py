@@ -1,1 +1,11 @@
-"""Other engines as peers of bench.engine; each runs in an environment of its own."""
+"""Other engines as peers of bench.engine; each runs in an environment of its own.
+
+Their threads wait as their own users find them: what Baton has set for itself is taken back.
+"""
+
+import os
+
+import baton
+
+if baton.sets_wait_policy:
+    os.environ.pop(baton.WAIT_POLICY, None)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ROOT / "deploy" / "hosts"
 ROLES = ("router", "prefill", "decode")
 # Of the image's entry point, and of other programs.
-OTHERS = {"BATON_GRACE_S", "OMP_WAIT_POLICY", "XDG_CACHE_HOME"}
+OTHERS = {"BATON_GRACE_S", "XDG_CACHE_HOME"}
 PLACES = {"secret", "redis_password", "baton.env", "api_keys.toml", "redis_users.acl"} | {
     f"tls/{name}" for name in ("host.pem", "host.key", "ca.pem")
 }

@@ -105,6 +105,9 @@ class ServeOptions:
         (), "goodput: a trace file (repeatable; default: those in bench/traces)"
     )
     rates: str = option("1,2,4,8", "goodput: requests per second, ascending")
+    limits: str = option(
+        "", "goodput: several limits TTFT/TPOT in ms, such as 250/25,500/50 (default: --slo-*)"
+    )
     sweep_s: float = option(8.0, "goodput: seconds per rate")
     output_mean: int = option(32, "goodput: mean tokens of the scaled answers")
     input_mean: int = option(192, "goodput: mean tokens of the scaled prompts")
@@ -170,7 +173,8 @@ class ServeOptions:
             pair_of(self.vocabulary),
         )  # fmt: skip
         traces = {path.stem: path for path in self.trace} or bundled()
-        return Sweep(traces, rates, scaling, self.slo)
+        limits = [limits_of(part) for part in self.limits.split(",") if part] or [self.slo]
+        return Sweep(traces, rates, scaling, limits)
 
 
 def numbers_of(text: str) -> list[float]:
@@ -182,6 +186,13 @@ def numbers_of(text: str) -> list[float]:
     if any(number <= 0 for number in numbers):
         raise ConfigError(f"{text!r}: every number must be above 0")
     return numbers
+
+
+def limits_of(text: str) -> SloLimits:
+    """Return the limits of `500/50`. Raises ConfigError."""
+    ttft_ms, _, tpot_ms = text.partition("/")
+    [ttft], [tpot] = numbers_of(ttft_ms), numbers_of(tpot_ms)
+    return SloLimits(ttft / 1000, tpot / 1000)
 
 
 def pair_of(text: str) -> tuple[int, int]:
@@ -282,7 +293,7 @@ async def sweep_rates(
                 rows += await serve_goodput.measure(target, sweep, traces, label, index)
     compared = serve_goodput.compare(rows)
     if options.plot is not None:
-        options.plot.write_text(serve_goodput.plot(compared, sweep.slo))
+        options.plot.write_text(serve_goodput.plot(compared, sweep.limits[0]))
     return {"rows": rows, "compared": compared}
 
 
@@ -369,14 +380,17 @@ def interference_table(found: dict[str, Any]) -> Table:
 
 def goodput_table(compared: Sequence[dict[str, Any]]) -> Table:
     title = "goodput/s, mean of the rounds (least - most)"
-    table = Table("trace", "rate", *PLACED, "auto not below", title=title, box=box.SIMPLE)
+    held = sum(row["auto_not_below"] for row in compared)
+    title += f"; auto is not below colocated in {held} of {len(compared)}"
+    columns = ("trace", "rate", "limits", *PLACED, "auto not below")
+    table = Table(*columns, title=title, box=box.SIMPLE)
     for row in compared:
         values = [
             f"{row[mode]:.2f} ({row['spread'][mode][0]:.2f} - {row['spread'][mode][1]:.2f})"
             for mode in PLACED
         ]
         holds = "yes" if row["auto_not_below"] else "no"
-        table.add_row(row["trace"], f"{row['rate']:g}", *values, holds)
+        table.add_row(row["trace"], f"{row['rate']:g}", row["limits"], *values, holds)
     return table
 
 

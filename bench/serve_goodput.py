@@ -21,12 +21,13 @@ from bench.recorded import Scaling, TraceRequest, plan_trace, read_trace
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to sweep. `scaling.rate` is replaced by each of `rates` (requests per second)."""
+    """What to sweep. `scaling.rate` is replaced by each of `rates` (requests per second). A run's
+    requests are counted once for each of `limits`."""
 
     traces: dict[str, Path]
     rates: Sequence[float]
     scaling: Scaling
-    slo: SloLimits
+    limits: Sequence[SloLimits]
 
     def load(self) -> dict[str, list[TraceRequest]]:
         """Read the traces. Raises ConfigError for a file that is no trace."""
@@ -51,25 +52,32 @@ async def measure(
             run = await run_workload(
                 target, plan_trace(trace, scaling, seed=turn * 100 + index + 1)
             )
-            found = summarize(mode, run.samples, sweep.slo, run.handovers.mean_s)
-            rows.append(
-                {
-                    "trace": name,
-                    "mode": mode,
-                    "rate": rate,
-                    "goodput": found.good / max(found.duration_s, scaling.duration_s),
-                    "within_limits": found.good / found.requests,
-                    "requests": found.requests,
-                    "failed": found.failed,
-                    "errors": sorted({each.error for each in run.samples if each.error})[:5],
-                    "ttft_p50_ms": None if found.ttft is None else found.ttft.p50,
-                    "ttft_p99_ms": None if found.ttft is None else found.ttft.p99,
-                    "tpot_p50_ms": None if found.tpot is None else found.tpot.p50,
-                    "tpot_p99_ms": None if found.tpot is None else found.tpot.p99,
-                    "client_late_ms": found.max_lateness_ms,
-                }
-            )
+            for slo in sweep.limits:
+                found = summarize(mode, run.samples, slo, run.handovers.mean_s)
+                rows.append(
+                    {
+                        "trace": name,
+                        "mode": mode,
+                        "rate": rate,
+                        "limits": limits_text(slo),
+                        "goodput": found.good / max(found.duration_s, scaling.duration_s),
+                        "within_limits": found.good / found.requests,
+                        "requests": found.requests,
+                        "failed": found.failed,
+                        "errors": sorted({each.error for each in run.samples if each.error})[:5],
+                        "ttft_p50_ms": None if found.ttft is None else found.ttft.p50,
+                        "ttft_p99_ms": None if found.ttft is None else found.ttft.p99,
+                        "tpot_p50_ms": None if found.tpot is None else found.tpot.p50,
+                        "tpot_p99_ms": None if found.tpot is None else found.tpot.p99,
+                        "client_late_ms": found.max_lateness_ms,
+                    }
+                )
     return rows
+
+
+def limits_text(slo: SloLimits) -> str:
+    """Return the limits in milliseconds, as in "500/50"."""
+    return f"{slo.ttft_s * 1e3:g}/{slo.tpot_s * 1e3:g}"
 
 
 def _at_rate(scaling: Scaling, rate: float) -> Scaling:
@@ -80,20 +88,21 @@ def _at_rate(scaling: Scaling, rate: float) -> Scaling:
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the modes per trace and rate.
+    """Compare the modes per trace, rate and limits.
 
     A row has each mode's mean goodput, its least and most (`spread`), whether `auto` reaches
     `colocated`, and the least and most difference between these two, round by round.
     """
-    table: dict[tuple[str, float], dict[str, list[float]]] = {}
+    table: dict[tuple[str, float, str], dict[str, list[float]]] = {}
     for row in rows:
-        modes = table.setdefault((row["trace"], row["rate"]), {})
+        modes = table.setdefault((row["trace"], row["rate"], row["limits"]), {})
         modes.setdefault(row["mode"], []).append(row["goodput"])
     found: list[dict[str, Any]] = []
-    for (trace, rate), modes in table.items():
+    for (trace, rate, limits), modes in table.items():
         mean = {mode: sum(values) / len(values) for mode, values in modes.items()}
         spread = {mode: (min(values), max(values)) for mode, values in modes.items()}
-        row: dict[str, Any] = {"trace": trace, "rate": rate, **mean, "spread": spread}
+        row: dict[str, Any] = {"trace": trace, "rate": rate, "limits": limits, **mean}
+        row["spread"] = spread
         if {"auto", "colocated"} <= modes.keys():
             row["auto_not_below"] = mean["auto"] >= mean["colocated"]
             pairs = zip(modes["auto"], modes["colocated"], strict=True)
@@ -104,8 +113,9 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(compared: Sequence[dict[str, Any]], slo: SloLimits) -> str:
-    """Return an SVG with one panel per trace and one line per mode."""
+    """Return an SVG of one of the limits, with one panel per trace and one line per mode."""
     limits = f"TTFT {slo.ttft_s * 1e3:g} ms, TPOT {slo.tpot_s * 1e3:g} ms"
+    compared = [row for row in compared if row["limits"] == limits_text(slo)]
     panels: list[Panel] = []
     for trace in dict.fromkeys(row["trace"] for row in compared):
         rows = [row for row in compared if row["trace"] == trace]

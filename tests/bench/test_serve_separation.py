@@ -61,10 +61,10 @@ async def test_the_rate_of_arrivals_is_found_by_timing_a_prompt() -> None:
 
 async def test_a_sweep_counts_what_met_both_limits() -> None:
     model = FakeModel()
-    sweep = Sweep(bundled(), [10.0, 20.0], SCALING, SloLimits(5.0, 1.0))
+    sweep = Sweep(bundled(), [10.0, 20.0], SCALING, [SloLimits(5.0, 1.0)])
     async with serving(model) as url:
         rows = await serve_goodput.measure(LoadTarget(url), sweep, sweep.load(), "auto")
-        none = Sweep(bundled(), [10.0], SCALING, SloLimits(0.0, 0.0))
+        none = Sweep(bundled(), [10.0], SCALING, [SloLimits(0.0, 0.0), SloLimits(5.0, 1.0)])
         lost = await serve_goodput.measure(LoadTarget(url), none, none.load(), "colocated")
     assert [(row["trace"], row["rate"]) for row in rows] == [
         (trace, rate) for trace in bundled() for rate in (10.0, 20.0)
@@ -72,7 +72,9 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
     assert {row["within_limits"] for row in rows} == {1.0}
     # Less on a machine that is too busy to send as fast.
     assert all(0.0 < row["goodput"] <= 1.2 * row["rate"] for row in rows)
-    assert {row["goodput"] for row in lost} == {0.0}
+    assert [row["limits"] for row in lost] == ["0/0", "5000/1000"] * len(bundled())
+    assert [row["goodput"] > 0 for row in lost] == [False, True] * len(bundled())
+    lost = [{**row, "limits": rows[0]["limits"]} for row in lost if not row["goodput"]]
     compared = serve_goodput.compare([*rows, *lost])
     both = [row for row in compared if row["rate"] == 10.0]
     assert [row["auto_not_below"] for row in both] == [True, True]
@@ -80,14 +82,14 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
     assert all(low == high > 0 for low, high in (row["auto_over_colocated"] for row in both))
     assert "auto" in render(goodput_table([{**row, "remote": 0.0, "spread": {
         **row["spread"], "remote": (0.0, 0.0)}} for row in both]))  # fmt: skip
-    drawn = ElementTree.fromstring(serve_goodput.plot(both, sweep.slo))
+    drawn = ElementTree.fromstring(serve_goodput.plot(both, sweep.limits[0]))
     lines = drawn.findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4  # two traces, two modes
 
 
 async def test_each_turn_sends_other_requests_the_same_in_every_mode() -> None:
     asked: list[list[str]] = []
-    sweep = Sweep(bundled(), [10.0], SCALING, SloLimits(5.0, 1.0))
+    sweep = Sweep(bundled(), [10.0], SCALING, [SloLimits(5.0, 1.0)])
     for mode, turn in (("auto", 0), ("colocated", 0), ("auto", 1)):
         model = FakeModel()
         async with serving(model) as url:
@@ -97,7 +99,7 @@ async def test_each_turn_sends_other_requests_the_same_in_every_mode() -> None:
 
 
 def test_a_point_where_auto_loses_is_told() -> None:
-    point = {"trace": "t", "rate": 4.0}
+    point = {"trace": "t", "rate": 4.0, "limits": "500/50"}
     rows = [
         {**point, "mode": mode, "goodput": goodput}
         for mode, goodput in (("auto", 3.0), ("colocated", 3.2), ("auto", 3.5), ("colocated", 3.4))

@@ -105,8 +105,13 @@ def test_in_bfloat16_the_same_as_the_universal_route(name: str, tmp_path: Path) 
         load(path, dtype="bfloat16"),
         load(path, dtype="bfloat16", model_impl="transformers"),
     )
-    error = relative_error(logits_of(lean, PROMPT), exact)
-    assert error < 1.5 * relative_error(logits_of(universal, PROMPT), exact) + 0.01
+    # Not of all tokens together: one whose experts are nearly equally good takes others when
+    # numbers are rounded, on either route and by each processor's own way of rounding.
+    errors = [
+        ((logits_of(model, PROMPT) - exact).norm(dim=1) / exact.norm(dim=1)).median()
+        for model in (lean, universal)
+    ]
+    assert errors[0] < 1.5 * errors[1] + 0.01
     if name != "v3":
         return
     # What balances experts decides in its last bits: it is never rounded.

@@ -29,13 +29,14 @@ from typing import Any, Final
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import parse
-from bench.engine import NEW_TOKENS, EngineRow, rate
+from bench.engine import EngineRow, rate
 from bench.engine_kit import TimedPart, arguments_parser, tell
 from bench.measure import median_and_range
 from bench.models import SMALL, write_checkpoint
 from bench.peer import PeerServer
 
 ROWS: Final = ((512, 0), (128, 1), (128, 8))  # tokens of a prompt; requests, 0 = its prefill
+DECODED: Final = 128  # tokens of each request of a decode row
 LOOP: Final = "while True: pass"
 # As it is, and as OpenMP has it by default: threads spin for some milliseconds before they sleep.
 ENVIRONMENTS: Final = ("", "GOMP_SPINCOUNT=300000")
@@ -65,7 +66,7 @@ def measure(sides: Mapping[str, PeerServer], row: EngineRow, vocab: int, rounds:
     rates = defaultdict[str, list[float]](list)
     for index in range(-1, rounds):
         for name in list(sides)[:: -1 if index % 2 else 1]:
-            found = rate(sides[name].timed, row, vocab, index + 2, NEW_TOKENS)
+            found = rate(sides[name].timed, row, vocab, index + 2, DECODED)
             if index >= 0:
                 rates[name].append(found.per_s)
     return rates

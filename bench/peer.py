@@ -29,7 +29,7 @@ STOP_S: Final = 20.0
 
 def environment() -> dict[str, str]:
     """Return this process's environment without what Baton has set for itself."""
-    own = {baton.WAIT_POLICY} if baton.sets_wait_policy else set[str]()
+    own = baton.WAITING if baton.sets_waiting else {}
     return {name: value for name, value in os.environ.items() if name not in own}
 
 

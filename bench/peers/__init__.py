@@ -7,5 +7,6 @@ import os
 
 import baton
 
-if baton.sets_wait_policy:
-    os.environ.pop(baton.WAIT_POLICY, None)
+if baton.sets_waiting:
+    for name in baton.WAITING:
+        os.environ.pop(name, None)

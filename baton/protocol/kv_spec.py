@@ -142,6 +142,13 @@ class HeldBlocks:
 BlockLists: TypeAlias = tuple[HeldBlocks, ...]  # one per layer group of the pool
 
 
+def heads_of_rank(count: int, rank: int, size: int) -> range:
+    """Return which of `count` heads of the whole model this one of `size` ranks has. Of fewer heads
+    than ranks, each belongs to several ranks; a layer without KV has none."""
+    first = rank * count // size
+    return range(first, max(first + min(1, count), (rank + 1) * count // size))
+
+
 def first_visible(window: int, num_tokens: int) -> int:
     """Return the first of `num_tokens` known tokens whose KV a layer with `window` needs.
 

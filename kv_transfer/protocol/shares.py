@@ -11,19 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.protocol.kv_spec import LayerSpec, PoolFormat, first_visible
+from baton.protocol.kv_spec import LayerSpec, PoolFormat, first_visible, heads_of_rank
 from kv_transfer.protocol.frames import MAX_PAYLOAD
 
 
 def heads_of(kv_heads: int, pool: PoolFormat) -> range:
     """Return the KV heads that rank `tp_rank` of `tp_size` holds, as indices of the whole model."""
-    size, rank = pool.tp_size, pool.tp_rank
-    if not kv_heads:
-        return range(0)  # a layer without KV
-    if kv_heads < size:
-        head = rank * kv_heads // size
-        return range(head, head + 1)
-    return range(rank * kv_heads // size, (rank + 1) * kv_heads // size)
+    return heads_of_rank(kv_heads, pool.tp_rank, pool.tp_size)
 
 
 def share(spec: LayerSpec, exporter: PoolFormat, fetcher: PoolFormat) -> range:

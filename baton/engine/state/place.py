@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from baton.protocol.errors import ConfigError
-from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec, heads_of_rank
 
 LEADER: Final = 0  # the rank that schedules and samples
 
@@ -36,10 +36,8 @@ class RankPlace:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def heads(self, count: int) -> range:
-        """Return this rank's of `count` heads. Of fewer heads than ranks, each belongs to several
-        ranks."""
-        first = self.rank * count // self.size
-        return range(first, first + max(1, count // self.size))
+        """Return this rank's of `count` heads (kv_spec.py)."""
+        return heads_of_rank(count, self.rank, self.size)
 
 
 def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
@@ -48,7 +46,7 @@ def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]
     return tuple(
         replace(
             spec,
-            kv_heads=max(min(1, spec.kv_heads), spec.kv_heads // size),
+            kv_heads=len(heads_of_rank(spec.kv_heads, LEADER, size)),
             state=None if spec.state is None else spec.state.share(size),
         )
         for spec in layers

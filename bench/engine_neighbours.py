@@ -44,11 +44,11 @@ Rates = Mapping[str, Sequence[float]]  # of each side, by round
 
 
 @contextmanager
-def busy(loops: int) -> Generator[None, None, None]:
-    """Run so many busy loops meanwhile."""
+def busy(loops: int) -> Generator[Sequence[subprocess.Popen[bytes]], None, None]:
+    """Run so many busy loops meanwhile, and yield their processes."""
     processes = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(loops)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()

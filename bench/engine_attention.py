@@ -4,7 +4,7 @@ The compiled kernel over the blocks of a large pool, scattered, 16 query and 8 K
 bfloat16: bytes of KV read per second, as a share of the read bandwidth that is measured in the same
 round. Calls follow each other as the layers of a step do, over other blocks each time, so that
 nothing lies in a cache. "call": what a call costs that has a single key; a step's phases do not pay
-it. Leave OMP_WAIT_POLICY alone: under PASSIVE every call wakes sleeping threads.
+it.
 """
 
 from __future__ import annotations

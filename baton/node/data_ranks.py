@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ RANK: Final = "data-parallel-rank"  # the private argument of all ranks but the 
 PREFIX: Final = "baton-data-ranks-"  # names of the ranks' folders in the temporary directory
 LOST_RANK: Final = 3  # exit status if a rank of a data- or tensor-parallel group has ended
 KILL_S: Final = 0.25  # how long ranks may take to end by themselves before they are killed
+PORTS: Final = ("port", "kv_port", "kv_stream_port", "metrics_port", "health_port")
 LANE_PORTS: Final = 4  # how many ports a node uses from kv_stream_port on
 
 
@@ -95,7 +96,7 @@ def options_of_ranks(
     config: NodeConfig, engine: EngineConfig, role: Role, directory: str
 ) -> list[RankOptions]:
     """Return the options of each rank. The ranks share the cores and threads of this process.
-    Raises ConfigError for ports beyond the last one."""
+    Raises ConfigError for ports beyond the last one, and for one that two ranks would have."""
     size, name = engine.data_parallel_size, config.node_id or f"{role.value}-{secrets.token_hex(4)}"
     total = engine.threads or len(os.sched_getaffinity(0))
     engine = replace(engine, threads=max(1, total // size))
@@ -104,7 +105,7 @@ def options_of_ranks(
     for place in (RankPlace(rank, size) for rank in range(size)):
         ports = {
             field: given + place.rank * (LANE_PORTS if field == "kv_stream_port" else 1)
-            for field in ("port", "kv_port", "kv_stream_port", "metrics_port", "health_port")
+            for field in PORTS
             if (given := getattr(config, field))
         }
         own = replace(
@@ -115,7 +116,25 @@ def options_of_ranks(
         )
         own.check()
         ranks.append(RankOptions(place, group, directory, own, engine))
+    _check_ports([each.config for each in ranks])
     return ranks
+
+
+def _check_ports(ranks: Sequence[NodeConfig]) -> None:
+    """Raise ConfigError for a port that is given twice, naming the option that has it second."""
+    taken: dict[int, str] = {}
+    for field in PORTS:
+        for rank, config in enumerate(ranks):
+            first = getattr(config, field)
+            count = LANE_PORTS if field == "kv_stream_port" else 1
+            for port in range(first, first + count) if first else ():
+                if port in taken:
+                    text = (
+                        f"port {port} would be rank {rank}'s {field} and {taken[port]}: "
+                        f"{len(ranks)} data-parallel ranks take the ports behind each given one"
+                    )
+                    raise ConfigError(text, field=field)
+                taken[port] = f"rank {rank}'s {field}"
 
 
 def _nothing() -> None:

@@ -119,6 +119,21 @@ def test_ports_beyond_the_last_one_are_refused(stage: Stage) -> None:
     assert not stage.started
 
 
+@pytest.mark.parametrize(
+    ("ports", "said"),
+    [
+        ({"port": 50061, "kv_port": 50062}, "port 50062 would be rank 0's kv_port and rank 1's"),
+        ({"kv_port": 7003, "kv_stream_port": 7000}, "7003 would be rank 0's kv_stream_port and"),
+        ({"metrics_port": 9090, "health_port": 9091}, "9091 would be rank 0's health_port and"),
+    ],
+)
+def test_ports_that_two_ranks_would_have_are_refused(ports: dict[str, int], said: str) -> None:
+    engine = EngineConfig("m", data_parallel_size=2)
+    with pytest.raises(ConfigError, match=said) as refused:
+        options_of_ranks(NodeConfig(**ports), engine, Role.DECODE, "/tmp/folder")
+    assert refused.value.field == list(ports)[-1]
+
+
 def test_a_rank_that_cannot_load_says_why(stage: Stage, first: FirstRank) -> None:
     """Another one has ended before it, perhaps because of it: the reason counts."""
     stage.links[0].close()

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.cpu.asking import choose_asking
 from baton.engine.kernels.cpu.build import (
     INSTRUCTION_SETS,
     CannotBuild,
@@ -171,12 +172,14 @@ class CpuKernels:
         self._gated.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)
         self._gate_heads = library.baton_gate_heads
         self._linear = library.baton_linear
+        self._ask_every = library.baton_ask_every
+        self._ask_every.argtypes = (_SIZE,)
         self._rotate = library.baton_rotate
         self._store = library.baton_store_rows
         self._decode = library.baton_decode_attention
         for function in (
             self._pack, self._add_norm, self._gated, self._linear, self._rotate, self._store,
-            self._decode, self._gate_heads,
+            self._decode, self._gate_heads, self._ask_every,
         ):  # fmt: skip
             function.restype = None
 
@@ -190,6 +193,11 @@ class CpuKernels:
         panels = huge_pages.zeros(*shape, dtype=torch.bfloat16)
         self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
         return panels
+
+    def ask_every(self, lines: int) -> None:
+        """Set how often products of few rows ask memory for the next panel: for each `lines`-th
+        cache line. Of the whole library; results do not depend on it."""
+        self._ask_every(lines)
 
     def linear(
         self,
@@ -355,6 +363,8 @@ def state() -> str:
 @functools.cache
 def _found() -> tuple[CpuKernels | None, str]:
     found, state = choose(os.environ.get(SWITCH))
+    if found is not None:
+        state += f"; {choose_asking(found)}"
     logger.info("CPU kernels: %s", state)
     return found, state
 

@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "factors.h"
 #include "team.h"
@@ -30,11 +31,15 @@ struct LinearArgs {
 };
 
 // Weights that come next, asked of memory while these are multiplied: `lines` cache lines with
-// every pair of inputs, from `from` on. Few lines a pair if several groups of rows share the asking.
+// every pair of inputs, from `from` on, each `step`-th of them. Few lines a pair if several groups
+// of rows share the asking.
 struct Ahead {
   const char* from = nullptr;
-  int lines = 0;
+  int lines = 0, step = 1;
 };
+
+// The step where one group of rows asks alone, as asking.py has measured it.
+inline std::atomic<int> asking_step{1};
 
 // The rows of a product as one thread takes them.
 struct Rows {
@@ -81,7 +86,7 @@ inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t
   for (int64_t k = 0; k < a.inputs; k += 2, w += 2 * kPanel) {
     Pairs weights[V];
     BATON_UNROLL for (int j = 0; j < V; ++j) weights[j] = load_pairs(w + 32 * j);
-    for (int line = 0; line < ahead.lines; ++line, ahead.from += 64)
+    for (int line = 0; line < ahead.lines; line += ahead.step, ahead.from += 64 * ahead.step)
       _mm_prefetch(ahead.from, _MM_HINT_T1);
     BATON_UNROLL for (int m = 0; m < M; ++m) {
       const Pair pair = broadcast_pair(x[m / 4] + m % 4 * a.inputs + k);
@@ -150,6 +155,8 @@ inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
   Ahead ahead{reinterpret_cast<const char*>(next), 0};
   if (next != nullptr && passes <= kAskingPasses)
     ahead.lines = static_cast<int>((kPanelVectors + passes - 1) / passes);
+  if (passes == 1)
+    ahead.step = std::min<int>(asking_step.load(std::memory_order_relaxed), kPanelVectors);
   const char* const last = ahead.from + 2 * kPanel * a.inputs;
   for (int64_t half = 0; half < halves; ++half) {
     int64_t parts = groups;

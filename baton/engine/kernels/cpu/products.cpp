@@ -36,6 +36,9 @@ void baton_pack(const bf16* weight, bf16* panels, int64_t outputs, int64_t input
   baton::pack(weight, panels, outputs, inputs);
 }
 
+// Products of few rows ask memory for each `lines`-th line of the next panel.
+void baton_ask_every(int64_t lines) { baton::asking_step = static_cast<int>(lines); }
+
 void baton_linear(const baton::LinearArgs* args) { baton::linear(*args); }
 
 void baton_pack_integers(const baton::IntegerPack* args) { baton::pack_integers(*args); }

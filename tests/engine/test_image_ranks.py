@@ -20,7 +20,7 @@ from baton.engine.memory.state_sizes import slot_bytes
 from baton.engine.parallel.group import RankGroup
 from baton.engine.parallel.image_rows import share_rows
 from baton.engine.parallel.messages import decode_step, encode_step
-from baton.engine.performance.estimate import sized
+from baton.engine.performance.estimate import rows, sized
 from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.state.attention import Attention
 from baton.engine.state.batch import Step, flatten
@@ -32,6 +32,7 @@ from baton.protocol.kv_spec import HeldBlocks
 from tests.engine.tensor_parallel_ranks import by_threads, config_of, engine_of_ranks
 from tests.engine.test_images import CAT, DOG, TEXT, WIDE, Prompt, answer, ask, engine_of, of, run
 from tests.engine.test_shared_weights import files
+from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_vision import KINDS, generated, make_vision_model, prompt_of
 
 # Of each way in which images are placed, in every run: three parts of a position and rows for the
@@ -210,9 +211,26 @@ def test_memory_is_what_the_estimate_says(path: Path) -> None:
         layers = rank_layers(loaded.info.layers, size)
         assert found.kv_bytes_per_token == sum(each.token_bytes("float32") for each in layers)
         assert found.state_bytes == slot_bytes(layers)
+        named = dict(rows(found))["vision tower"]
+        assert named.endswith("on the first device alone" if size > 1 else "of them")
     text = sized(EstimateOptions(path, language_model_only=True))
     assert text.refused is None
     assert text.tower_bytes == 0
+
+
+def test_a_step_of_text_reads_no_tower(tmp_path: Path) -> None:
+    path = make_vision_model("mistral3", tmp_path)
+    found = sized(EstimateOptions(path, bandwidth="1GB/s"))
+    table = 4 * VOCAB_SIZE * 64  # of which a step looks up a few rows
+    assert found.decode[0].weight_bytes == found.weight_bytes - found.tower_bytes - table
+    assert 4 * (found.parameters - found.active_parameters) == found.tower_bytes > 0
+    # A config.json alone does not say that no file of an image processor lies beside it.
+    alone = tmp_path / "elsewhere" / "config.json"
+    alone.parent.mkdir()
+    alone.write_bytes((path / "config.json").read_bytes())
+    assert sized(EstimateOptions(alone)).tower_bytes == found.tower_bytes
+    assert sized(EstimateOptions(alone.parent)).tower_bytes == 0
+    assert sized(EstimateOptions(alone, language_model_only=True)).tower_bytes == 0
 
 
 # ---- what is told ----
@@ -237,10 +255,10 @@ def prompts_with_images(draw: st.DrawFn, deep: int) -> PromptImages | None:
     for height, width in draw(st.lists(sizes, max_size=3)):
         at += draw(st.integers(1, 3))
         count = height * width
-        rows = ImageRows(torch.zeros(count, HIDDEN), torch.zeros(deep, count, HIDDEN))
+        made = ImageRows(torch.zeros(count, HIDDEN), torch.zeros(deep, count, HIDDEN))
         grid = (height, width) if draw(st.booleans()) else None
         given = ImageInput(b"digest", at, count, b"")
-        images.append(PromptImage(given, tuple(range(at, at + count)), grid, rows))
+        images.append(PromptImage(given, tuple(range(at, at + count)), grid, made))
         at += count
     return PromptImages(tuple(images), draw(st.booleans())) if images else None
 
@@ -297,8 +315,8 @@ def test_a_step_of_text_tells_no_more_than_before() -> None:
 
 def test_a_step_without_rows_broadcasts_nothing() -> None:
     """A group that is not connected can send nothing."""
-    group, rows = RankGroup(RankPlace(0, 2), "gloo"), torch.tensor([], dtype=torch.int64)
-    images = StepImages(torch.arange(6).view(3, 2), rows, None, None)
+    group, none = RankGroup(RankPlace(0, 2), "gloo"), torch.tensor([], dtype=torch.int64)
+    images = StepImages(torch.arange(6).view(3, 2), none, None, None)
     assert share_rows(images, group, torch.float32) is images
     assert share_rows(None, group, torch.float32) is None
 
@@ -307,14 +325,14 @@ def test_a_step_without_rows_broadcasts_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_ranks_have_the_leaders_rows(dtype: torch.dtype, deep: int) -> None:
     """In the model's dtype, whatever an encode node has sent."""
-    rows = torch.tensor([1, 4, 5])
+    where = torch.tensor([1, 4, 5])
     embeds, layers = torch.randn(3, HIDDEN), torch.randn(deep, 3, HIDDEN)
 
     def work(group: RankGroup) -> StepImages | None:
         own = embeds, layers
         if not group.place.leads:
             own = torch.full_like(embeds, torch.nan), torch.full_like(layers, torch.nan)
-        return share_rows(StepImages(None, rows, *own), group, dtype)
+        return share_rows(StepImages(None, where, *own), group, dtype)
 
     for found in by_threads(2, work):
         assert torch.equal(found.embeds, embeds.to(dtype))

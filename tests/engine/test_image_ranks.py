@@ -185,6 +185,7 @@ def test_the_first_rank_alone_has_the_tower(path: Path) -> None:
     assert second.images is not None
     assert not second.images.has_tower
     assert first.info == second.info == whole.info
+    assert first.model.parameter_counts == second.model.parameter_counts, "no row meets the tower"
 
 
 @pytest.mark.long

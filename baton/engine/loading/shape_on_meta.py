@@ -108,7 +108,7 @@ def _split(modules: Iterable[torch.nn.Module], table: torch.nn.Parameter) -> int
 def _tower(causal: torch.nn.Module) -> int:
     """Count the parameters of the vision tower, which the first rank alone keeps."""
     tower = VisionTower.of(causal)
-    return 0 if tower is None else tower.num_parameters
+    return 0 if tower is None else sum(each.numel() for each in tower.parameters)
 
 
 def _row_products(causal: torch.nn.Module) -> tuple[RowProduct, ...]:

@@ -28,7 +28,6 @@ from tests.engine.tensor_parallel_ranks import by_threads, config_of, engine_of_
 from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.golden.random_models import save_random
 from tests.golden.stateful_models import STATEFUL
-from tests.tiny_vision import make_vision_model
 
 # Attention with latents that choose their keys; in chunks; with sinks; one product of q, k and v;
 # products stored as [inputs, outputs]; attention and MLP side by side.
@@ -136,16 +135,12 @@ def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
         pass
 
 
-def test_adapters_and_images_are_refused(tmp_path: Path) -> None:
+def test_adapters_are_refused(tmp_path: Path) -> None:
     path = save_random(tmp_path / "m", "gpt_neox")
     adapter = make_adapter(tmp_path / "a", linear_layers(path, ("dense",)), seed=1)
     with pytest.raises(ModelRefused, match="only the lean route splits adapters") as refused:
         load_model(config_of(path, tensor_parallel_size=2, lora_modules=(f"a={adapter}",)))
     assert refused.value.field == "lora_modules"
-    seeing = make_vision_model("qwen2_5_vl", tmp_path / "v")
-    with pytest.raises(ModelRefused, match="images are not sent to other ranks") as refused:
-        load_model(config_of(seeing, tensor_parallel_size=2))
-    assert refused.value.field == "tensor_parallel_size"
 
 
 # ---- MLPs ----

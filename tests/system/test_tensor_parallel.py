@@ -22,13 +22,17 @@ from tests.golden.hybrid_models import RANKED, save_hybrid
 from tests.golden.latent_models import as_published, save_latent
 from tests.system.processes import Processes
 from tests.system.references import one_engine_tokens, prompts, transformers_tokens
+from tests.system.test_images import NEW_TOKENS as NUM_TOLD
+from tests.system.test_images import told
 from tests.tiny_models import make_tiny_model
+from tests.tiny_vision import generated, make_vision_model, picture, prompt_of
 from tests.waiting import eventually
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 PROMPTS = prompts((61, 40, 75, 5))
 PATIENCE_S = 90.0
+FEW = {"block_size": 4, "num_kv_blocks": 256, "max_num_seqs": 4, "max_num_batched_tokens": 40}
 WHOLE = {"enable_expert_parallel": True}
 FLAGS = ("--num-kv-blocks", "64", "--block-size", "8")
 
@@ -141,6 +145,28 @@ async def test_recurrent_states_over_two_sizes(sizes: tuple[int, int], tmp_path:
         for member, size in zip(c.members, sizes, strict=True):
             ranks = member.engine.ranks
             assert (0 if ranks is None else len(ranks.processes)) == size - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("qwen3_vl", (2, 1)), soak("gemma3", (1, 2)), soak("qwen3_5", (2, 4))]
+)
+async def test_images_over_two_sizes(kind: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """The first process has the vision tower, and sends the rows of images to the others."""
+    path = make_vision_model(kind, tmp_path)
+    cat, dog = picture(1), picture(2, 16, 40)
+    asked = [prompt_of(kind, [[5 + n], cat, [9, 10, 11], dog, [20, 21]]) for n in range(2)]
+    expected = [generated(path, kind, *prompt, NUM_TOLD) for prompt in asked]
+    nodes = [{**FEW, "tensor_parallel_size": size, "dtype": "float32"} for size in sizes]
+    async with cluster(Plan(path, nodes[:1], nodes[1:], lanes=("stream",))) as c:
+        done = [told(c, str(number), *prompt) for number, prompt in enumerate(asked)]
+        assert await asyncio.gather(*done) == expected
+        assert c.prefill[0].stats.num_encoded_images == 2
+        assert c.prefill[0].stats.num_chunked_prompts > 0
+        assert c.decode[0].stats.num_prompt_tokens == 0, "all KV came from the prefill node"
+        for member, size in zip(c.members, sizes, strict=True):
+            ranks = member.engine.ranks
+            assert (0 if ranks is None else len(ranks.processes)) == size - 1
+        await c.settle()
 
 
 def children(pid: int) -> Iterator[int]:

@@ -59,14 +59,21 @@ def family_of(values: dict[str, Any]) -> Family | None:
 def as_served(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
     """Return the checkpoint; as one of a language model, if the configuration wants that alone or
     no file says how images are processed."""
-    if family_of(checkpoint.config) is None:
-        return checkpoint
-    if not (config.language_model_only or config.model_impl == "lean"):
-        if any((checkpoint.path / name).exists() for name in PROCESSOR_FILES):
-            return checkpoint
-        log.info("%s has no image processor's file: served for text", checkpoint.path)
-    values = {key: value for key, value in checkpoint.config.items() if key != "architectures"}
-    return replace(checkpoint, config=values)
+    alone = config.language_model_only or config.model_impl == "lean"
+    values = served_config(checkpoint.config, checkpoint.path, alone=alone)
+    return checkpoint if values is checkpoint.config else replace(checkpoint, config=values)
+
+
+def served_config(values: dict[str, Any], folder: Path, *, alone: bool) -> dict[str, Any]:
+    """Return `values`, a config.json; as those of a language model, if that `alone` is wanted or no
+    file in `folder` says how images are processed."""
+    if family_of(values) is None:
+        return values
+    if not alone:
+        if any((folder / name).exists() for name in PROCESSOR_FILES):
+            return values
+        log.info("%s has no image processor's file: served for text", folder)
+    return {key: value for key, value in values.items() if key != "architectures"}
 
 
 def processor_digest(path: Path) -> str:

@@ -2,8 +2,9 @@
 ranks, and runs its own share.
 
 `LeaderModel` is a CausalModel, so scheduler, runner, sampler and pooler do not know of ranks.
-forward() sends the step to the other ranks before it computes the leader's share; logits() tells
-them which rows need logits, and broadcasts these rows if they are not all rows of the step.
+forward() sends the step to the other ranks before it computes the leader's share, and broadcasts
+the rows of its images; logits() tells them which rows need logits, and broadcasts these rows if
+they are not all rows of the step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from baton.engine.models.base import ModelAround
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.draft_heads import DraftHead, MtpHead
 from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.image_rows import share_rows
 from baton.engine.parallel.messages import ALL_ROWS, MessageKind, encode_step
 from baton.engine.parallel.ranks import Ranks, StartRank, start_process, threads_of
 from baton.engine.state.batch import Batch
@@ -38,6 +40,7 @@ class LeaderModel(ModelAround):
         self._ranks = ranks
         self._adapters = loaded.info.adapters
         self._group = group
+        self._dtype = loaded.dtype
         self._last: Tensor | None = None
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -47,6 +50,9 @@ class LeaderModel(ModelAround):
             self._ranks.send(
                 MessageKind.FORWARD, encode_step(token_ids, positions, batch, self._adapters)
             )
+            if batch.images is not None:
+                images = share_rows(batch.images, self._group, self._dtype)
+                batch = replace(batch, images=images)
             if written is not None:
                 batch = replace(batch, on_layer=written)
             self._last = self._model.forward(token_ids, positions, batch)

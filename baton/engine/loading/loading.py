@@ -396,9 +396,13 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
             "deterministic: not with images (--language-model-only: text alone)",
             field="deterministic",
         )
-    part = ModelPart.TEXT if sees and not config.vision_tower else ModelPart.WHOLE
+    once = _shares(config, checkpoint, at.device)
+    encodes = config.vision_tower and (at.group is None or at.group.place.leads)
+    # A rank that encodes nothing reads no tower, unless it maps the file that the leader maps.
+    blind = not config.vision_tower or not (encodes or once)
+    part = ModelPart.TEXT if sees and blind else ModelPart.WHOLE
     shared = None
-    if _shares(config, checkpoint, at.device):
+    if once:
         made_by = (
             f"{model_digest(checkpoint, config, lean=False)} transformers {version('transformers')}"
         )
@@ -413,7 +417,7 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         from baton.engine.vision.pixels import PixelReader
 
         reader = None
-        if config.vision_tower:
+        if encodes:
             reader = PixelReader(checkpoint.path, model.tower.reading)
         images = Images(reader, model.tower, config.image_cache_bytes)
         return _Built("transformers", model, model.weight_bytes, images=images)

@@ -56,7 +56,8 @@ class ModelShape:
     projections in the layers. Quantization shrinks them, except for the `plain` ones among them
     (routers, and kv_b_proj of latents). Every tensor-parallel rank holds whole: `replicated` of the
     parameters that it shrinks, and the `routers`. `row_products`: what ranks cut by inputs.
-    `by_module`: ranks cut it as the universal route does (models/module_shares.py)."""
+    `by_module`: ranks cut it as the universal route does (models/module_shares.py). `tower`: those
+    of the `replicated` parameters that turn images into rows; no token meets them."""
 
     model_type: str
     parameters: int
@@ -76,8 +77,15 @@ class ModelShape:
     routers: int = 0
     row_products: tuple[RowProduct, ...] = ()
     by_module: bool = False
+    tower: int = 0
     note: str = ""  # what is not certain about these numbers
     refused: str | None = None  # why no route serves the model, if its layers show a reason
+
+    @property
+    def text_alone(self) -> ModelShape:
+        """The model without its vision tower."""
+        rest, replicated = self.parameters - self.tower, self.replicated - self.tower
+        return replace(self, parameters=rest, replicated=replicated, tower=0)
 
     @property
     def active_parameters(self) -> int:

@@ -108,8 +108,8 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
             f"only the lean route rounds weights, and it cannot serve this: {reason}",
             field="quantization",
         )
-    if config.tensor_parallel_size > 1:
-        _refuse_universal_ranks(values, config)
+    if config.tensor_parallel_size > 1 and config.lora_modules:
+        raise ModelRefused("only the lean route splits adapters over ranks", field="lora_modules")
     if config.enable_expert_parallel:
         raise ModelRefused(
             f"only the lean route has experts over ranks, and it cannot serve this: {reason}",
@@ -203,17 +203,6 @@ def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
     if classifier:
         message = "classifiers are not split over ranks yet"
         raise ModelRefused(message, field="tensor_parallel_size")
-
-
-def _refuse_universal_ranks(values: dict[str, Any], config: EngineConfig) -> None:
-    """Raise ModelRefused for what the universal route does not split over ranks."""
-    if family_of(values) is not None:
-        raise ModelRefused(
-            "images are not sent to other ranks yet (--language-model-only: text alone)",
-            field="tensor_parallel_size",
-        )
-    if config.lora_modules:
-        raise ModelRefused("only the lean route splits adapters over ranks", field="lora_modules")
 
 
 def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[str, Any]) -> None:

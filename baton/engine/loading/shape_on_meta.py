@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from baton.engine.checkpoint.seeing import family_of
 from baton.engine.loading.model_shape import (
     ExpertsShape,
     ModelShape,
@@ -29,6 +30,7 @@ from baton.engine.models.config import layer_spec
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
 from baton.engine.models.module_shares import first_calls, shared_tensors
+from baton.engine.models.tower import VisionTower
 from baton.engine.models.universal import UniversalModel, use_paged_attention
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
@@ -61,7 +63,8 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         layers, note, refused = _layers(config, causal, text)
     # The head is not called; of what its forward would have called, nothing is known with a note.
     modules = causal.modules() if note or head is None else [*calls, head]
-    by_module = not _is_lean(plain)
+    sees = family_of(plain) is not None
+    by_module = sees or not _is_lean(plain)
     matrices = sum(p.numel() for p in causal.parameters() if p.dim() > 1 and id(p) not in tables)
     stored = stored_weights(config)  # the universal route widens them
     return ModelShape(
@@ -80,6 +83,7 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         replicated=sum(sizes.values()) - _split(modules, table) if by_module else 0,
         row_products=() if by_module else _row_products(causal),
         by_module=by_module,
+        tower=_tower(causal) if sees else 0,
         stored=None if stored is None else replace(stored, widened=True),
         note=note,
         refused=refused,
@@ -99,6 +103,12 @@ def _split(modules: Iterable[torch.nn.Module], table: torch.nn.Parameter) -> int
     """Count the parameters that the universal route's ranks share."""
     split = shared_tensors(modules)
     return sum(each.numel() for key, each in split.items() if key != id(table))
+
+
+def _tower(causal: torch.nn.Module) -> int:
+    """Count the parameters of the vision tower, which the first rank alone keeps."""
+    tower = VisionTower.of(causal)
+    return 0 if tower is None else sum(each.numel() for each in tower.parameters)
 
 
 def _row_products(causal: torch.nn.Module) -> tuple[RowProduct, ...]:

@@ -28,7 +28,8 @@ class VisionTower:
         self._causal = causal
         weights = causal.base_model.language_model.parameters
         own = {id(p) for p in weights()} | {id(p) for p in causal.lm_head.parameters()}
-        self.weight_bytes: int = sum(p.nbytes for p in causal.parameters() if id(p) not in own)
+        self.parameters: list[Tensor] = [p for p in causal.parameters() if id(p) not in own]
+        self.weight_bytes: int = sum(p.nbytes for p in self.parameters)
         vision = causal.config.vision_config
         merge: int = getattr(vision, "spatial_merge_size", 0) or getattr(
             causal.config, "spatial_merge_size", 1

@@ -243,7 +243,7 @@ class UniversalModel:
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.has_experts = _names_experts(causal.config.to_dict())
         self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
-        self.parameter_counts = _parameter_counts(causal, config)
+        self.parameter_counts = self._counts()
         self._attending = [module for module in causal.modules() if hasattr(module, "layer_idx")]
         self._cache = cache_name(self._decoder.forward) or "past_key_values"
         self._keeps_state = keeps_state(causal)
@@ -322,10 +322,13 @@ class UniversalModel:
             )
             for layer in self.attention_layers
         )
-        config, tied = self._causal.config.get_text_config(), self.parameter_counts.tied
-        counts = _parameter_counts(self._causal, config)
-        self.parameter_counts = dataclasses.replace(counts, tied=tied)
+        self.parameter_counts = dataclasses.replace(self._counts(), tied=self.parameter_counts.tied)
         self._heads = heads
+
+    def _counts(self) -> ParameterCounts:
+        """Count the parameters that rows of text meet."""
+        tower = () if self.tower is None else self.tower.parameters
+        return _parameter_counts(self._causal, {id(each) for each in tower})
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Apply `adapter` to the rows that name it. Raises ModelRefused if it changes layers that
@@ -420,11 +423,12 @@ def _names_experts(config: dict[str, Any]) -> bool:
     return False
 
 
-def _parameter_counts(causal: Any, config: Any) -> ParameterCounts:
-    """Count the parameters of the matrices, by which rows are multiplied with them. If the config
-    does not say how many experts a row meets, all experts count as met by every row."""
+def _parameter_counts(causal: Any, tower: set[int]) -> ParameterCounts:
+    """Count the parameters of the matrices, by which rows are multiplied with them; `tower`: ids of
+    those that no row meets. If the config does not say how many experts a row meets, all experts
+    count as met by every row."""
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
-    outside = {id(module.weight) for module in (embedding, head) if module is not None}
+    outside = tower | {id(module.weight) for module in (embedding, head) if module is not None}
     dense = experts = 0
     for name, parameter in causal.named_parameters():
         if id(parameter) in outside or parameter.dim() < 2:
@@ -433,7 +437,7 @@ def _parameter_counts(causal: Any, config: Any) -> ParameterCounts:
             experts += parameter.numel()
         else:
             dense += parameter.numel()
-    values = config.to_dict()
+    values = causal.config.get_text_config().to_dict()
     count = next((values[k] for k in _EXPERT_COUNTS if isinstance(values.get(k), int)), 0)
     met = next((values[k] for k in _EXPERTS_MET if isinstance(values.get(k), int)), 0)
     if not count or not met:

@@ -4,8 +4,10 @@
     rank -> leader   LOADED or FAILED (JSON), READY
 
 A message is a 5-byte header {kind u8, length u32, little-endian} and a body; a step's body is int64
-numbers. A rank waits for messages without a deadline, because an engine may be idle; if the leader
-dies, its socket closes. Collectives of a running step have deadlines of their own (group.py).
+numbers. Behind those of a step with images it says where their rows go; the rows themselves are
+broadcast (image_rows.py). A rank waits for messages without a deadline, because an engine may be
+idle; if the leader dies, its socket closes. Collectives of a running step have deadlines of their
+own (group.py).
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from torch import Tensor
 
 from baton.engine.state.attention import Attention
 from baton.engine.state.batch import Batch, GroupTables, Span, States, Step
+from baton.engine.state.images import StepImages
 from baton.protocol.errors import InternalError
 
 _HEADER: Final = struct.Struct("<BI")
 _FIXED: Final = 3  # counts at the head of a step: tokens, spans, layer groups
 _PER_SPAN: Final = 6
+_IMAGE_COUNTS: Final = 5  # of images: parts of a position, rows, H, deep layers, mutual ranges
 ALL_ROWS: Final = b""  # body of LOGITS for all rows of the last forward, which each rank has
 
 
@@ -144,6 +148,8 @@ def encode_step(
             table.slots.cpu().numpy(),
             table.blocks.cpu().numpy().ravel(),
         ]
+    if batch.images is not None:
+        parts += _image_parts(batch.images, batch.spans)
     return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]).tobytes()
 
 
@@ -155,7 +161,7 @@ def decode_step(
     states: States | None = None,
 ) -> Step:
     """Return the step that `encode_step` was given, for this rank's attention, device and recurrent
-    states."""
+    states. `embeds` and `deep` of its images have the right shapes, and are still to be filled."""
     numbers = _Numbers(torch.frombuffer(bytearray(body), dtype=torch.int64))
     num_tokens, num_spans, num_groups = numbers.take(_FIXED).tolist()
     token_ids = numbers.take(num_tokens).to(device)
@@ -168,12 +174,52 @@ def decode_step(
         slots = numbers.take(num_tokens).to(device)
         blocks = numbers.take(num_spans * width).view(num_spans, width).to(device)
         tables.append(GroupTables(slots, blocks, first))
+    images, mutual = None, [()] * num_spans
+    if numbers.are_left:
+        images, mutual = _decode_images(numbers, num_tokens, num_spans, device)
     names = ("", *adapters)
     spans = tuple(
-        Span(first, count, start, names[name], slot, num_prompt=num_prompt)
-        for first, count, start, name, slot, num_prompt in rows
+        Span(first, count, start, names[name], slot, seen, num_prompt)
+        for (first, count, start, name, slot, num_prompt), seen in zip(rows, mutual, strict=True)
     )
-    return Step(token_ids, positions, Batch(spans, tuple(tables), attention, states=states))
+    batch = Batch(spans, tuple(tables), attention, states=states, images=images)
+    return Step(token_ids, positions, batch)
+
+
+def _image_parts(images: StepImages, spans: Sequence[Span]) -> list[Any]:
+    """Return the numbers of a step's images, and the mutual ranges of its spans."""
+    placed, embeds, deep = images.positions, images.embeds, images.deep
+    mutual = [(index, *each) for index, span in enumerate(spans) for each in span.mutual]
+    return [
+        [
+            0 if placed is None else len(placed),
+            len(images.rows),
+            0 if embeds is None else embeds.shape[1],
+            0 if deep is None else len(deep),
+            len(mutual),
+        ],
+        [] if placed is None else placed.cpu().numpy().ravel(),
+        images.rows.cpu().numpy(),
+        np.ravel(mutual),
+    ]
+
+
+def _decode_images(
+    numbers: _Numbers, num_tokens: int, num_spans: int, device: torch.device
+) -> tuple[StepImages, list[tuple[tuple[int, int], ...]]]:
+    """Return a step's images, and the mutual ranges of each span."""
+    parts, num_rows, width, num_deep, num_mutual = numbers.take(_IMAGE_COUNTS).tolist()
+    positions = numbers.take(parts * num_tokens).view(parts, num_tokens).to(device)
+    rows = numbers.take(num_rows).to(device)
+    mutual: list[tuple[tuple[int, int], ...]] = [()] * num_spans
+    ranges: Sequence[tuple[int, int, int]] = numbers.take(3 * num_mutual).view(-1, 3).tolist()
+    for span, low, high in ranges:
+        mutual[span] += ((low, high),)
+    embeds = deep = None
+    if num_rows:
+        embeds = torch.empty(num_rows, width, device=device)
+        deep = torch.empty(num_deep, num_rows, width, device=device)
+    return StepImages(positions if parts else None, rows, embeds, deep), mutual
 
 
 class _Numbers:
@@ -181,6 +227,10 @@ class _Numbers:
 
     def __init__(self, numbers: Tensor) -> None:
         self._left = numbers
+
+    @property
+    def are_left(self) -> bool:
+        return len(self._left) > 0
 
     def take(self, count: int) -> Tensor:
         taken, self._left = self._left[:count], self._left[count:]

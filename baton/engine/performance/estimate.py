@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.checkpoint.gguf.folder import gguf_folder, is_gguf
+from baton.engine.checkpoint.seeing import family_of, served_config
 from baton.engine.config import EngineConfig
 from baton.engine.loading.head_shape import eagle3_shape, mtp_shape
-from baton.engine.loading.model_shape import model_shape
+from baton.engine.loading.model_shape import ModelShape, model_shape
 from baton.engine.performance.ideal import Estimate, EstimateOptions, estimate
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.config import add_options, load, parse
@@ -35,7 +36,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
 _ASKED: Final = (  # options that EngineConfig has under the same name
     "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
     "data_parallel_size", "enable_expert_parallel", "block_size", "gpu_memory_utilization",
-    "max_num_batched_tokens", "max_num_seqs", "num_state_checkpoints",
+    "language_model_only", "max_num_batched_tokens", "max_num_seqs", "num_state_checkpoints",
 )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
         asked["max_model_len"] = max(2, options.context)
     model, draft = options.model.expanduser(), options.speculative_model
     try:
-        values, engine = read_config(model), EngineConfig(str(model), **asked)
+        values, engine = _served(options), EngineConfig(str(model), **asked)
         if is_encoder(values):
             from baton.engine.encoders.encoder import refuse  # lazy: transformers takes seconds
 
@@ -124,10 +125,28 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
     return None
 
 
+def _served(options: EstimateOptions) -> dict[str, Any]:
+    """Return the config.json as an engine reads it; of a file alone, images are read. A layer that
+    drafts goes with text alone."""
+    model = options.model.expanduser()
+    alone = options.language_model_only or options.speculative_method == "mtp"
+    values = read_config(model)
+    return served_config(values, model, alone=alone) if alone or model.is_dir() else values
+
+
+def _shape(values: dict[str, Any]) -> ModelShape:
+    """Return the sizes of the model of a config.json, those of its vision tower included."""
+    if family_of(values) is None:
+        return model_shape(values)
+    from baton.engine.loading.shape_on_meta import shape_on_meta  # lazy: it takes transformers
+
+    return shape_on_meta(values)
+
+
 def sized(options: EstimateOptions) -> Estimate:
     """Return the estimate for the model that `options` name. Raises ModelRefused, ConfigError."""
     model, draft = options.model.expanduser(), options.speculative_model
-    shape = model_shape(read_config(model))
+    shape = _shape(_served(options))
     drafts = None if draft is None else model_shape(read_config(draft.expanduser()))
     if options.speculative_method == "mtp":
         drafts = mtp_shape(read_config(model))
@@ -151,6 +170,7 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
     stored = "" if r.stored_bytes is None else f" ({_size(r.stored_bytes)} in the files)"
     several = r.tensor_parallel_size * r.data_parallel_size > 1
     device = " per device" if several else ""
+    alone = ", on the first device alone" if several else ""
     quantized = f", matrices {r.quantization}" if r.quantization else ""
     quantized += f", head {r.lm_head_quantization}" if r.lm_head_quantization else ""
     lines = [("parameters", _count(r.parameters))]
@@ -158,6 +178,7 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         lines.append(("active per token", _count(r.active_parameters)))
     lines += [
         (f"weights{device}", f"{_size(r.weight_bytes)} as {r.dtype}{quantized}{stored}"),
+        *([("vision tower", f"{_size(r.tower_bytes)} of them{alone}")] if r.tower_bytes else []),
         *(_kv_rows(r, device) if r.kv_bytes_per_token else []),
         (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
     ]

@@ -70,6 +70,7 @@ class EstimateOptions:
     tensor_parallel_size: int = option(1, "devices that share every layer")
     data_parallel_size: int = option(1, "ranks that share the experts of a mixture")
     enable_expert_parallel: bool = option(False, "each of them holds some experts whole")
+    language_model_only: bool = option(False, "of a model that reads images, for text alone")
     gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
     block_size: int = option(16, "tokens per KV block")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
@@ -153,6 +154,7 @@ class Estimate:
     state_bytes: int = 0  # recurrent state of one sequence, on each device
     state_slots: int | None = None  # for which memory leaves room
     state_checkpoints: int | None = None  # the same, for the states of prefixes
+    tower_bytes: int = 0  # of the weights: a vision tower's, which only the first rank has
     refused: str | None = None  # why Baton would refuse to serve it; None = it would serve it
 
 
@@ -253,7 +255,7 @@ def estimate(
         model_type=shape.model_type,
         note=_note(shape, precision),
         parameters=shape.parameters,
-        active_parameters=shape.active_parameters,
+        active_parameters=shape.text_alone.active_parameters,
         dtype=precision.dtype,
         quantization=precision.stored.method if precision.stored else None,
         lm_head_quantization=precision.head.method if precision.head else None,
@@ -271,9 +273,10 @@ def estimate(
         draft_weight_bytes=drafts.weights,
         draft_kv_bytes_per_token=drafts.token,
         state_bytes=slot_bytes(specs),
+        tower_bytes=int(shape.tower * WEIGHT_BYTES[precision.dtype]),
         **pool,
     )
-    return _with_times(result, shape, options, precision)
+    return _with_times(result, shape.text_alone, options, precision)
 
 
 def _head_layers(draft: ModelShape | None, options: EstimateOptions) -> list[LayerSpec]:

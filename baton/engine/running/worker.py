@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.models.draft_heads import DraftHead
 from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.image_rows import share_rows
 from baton.engine.parallel.messages import ALL_ROWS, Gone, Link, MessageKind, decode_step
 from baton.engine.parallel.pool import SharedMemory
 from baton.engine.parallel.ranks import store
@@ -57,7 +58,7 @@ class Rank:
             kind, body = self.link.receive()
             if kind is MessageKind.FORWARD:
                 step = decode_step(body, self.attention, self.loaded.device, adapters, self.states)
-                last = self.loaded.forward(step.token_ids, step.positions, step.batch)
+                last = self._forward(step)
             elif kind is MessageKind.DRAFT and self.loaded.head is not None:
                 step = decode_step(body, self.attention, self.loaded.device)
                 self._draft(self.loaded.head, step)
@@ -69,6 +70,14 @@ class Rank:
                 self.loaded.logits(hidden)
             else:
                 raise InternalError(f"{kind.name} is not for a rank that follows")
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        """Run this rank's share of the model; the rows of images are the leader's."""
+        batch = step.batch
+        if batch.images is not None:
+            images = share_rows(batch.images, self.group, self.loaded.dtype)
+            batch = replace(batch, images=images)
+        return self.loaded.forward(step.token_ids, step.positions, batch)
 
     def _draft(self, head: DraftHead, step: Step) -> None:
         """Run this rank's share of the draft head's layer."""

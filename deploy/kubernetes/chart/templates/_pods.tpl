@@ -94,8 +94,29 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
+{{/*
+Fails for an option that a pod's environment sets, which goes before the file of options. Each has
+what sets it: a value of the role or of the chart; nothing where no value does.
+*/}}
+{{- define "baton.options.check" -}}
+{{- $set := dict "host" "" "port" "" "health-port" "" "secret-file" "secret" "redis-url" "redis" "drain-s" "graceSeconds" -}}
+{{- $own := dict "node-id" "" "advertise-host" "" "kv-port" "" "kv-stream-port" "" "metrics-port" "" "pod-name" "deletionCost" -}}
+{{- if eq .role "router" -}}
+{{- $own = dict "grpc-port" "" "shutdown-s" "graceSeconds" "api-key" "router.apiKeys" "admin-key" "router.admin" -}}
+{{- end -}}
+{{- $set = merge $set $own -}}
+{{- range $name, $_ := .values.options | default dict -}}
+{{- $name = $name | replace "_" "-" -}}
+{{- if hasKey $set $name -}}
+{{- $by := index $set $name | default "no value changes it" -}}
+{{- fail (printf "options of %s: %s is set by the chart: %s" $.role $name $by) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The file of Baton's options, as YAML: what the chart knows, and over it the values' own. */}}
 {{- define "baton.options" -}}
+{{- include "baton.options.check" . -}}
 {{- $known := dict "model" "/model" "served-model-name" .root.Values.model.name -}}
 {{- $tls := .root.Values.tls -}}
 {{- $files := dict "cert" "/etc/baton/node-tls/tls.crt" "key" "/etc/baton/node-tls/tls.key" "ca" "/etc/baton/node-tls/ca.crt" -}}
@@ -112,6 +133,8 @@ readinessProbe:
 {{- $_ := set $known "tls-cert" "/etc/baton/tls/tls.crt" -}}
 {{- $_ := set $known "tls-key" "/etc/baton/tls/tls.key" -}}
 {{- if .mutual }}{{ $_ := set $known "tls-ca" "/etc/baton/tls/ca.crt" }}{{ end -}}
+{{- else if .mutual -}}
+{{- fail "tls.clients.mutual needs tls.clients.secret: its ca.crt says whom routers let in" -}}
 {{- end -}}
 {{- end -}}
 {{- with .values.apiKeys }}{{ $_ := set $known "api-keys" (printf "/etc/baton/keys/%s" .file) }}{{ end -}}
@@ -148,7 +171,7 @@ readinessProbe:
 {{- end }}
 {{- with .root.Values.redis.ca }}
 - name: redis-ca
-  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+  secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
 {{ include "baton.model.volume" .root }}
 {{- end -}}

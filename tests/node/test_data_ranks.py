@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_ports_beyond_the_last_one_are_refused(stage: Stage) -> None:
         ({"metrics_port": 9090, "health_port": 9091}, "9091 would be rank 0's health_port and"),
     ],
 )
-def test_ports_that_two_ranks_would_have_are_refused(ports: dict[str, int], said: str) -> None:
+def test_ports_that_two_ranks_would_have_are_refused(ports: dict[str, Any], said: str) -> None:
     engine = EngineConfig("m", data_parallel_size=2)
     with pytest.raises(ConfigError, match=said) as refused:
         options_of_ranks(NodeConfig(**ports), engine, Role.DECODE, "/tmp/folder")

@@ -37,10 +37,22 @@ PODS = (CHART / "templates" / "_pods.tpl").read_text()
         ({"router": {"options": {"drain_s": 20}}}, "drain-s is set by the chart: graceSeconds"),
         ({"decode": {"options": {"port": 9}}}, "options of decode: port is set by the chart"),
         ({"tls": {"clients": {"mutual": True}}}, "tls.clients.mutual needs tls.clients.secret"),
+        (
+            {"decode": {"autoscaling": {"kind": "hpa", "min": 3, "max": 2}}},
+            "autoscaling of decode: min 3 is above max 2",
+        ),
+        (
+            {"router": {"autoscaling": {"enabled": True, "max": 1}}},
+            "router.autoscaling: min 2 is above max 1",
+        ),
+        (
+            {"prefill": {"rollout": {"maxSurge": 0}}},
+            "rollout of prefill: maxSurge or maxUnavailable must be above 0",
+        ),
     ],
-    ids=["environment", "port", "mutual"],
+    ids=["environment", "port", "mutual", "nodes", "routers", "rollout"],
 )  # fmt: skip
-def test_what_would_have_no_effect_is_refused(values: Json, text: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused(values: Json, text: str, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"model": {"hub": "a/b"}, **values}))
     told = helm("template", "baton", str(CHART), "-f", str(tmp_path / "values.yaml"))
     assert told.returncode != 0

@@ -182,6 +182,7 @@ class NodeProcess:
         self._server = NodeServer(self.shell)
         self._heartbeat = Heartbeat(self._beat, around.timing.heartbeat_s)
         self._registry: Registry | None = None
+        self._recorded = False  # whether the registry may have this node's record
         if config.redis_url:
             self._registry = RedisRegistry(config.redis_url, around.timing)
         self._deletion_cost: DeletionCost | None = None
@@ -216,6 +217,7 @@ class NodeProcess:
         await self.shell.start(self.address)
         await self._server.start()
         if self._registry is not None:
+            self._recorded = True
             await self._registry.claim(self.shell.record())
         self._heartbeat.start()
 
@@ -258,7 +260,8 @@ class NodeProcess:
         if self._deletion_cost is not None:
             await self._deletion_cost.stop()
         if self._registry is not None:
-            await self._registry.withdraw(self.shell.record())
+            if self._recorded:
+                await self._registry.withdraw(self.shell.record())
             await self._registry.close()
             self._registry = None
         await self.shell.stop()

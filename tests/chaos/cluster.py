@@ -12,7 +12,9 @@ resumable of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -47,6 +49,7 @@ HEAL_S = 240.0  # six processes import torch, on a busy machine
 SECRET = "of-the-deployment-under-test-0123456789"  # nodes that are not on loopback want one
 FIRE_S = 30.0
 STOPPED = "T"
+NAMED_PORTS = range(10_000, 32_000)
 NEAR, FAR = "127.0.0.1", "127.0.0.2"  # where nodes listen, and where they are said to
 PORT_FLAGS = {"session": "--port", "grpc": "--kv-port", "stream": "--kv-stream-port"}
 MODULES = {"p": "prefill_node", "d": "decode_node", "r": "router"}
@@ -86,11 +89,14 @@ PLAIN = Layout()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now, on either address."""
-    sockets = [socket.create_server(("0.0.0.0", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    """Ports that nobody uses now, on either address; below those that Linux gives to whoever asks
+    for any port, so that no other process gets one of them meanwhile."""
+    ports: list[int] = []
+    for port in random.sample(NAMED_PORTS, len(NAMED_PORTS)):
+        if len(ports) == count:
+            break
+        with contextlib.suppress(OSError), socket.create_server(("0.0.0.0", port)):
+            ports.append(port)
     return ports
 
 

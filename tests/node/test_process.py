@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -122,3 +123,25 @@ async def test_a_model_that_is_not_there_stops_the_start_by_name(tmp_path: Path)
         assert running.returncode == 2
         assert b"nowhere" in complaint
         assert b"Traceback" not in complaint
+
+
+async def test_a_kv_port_that_is_taken_stops_the_start_by_name(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """No traceback hides it, though the node has no record yet that it could withdraw."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = (
+            "--model",
+            str(make_tiny_model("llama", tmp_path)),
+            "--kv-port",
+            port,
+            "--kv-lanes",
+            "grpc",
+        )
+        redis = ("--redis-url", redis_url)
+        async with process("decode_node", *flags, *redis) as running, asyncio.timeout(START_S):
+            _, complaint = await running.communicate()
+    assert running.returncode == 2
+    assert f"cannot bind the KV port 127.0.0.1:{port}" in complaint.decode()
+    assert b"Traceback" not in complaint

@@ -84,7 +84,12 @@ def test_integers_times_scales_are_the_packages_numbers(
     if kind in EXACT:
         assert torch.equal(found, numbers)
     else:
-        assert ((found - numbers).abs() <= 4e-7 * greatest(weight, numbers)).all()
+        # A minimum of more steps than a float16 counts: the group is its minimum alone, off by
+        # up to 31 of some 65,000 steps.
+        groups = weight.values.unflatten(1, (-1, weight.group_size))
+        alone = (groups == 0).all(2).repeat_interleave(weight.group_size, 1)
+        most = torch.where(alone, 5e-4 * numbers.abs(), 4e-7 * greatest(weight, numbers))
+        assert ((found - numbers).abs() <= most).all()
 
 
 @pytest.mark.parametrize("kind", HALFS)

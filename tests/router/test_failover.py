@@ -138,7 +138,7 @@ async def test_decode_lost_before_it_spoke_keeps_the_export() -> None:
         decode = await other.hear(SubmitDecode)
         assert (decode.request.epoch, decode.handle) == (2, handle)
         assert await state_of(router) == (RequestState.TRANSFER, 2)
-        assert p.heard_of(RenewExport)  # ours again until the new one subscribes
+        await p.hear(RenewExport)  # ours again until the new one subscribes
         p.tokens(prefill.request, 0, 41)  # under the epoch that P knows
         assert (await client.next()).token_ids == (41,)
         other.subscribe(decode.request)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 import uvicorn
@@ -17,9 +18,6 @@ from router.server.listeners import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: router\r\n\r\n"
 NUM_CLIENTS = 8
-LOOPS = pytest.mark.parametrize(
-    "make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
 
 
 async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -53,60 +51,53 @@ async def answer(client: socket.socket) -> bytes:
     return got
 
 
-def run(make_loop: Callable[[], asyncio.AbstractEventLoop], check: Callable[..., object]) -> None:
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(asyncio.wait_for(check(), 30))  # type: ignore[arg-type]
+def on_each_loop(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of `check`, on asyncio's loop and on the router's."""
+
+    @pytest.mark.parametrize(
+        "make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+    )
+    def test(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(asyncio.wait_for(check(), 30))
+
+    return test
 
 
-@LOOPS
-def test_requests_that_nobody_has_read_are_answered(
-    make_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    async def check() -> None:
-        server, serving, address = await started()
-        clients = [connect(address) for _ in range(NUM_CLIENTS)]
-        for client in clients:
-            client.sendall(REQUEST)
-        server.should_exit = True
-        time.sleep(0.2)  # noqa: ASYNC251 - the loop stands still; its timers are due afterwards
-        answers = await asyncio.gather(*map(answer, clients))
-        assert all(each.startswith(b"HTTP/1.1 200") for each in answers)
-        await serving
-
-    run(make_loop, check)
-
-
-@LOOPS
-def test_a_request_that_comes_after_the_listener_closed_is_answered(
-    make_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    async def check() -> None:
-        server, serving, address = await started()
-        client = connect(address)
-        server.should_exit = True
-        while True:  # until nobody listens
-            try:
-                late = socket.create_connection(address)
-            except OSError:
-                break
-            late.close()
-            await asyncio.sleep(0.01)
+@on_each_loop
+async def test_requests_that_nobody_has_read_are_answered() -> None:
+    server, serving, address = await started()
+    clients = [connect(address) for _ in range(NUM_CLIENTS)]
+    for client in clients:
         client.sendall(REQUEST)
-        assert (await answer(client)).startswith(b"HTTP/1.1 200")
-        await serving
+    server.should_exit = True
+    time.sleep(0.2)  # noqa: ASYNC251 - the loop stands still; its timers are due afterwards
+    answers = await asyncio.gather(*map(answer, clients))
+    assert all(each.startswith(b"HTTP/1.1 200") for each in answers)
+    await serving
 
-    run(make_loop, check)
+
+@on_each_loop
+async def test_a_request_that_comes_after_the_listener_closed_is_answered() -> None:
+    server, serving, address = await started()
+    client = connect(address)
+    server.should_exit = True
+    while True:  # until nobody listens
+        try:
+            late = socket.create_connection(address)
+        except OSError:
+            break
+        late.close()
+        await asyncio.sleep(0.01)
+    client.sendall(REQUEST)
+    assert (await answer(client)).startswith(b"HTTP/1.1 200")
+    await serving
 
 
-@LOOPS
-def test_a_connection_that_asks_nothing_does_not_hold_the_server(
-    make_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    async def check() -> None:
-        server, serving, address = await started()
-        client = connect(address)
-        server.should_exit = True
-        await serving
-        assert await answer(client) == b""
-
-    run(make_loop, check)
+@on_each_loop
+async def test_a_connection_that_asks_nothing_does_not_hold_the_server() -> None:
+    server, serving, address = await started()
+    client = connect(address)
+    server.should_exit = True
+    await serving
+    assert await answer(client) == b""

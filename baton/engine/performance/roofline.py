@@ -10,14 +10,12 @@ measured again (meter.py). Users who know the limits can give them (--memory-ban
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +24,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.quantization.linear import choose_linear
 from baton.engine.state.work import Limits
-from baton.runtime.cache_folder import cache_folder
+from baton.runtime.cache_folder import alone, cache_folder, keep
 
 log = logging.getLogger(__name__)
 
@@ -143,14 +141,11 @@ def _kept(
         found = _read(path)
         if found is not None and low is None:
             return found
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / "lock"):
+        with alone(folder):
             found = _read(path)
             if found is None or low is not None:
                 found = _highest(measure(device, dtype), found)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps([found.read_bytes_per_s, found.flops_per_s]))
-            partial.replace(path)
+            keep(path, json.dumps([found.read_bytes_per_s, found.flops_per_s]))
             return found
     except OSError as error:
         log.info("limits are not kept: %s", error)
@@ -184,11 +179,3 @@ def _read(path: Path) -> Limits | None:
         return Limits(float(read), float(flops))
     except (OSError, ValueError, TypeError):
         return None  # not there, or cut short
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock, so that no other process on this machine measures meanwhile."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # closing unlocks

@@ -9,7 +9,6 @@ and compiled library. A round beside other work does not count.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from baton.runtime.cache_folder import cache_folder
+from baton.runtime.cache_folder import alone, cache_folder, keep
 
 if TYPE_CHECKING:
     from baton.engine.kernels.cpu.library import CpuKernels
@@ -66,19 +65,15 @@ def _found(kernels: CpuKernels, folder: Path | None) -> tuple[int, str]:
     """Return the lines and where they are from: the file, or a measurement now."""
     try:
         folder = cache_folder("asking") if folder is None else folder
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{_key(kernels)}.json"
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together measure in turns
+        with alone(folder):
             kept = _read(path)
             if kept is not None:
                 return kept, "measured before"
             lines = measure(kernels)
             if lines is None:
                 return LINES[0], "beside other work nothing was measured"
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(lines))
-            partial.replace(path)
+            keep(path, json.dumps(lines))
             return lines, "measured"
     except OSError as error:
         return LINES[0], f"nothing is measured ({error})"

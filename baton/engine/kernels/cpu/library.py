@@ -351,20 +351,31 @@ def product_kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels 
     On a processor with AMX, oneDNN is faster than kernels without tiles.
     """
     found = kernels_for(dtype, device)
-    tiles = found is not None and found.instructions.tiles
-    return found if tiles or not torch.cpu._is_amx_tile_supported() else None
+    if found is None or (torch.cpu._is_amx_tile_supported() and not found.instructions.tiles):
+        return None
+    _asking()
+    return found
 
 
 def state() -> str:
-    """Return a text for people: which kernels serve on this machine, and why."""
-    return _found()[1]
+    """Return a text for people: which kernels serve on this machine, how, and why."""
+    described = _found()[1]
+    return described if kernels() is None else f"{described}; {_asking()}"
+
+
+@functools.cache
+def _asking() -> str:
+    """Choose how often products ask memory, and say it: by the first product with panels, since it
+    may take a measurement."""
+    found = kernels()
+    told = "" if found is None else choose_asking(found)
+    logger.info("CPU kernels: %s", told)
+    return told
 
 
 @functools.cache
 def _found() -> tuple[CpuKernels | None, str]:
     found, state = choose(os.environ.get(SWITCH))
-    if found is not None:
-        state += f"; {choose_asking(found)}"
     logger.info("CPU kernels: %s", state)
     return found, state
 

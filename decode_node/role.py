@@ -167,6 +167,7 @@ class DecodeRole:
                 self._context.clock.monotonic(),
                 kv_bytes=fetched.num_bytes,
                 lane=fetched.lane,
+                layers=fetched.layers,
             )
             if reservation.adopting and fetched.held is not None:
                 seat.adopt(self._adoption(request.id, fetched.adopted, fetched.held))

@@ -22,6 +22,7 @@ from deploy.console_feed import answer_of
 TIMEOUT_S: Final = 10.0
 NARROWEST_BAR: Final = 10  # cells
 GAP: Final = 2  # between columns
+BESIDE: Final = ("transfer", "log-append")
 MOST_KB: Final = 10_000  # more is told in MB
 # Of a list: its name, whether it is aligned to the right, its text.
 COLUMNS: Final[tuple[tuple[str, bool, Callable[[dict[str, Any]], str]], ...]] = (
@@ -49,6 +50,7 @@ COLORS: Final = {
     "pooling": "green",
     "reply": "white",
     "transfer": "bright_cyan",
+    "log-append": "yellow",
 }
 
 
@@ -132,11 +134,19 @@ def view(timeline: dict[str, Any], width: int) -> RenderableType:
         f" {timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached),"
         f" {timeline['output_tokens']} output tokens, {timeline['retries']} retries",
     )
+    log = timeline.get("log")  # of a resumable request; older routers tell none
+    if log:
+        took = f"{log['total_ms']:.1f} ms, the longest {log['longest_ms']:.1f} ms"
+        head.append(f"\n{log['appends']} log appends took {took}")
     spans = sorted(
-        timeline["stages"] + timeline["transfers"],
+        timeline["stages"] + timeline["transfers"] + (log["longest"] if log else []),
         key=lambda span: (span["start_ms"], span["end_ms"]),
     )
-    rows = [each for span in spans for each in (span, *span.get("parts", ()))]
+    rows: list[dict[str, Any]] = []
+    for span in spans:
+        rows.append(span)
+        for part in span.get("parts", ()):
+            rows += (part, *part.get("layers", ()))
     columns = [
         (name, right, [value(each) for each in rows])
         for name, right, value in (
@@ -159,7 +169,9 @@ def view(timeline: dict[str, Any], width: int) -> RenderableType:
 
 
 def _stage(span: dict[str, Any]) -> Text:
-    return Text(span["stage"], _color(span)) if "stage" in span else Text("  " + part_name(span))
+    if "stage" in span:
+        return Text(span["stage"], _color(span))
+    return Text(("    " if "first" in span else "  ") + part_name(span))
 
 
 def _tokens(span: dict[str, Any]) -> Text:
@@ -168,7 +180,8 @@ def _tokens(span: dict[str, Any]) -> Text:
 
 
 def part_name(part: dict[str, Any]) -> str:
-    """Return what a node did, with its figures: `fetch 15 MB shm`, `compute in 3 chunks`."""
+    """Return what a node did, with its figures: `fetch 15 MB shm`, `layers 0-3 2 MB`, `compute in
+    3 chunks`."""
     if part.get("kv_bytes"):
         kb = part["kv_bytes"] / 1000
         size = f"{kb:.0f} kB" if kb < MOST_KB else f"{kb / 1000:.0f} MB"
@@ -183,9 +196,11 @@ def _color(span: dict[str, Any]) -> str:
 
 def bar(span: dict[str, Any], total_ms: float, cells: int) -> Text:
     """Return a line of `cells` columns: the span as a bar, at its place. A span that took any time
-    has at least one cell; a part of a stage is drawn thinner."""
+    has at least one cell; a part of a stage is drawn thinner, and what lies beside the stages as a
+    line."""
     scale = cells / total_ms if total_ms > 0 else 0.0
     start = min(cells - 1, int(span["start_ms"] * scale))
     end = max(start + 1, min(cells, round(span["end_ms"] * scale)))
-    mark = "▒" if "stage" not in span else "━" if span["stage"] == "transfer" else "█"
+    stage = span.get("stage", "")
+    mark = "━" if stage in BESIDE else "█" if stage else "░" if "first" in span else "▒"
     return Text(" " * start + mark * (end - start), _color(span))

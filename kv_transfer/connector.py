@@ -122,7 +122,7 @@ class Connector:
         )
         self._wires = WirePool(self.clock, IDLE_FACTOR * self.timing.kv_progress_s)
         self._fetches = Fetches(
-            Fetcher(identity, memory, self.stats, self._wires),
+            Fetcher(identity, memory, self.stats, self._wires, self.clock),
             self.lanes,
             self.timing,
             self.clock,

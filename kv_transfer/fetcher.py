@@ -12,7 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
+from baton.protocol.clock import Clock
 from baton.protocol.errors import InternalError, KVCorrupt, KVLost, KVRefused
 from baton.protocol.handles import LaneAddress
 from kv_transfer.lanes.wires import WirePool
@@ -57,6 +59,10 @@ from kv_transfer.protocol.steps import (
 )
 from kv_transfer.stats import TransferStats
 
+MOST_GROUPS: Final = 16  # of layers, that a fetch tells
+# Layer -> from when its KV came, until when (seconds of the clock), how many bytes.
+Arrivals: TypeAlias = dict[int, tuple[float, float, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
@@ -66,6 +72,7 @@ class Fetcher:
     memory: KVMemory
     stats: TransferStats
     wires: WirePool
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +80,13 @@ class Fetched:
     """The result of a conversation.
 
     `end` is None unless the conversation was a fetch. `remote` is None unless it was a direct
-    fetch.
+    fetch. `arrivals`: of the layers whose bytes came.
     """
 
     end: End | None
     num_bytes: int
     lane: str
+    arrivals: Arrivals
     remote: Remote | None = None
 
 
@@ -102,6 +110,8 @@ class Conversation:
         self._session = self._new_session(None)
         self._inbox: deque[memoryview] = deque()  # frames of the last parcel
         self._num_bytes = 0
+        self._arrivals: Arrivals = {}
+        self._came_at = 0.0  # when the last parcel came
         self._answered = False  # the exporter has sent something in this conversation
         self._unsuited = False
         self._scatter: ScatterWire | None = None
@@ -135,7 +145,8 @@ class Conversation:
         `on_progress` is called at the start and at each parcel.
         """
         on_progress()
-        wires, key = self._shared.wires, (self._lane.name, self._address.address, self._boot_id)
+        boot_id = self._wanted.handle.boot_id
+        wires, key = self._shared.wires, (self._lane.name, self._address.address, boot_id)
         kept = wires.take(key)
         if kept is not None:
             self._shared.stats.connected(self._lane.name, reused=True)
@@ -158,11 +169,9 @@ class Conversation:
         assert self._session.peer is not None
         wires.give(key, wire, self._session.peer)
         session = self._session
-        return Fetched(session.end, self._num_bytes, self._lane.name, session.remote)
-
-    @property
-    def _boot_id(self) -> str:
-        return self._wanted.handle.boot_id
+        return Fetched(
+            session.end, self._num_bytes, self._lane.name, self._arrivals, session.remote
+        )
 
     def _hold(self, wire: Wire, on_progress: Callable[[], None]) -> None:
         with self._lock:
@@ -197,6 +206,7 @@ class Conversation:
         try:
             if self._scatter is not None:
                 head = self._scatter.receive_header()
+                self._came_at = self._shared.clock.monotonic()
                 on_progress()
                 if head is None:
                     return Closed()
@@ -204,6 +214,7 @@ class Conversation:
                 return self._receive_payload(self._scatter, decode_header(head, self._seed))
             if not self._inbox:
                 parcel = wire.receive()
+                self._came_at = self._shared.clock.monotonic()
                 on_progress()
                 if parcel is None:
                     return Closed()
@@ -232,7 +243,7 @@ class Conversation:
             if views is not None:
                 wire.receive_into(views)
                 head.verify(views)
-                self._count(num_bytes)
+                self._count(span.layer, num_bytes)
                 return Landed(header, num_bytes)
         payload = memoryview(bytearray(num_bytes))
         wire.receive_into([payload])
@@ -252,10 +263,10 @@ class Conversation:
                 self._shared.memory.write(
                     span.layer, self._target.blocks, span.start, span.end, payload
                 )
-                self._count(len(payload.data))
+                self._count(span.layer, len(payload.data))
             case WriteState(span, data):
                 self._shared.memory.write_state(span.layer, self._target.blocks, span.start, data)
-                self._count(len(data))
+                self._count(span.layer, len(data))
                 self._shared.stats.state_received(self._lane.name, len(data))
             case Pull(span, source):
                 try:
@@ -263,7 +274,7 @@ class Conversation:
                 except KVRefused:
                     self._unsuited = True
                     raise
-                self._count(self._bytes_of(span, source.format.dtype))
+                self._count(span.layer, self._bytes_of(span, source.format.dtype))
             case Settle():
                 _direct(wire).settle()
             case Send():
@@ -273,7 +284,10 @@ class Conversation:
         spec = self._shared.memory.layers[span.layer]
         return (span.end - span.start) * rows_bytes(spec, len(span.heads), dtype)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, layer: int, num_bytes: int) -> None:
+        """Note bytes of a layer that are here now; over nixl: whose read has begun."""
+        start, _, before = self._arrivals.get(layer, (self._came_at, 0.0, 0))
+        self._arrivals[layer] = start, self._shared.clock.monotonic(), before + num_bytes
         self._num_bytes += num_bytes
         self._shared.stats.received(self._lane.name, num_bytes)
 
@@ -286,3 +300,22 @@ def _direct(wire: Wire) -> DirectWire:
     if not isinstance(wire, DirectWire):
         raise InternalError("codec direct on a lane whose wires cannot pull")
     return wire
+
+
+def grouped(parts: Sequence[Arrivals], num_layers: int, began: float) -> tuple[int, ...]:
+    """Return `NodeSpan.layers` of a fetch that began at `began`, from what each exporting rank has
+    sent of a model of `num_layers` layers. More than MOST_GROUPS of them are told in groups of
+    equal size; groups of which nothing came are left out.
+    """
+    size = -(-num_layers // MOST_GROUPS)
+    found: dict[int, tuple[float, float, int]] = {}
+    for arrivals in parts:
+        for layer, (start, end, num_bytes) in arrivals.items():
+            group = layer // size
+            first, last, total = found.get(group, (start, end, 0))
+            found[group] = min(first, start), max(last, end), total + num_bytes
+    numbers: list[int] = []
+    for group, (start, end, num_bytes) in sorted(found.items()):
+        times = (max(0, int((at - began) * 1e6)) for at in (start, end))
+        numbers += group * size, min((group + 1) * size, num_layers) - 1, *times, num_bytes
+    return tuple(numbers)

@@ -23,7 +23,7 @@ from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.fetcher import Conversation, Fetched, Fetcher
+from kv_transfer.fetcher import Conversation, Fetched, Fetcher, grouped
 from kv_transfer.links import AUTO, LinkSpeeds
 from kv_transfer.loans import HeldFetch, Promise, end_task
 from kv_transfer.protocol.base import Blocks, KVReady, Lane
@@ -202,7 +202,9 @@ class Fetches:
         adopted = () if loan is None else loan.ids
         first_tokens = _first_tokens(parts)
         lane = parts[0].lane
-        return KVReady(handle.num_tokens, first_tokens, moved, seconds, held, adopted, lane)
+        arrivals = [part.arrivals for part in parts]
+        layers = grouped(arrivals, len(self._shared.memory.layers), started)
+        return KVReady(handle.num_tokens, first_tokens, moved, seconds, held, adopted, lane, layers)
 
     async def _deliver(
         self, call: FetchCall, promise: Promise, started: float

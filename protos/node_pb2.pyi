@@ -481,20 +481,22 @@ class TokenEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., has_stop_token: bool = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class NodeSpan(_message.Message):
-    __slots__ = ("name", "start_us", "end_us", "chunks", "kv_bytes", "lane")
+    __slots__ = ("name", "start_us", "end_us", "chunks", "kv_bytes", "lane", "layers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     START_US_FIELD_NUMBER: _ClassVar[int]
     END_US_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     start_us: int
     end_us: int
     chunks: int
     kv_bytes: int
     lane: str
-    def __init__(self, name: _Optional[str] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., chunks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., chunks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., lane: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NodeTimings(_message.Message):
     __slots__ = ("request_id", "epoch", "age_us", "spans")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from baton.protocol.events import SpanName, layers_came
 from router.request.timeline import BEFORE, STAGES, TimelineEntry
 
 SLACK_S = 1e-6  # nodes tell microseconds
@@ -20,6 +23,16 @@ def assert_whole(entry: TimelineEntry) -> None:
     for each in entry.transfers:
         assert entry.arrival <= each.start <= each.end <= entry.end, entry
     work = entry.trace.work
+    for each in entry.appends:
+        assert entry.arrival <= each.start <= each.end <= entry.end, entry
+    for each in (each for each in work if each.span.layers):
+        came = layers_came(each.span.layers)
+        assert each.span.name == SpanName.FETCH, entry
+        assert sum(it.kv_bytes for it in came) <= each.span.kv_bytes, entry
+        assert all(it.first <= it.last and it.start_us <= it.end_us for it in came), entry
+        took_us = each.span.end_us - each.span.start_us
+        assert all(it.end_us <= took_us + 1 for it in came), entry
+        assert all(one.last < other.first for one, other in pairwise(came)), entry
     for each in work:
         assert entry.arrival - SLACK_S <= each.start <= each.end <= each.told_at + SLACK_S, entry
         assert each.told_at <= entry.end, entry

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.protocol import messages, wire, wire_control, wire_values
 from baton.protocol.events import (
+    GROUP_NUMBERS,
     AdapterList,
     BlockEvent,
     BlockEventKind,
@@ -309,7 +310,14 @@ node_spans = st.builds(
     names,
     st.integers(0, 2**40),
     st.integers(0, 2**40),
-    st.tuples(counts, st.integers(0, 2**64 - 1), texts),
+    st.tuples(
+        counts,
+        st.integers(0, 2**64 - 1),
+        texts,
+        st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * GROUP_NUMBERS), max_size=3).map(
+            lambda groups: tuple(number for group in groups for number in group)
+        ),
+    ),
 )
 timings = st.builds(
     lambda name, epoch, spans: NodeTimings(

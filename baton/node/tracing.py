@@ -4,7 +4,7 @@
         queue        until the first step with its prompt, or until blocks for the KV were free
         compute      the prompt; an event per chunk
         prefilling   decode nodes: a small export is fetched only after token 1
-        kv fetch     decode nodes: the KV comes from another node
+        kv fetch     decode nodes: the KV comes from another node; an event per group of layers
         decode       from the KV's arrival, or from token 1, to the last token here
         kv export    from the offer to the release: as long as the KV's blocks are pinned
 
@@ -26,7 +26,7 @@ import msgspec
 
 from baton.node.config import NodeConfig
 from baton.protocol.clock import Clock
-from baton.protocol.events import TokenEvent
+from baton.protocol.events import LayersCame, TokenEvent, layers_came
 from baton.protocol.handles import KVHandle, Role
 from baton.protocol.request import Request
 from baton.runtime.tracing.sender import ExportPlan, SpanSender, SpanSink
@@ -52,6 +52,7 @@ class SpanStage:
     start: float
     attributes: Attributes
     chunks: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    layers: tuple[int, ...] = ()  # of a fetch: see NodeSpan
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class RequestSpans:
                 "baton.kv.adopted": bool(ready.adopted),
             },
         )
+        self.stages[-2].layers = ready.layers
 
     def chunk(self, upto_token: int) -> None:
         """Note that a step computes the prompt up to `upto_token`. Engine thread."""
@@ -222,8 +224,21 @@ def spans_of(seen: RequestSpans, end: float, cancelled: bool) -> list[TraceSpan]
             SpanEvent(event, since_ns + round(at * 1e9), {"baton.position": position})
             for at, position in stage.chunks
         )
+        events += tuple(_came(each, told.start_ns) for each in layers_came(stage.layers))
         found.append(msgspec.structs.replace(told, attributes=about, events=events))
     return found
+
+
+def _came(layers: LayersCame, fetch_ns: int) -> SpanEvent:
+    """Return the event that the last KV of a group of layers is here, of a fetch that began at
+    `fetch_ns`."""
+    about: Attributes = {
+        "baton.layers.first": layers.first,
+        "baton.layers.last": layers.last,
+        "baton.layers.seconds": (layers.end_us - layers.start_us) / 1e6,
+        "baton.kv.bytes": layers.kv_bytes,
+    }
+    return SpanEvent("layers", fetch_ns + layers.end_us * 1000, about)
 
 
 def _attributes(seen: RequestSpans) -> Attributes:

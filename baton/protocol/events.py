@@ -7,7 +7,9 @@ twelve fields takes 2 us to make, a struct 0.2 us.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -92,7 +94,8 @@ class NodeSpan(msgspec.Struct, frozen=True, gc=False):
     """What took a request's time on a node, in microseconds since the request came there.
 
     `name`: a SpanName, or what a newer node calls it. `chunks`: in how many the prompt was
-    computed. `kv_bytes` and `lane`: of a fetch.
+    computed. `kv_bytes` and `lane`: of a fetch. `layers`: the fields of each LayersCame of a fetch,
+    one after another: numbers alone, as most timelines are never looked at.
     """
 
     name: str
@@ -101,6 +104,32 @@ class NodeSpan(msgspec.Struct, frozen=True, gc=False):
     chunks: int = 0
     kv_bytes: int = 0
     lane: str = ""
+    layers: tuple[int, ...] = ()
+
+
+class LayersCame(msgspec.Struct, frozen=True, gc=False):
+    """When the KV of layers `first` to `last` came, in microseconds since the fetch began: from the
+    first frame's arrival until the last one was written. A prompt of several chunks brings each
+    layer several times, so these times overlap. `kv_bytes`: their KV and recurrent state.
+    """
+
+    first: int
+    last: int
+    start_us: int
+    end_us: int
+    kv_bytes: int
+
+
+GROUP_NUMBERS: Final = len(LayersCame.__struct_fields__)
+
+
+def layers_came(numbers: Sequence[int]) -> list[LayersCame]:
+    """Return the groups of layers that `NodeSpan.layers` tells. Its length is a multiple of
+    GROUP_NUMBERS."""
+    return [
+        LayersCame(*numbers[at : at + GROUP_NUMBERS])
+        for at in range(0, len(numbers), GROUP_NUMBERS)
+    ]
 
 
 class NodeTimings(msgspec.Struct, frozen=True):

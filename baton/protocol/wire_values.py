@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import (
+    GROUP_NUMBERS,
     Encoded,
     NodeSpan,
     NodeTimings,
@@ -166,6 +167,7 @@ def timings_to_wire(value: NodeTimings) -> node_pb2.NodeTimings:
                 chunks=span.chunks,
                 kv_bytes=span.kv_bytes,
                 lane=span.lane,
+                layers=span.layers,
             )
             for span in value.spans
         ],
@@ -181,11 +183,15 @@ def timings_from_wire(message: node_pb2.NodeTimings) -> NodeTimings:
             span.chunks,
             span.kv_bytes,
             span.lane,
+            tuple(span.layers),
         )
         for span in message.spans
     )
-    if any(not span.start_us <= span.end_us <= message.age_us for span in spans):
-        raise InvalidRequest("a span does not lie within the request's time", field="spans")
+    for span in spans:
+        if not span.start_us <= span.end_us <= message.age_us:
+            raise InvalidRequest("a span does not lie within the request's time", field="spans")
+        if len(span.layers) % GROUP_NUMBERS:
+            raise InvalidRequest(f"layers are told by {GROUP_NUMBERS} numbers", field="layers")
     return NodeTimings(
         required(message.request_id, "request_id"), epoch_of(message.epoch), message.age_us, spans
     )

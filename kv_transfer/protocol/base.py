@@ -162,7 +162,8 @@ class KVReady:
     any more; None if the export has been acknowledged. `adopted`: after fetch(adopt=True) the ids
     of all pages, which lie in the exporter's pool; they may be read while `held` is safe.
     `num_bytes`: those that were copied, or that the adopted pages hold. `lane`: the name of the
-    lane.
+    lane. `layers`: how the fetch went on over the layers, as `NodeSpan.layers` tells it; adopted
+    pages are not read, so they are not in it.
     """
 
     num_tokens: int
@@ -172,6 +173,7 @@ class KVReady:
     held: HeldExport | None = None
     adopted: tuple[int, ...] = ()
     lane: str = ""
+    layers: tuple[int, ...] = ()
 
 
 class KVConnector(Protocol):

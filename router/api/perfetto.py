@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from router.api.timelines import Timeline, TimelinePart, TimelineSpan
+    from router.api.timelines import Timeline, TimelineLayers, TimelinePart, TimelineSpan
+
+    Drawn: TypeAlias = TimelineSpan | TimelinePart | TimelineLayers
 
 ROUTER: Final = "router"
 TRANSFERS: Final = "KV transfer"
+LOG: Final = "token log"
 ARGUMENTS: Final = ("epoch", "tokens", "why", "chunks", "kv_bytes", "lane")
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline as complete events, times in microseconds. The router, each node, each
-    node's own work and the transfers have a track. Spans that overlap get tracks of their own: the
-    format can only nest the spans of one track."""
-    spans: list[tuple[str, TimelineSpan | TimelinePart]] = [
-        (TRANSFERS if span.stage == "transfer" else span.node or ROUTER, span)
-        for span in (*timeline.stages, *timeline.transfers)
-    ]
-    spans += [(f"{part.node}: its work", part) for span in timeline.stages for part in span.parts]
-    names = dict.fromkeys((ROUTER, *(name for name, _ in spans if name != TRANSFERS), TRANSFERS))
+    node's own work, the layers that it fetched, the transfers and the log have a track. Spans that
+    overlap get tracks of their own: the format can only nest the spans of one track."""
+    parts = [part for span in timeline.stages for part in span.parts]
+    spans: list[tuple[str, Drawn]] = [(span.node or ROUTER, span) for span in timeline.stages]
+    spans += [(f"{part.node}: its work", part) for part in parts]
+    spans += [(f"{part.node}: layers", layers) for part in parts for layers in part.layers]
+    spans += [(TRANSFERS, span) for span in timeline.transfers]
+    spans += [(f"{TRANSFERS}: its parts", each) for it in timeline.transfers for each in it.parts]
+    spans += [(LOG, span) for span in (timeline.log.longest if timeline.log is not None else ())]
+    names = dict.fromkeys((ROUTER, *(name for name, _ in spans)))
     events: list[dict[str, Any]] = []
     track = 0
     for name in names:
@@ -34,9 +39,9 @@ def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _rows(spans: list[TimelineSpan | TimelinePart]) -> list[list[TimelineSpan | TimelinePart]]:
+def _rows(spans: list[Drawn]) -> list[list[Drawn]]:
     """Return the spans in as few rows as have no overlap, each in the order of time."""
-    rows: list[list[TimelineSpan | TimelinePart]] = []
+    rows: list[list[Drawn]] = []
     for span in sorted(spans, key=lambda it: (it.start_ms, it.end_ms)):
         row = next((it for it in rows if it[-1].end_ms <= span.start_ms), None)
         if row is None:
@@ -46,7 +51,7 @@ def _rows(spans: list[TimelineSpan | TimelinePart]) -> list[list[TimelineSpan | 
     return rows
 
 
-def _event(track: int, span: TimelineSpan | TimelinePart, arrived_at: float) -> dict[str, Any]:
+def _event(track: int, span: Drawn, arrived_at: float) -> dict[str, Any]:
     told = {name: getattr(span, name, None) for name in ARGUMENTS}
     start, end = (round(arrived_at * 1e6 + ms * 1e3) for ms in (span.start_ms, span.end_ms))
     return {

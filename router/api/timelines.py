@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.protocol.errors import InvalidRequest, RequestNotFound
+from baton.protocol.events import LayersCame, layers_came
 from router.api.perfetto import perfetto_trace
 from router.request.request_ids import names
 from router.request.scores import NodeScore
@@ -69,9 +70,23 @@ class RequestList(msgspec.Struct):
     data: list[RequestSummary]
 
 
+class TimelineLayers(msgspec.Struct):
+    """When the KV of layers `first` to `last` came, of a fetch: `kv_bytes`. Of a prompt in several
+    chunks each layer comes several times, so these times overlap. `name`: says which layers."""
+
+    name: str
+    first: int
+    last: int
+    start_ms: float
+    end_ms: float
+    kv_bytes: int
+
+
 class TimelinePart(msgspec.Struct, omit_defaults=True):
     """What a node did with the request, as the node told: `queue`, `compute` (`chunks` of the
-    prompt), `fetch` (`kv_bytes` over `lane`) or `first step`. Times count from the arrival."""
+    prompt), `fetch` (`kv_bytes` over `lane`, group by group of `layers`) or `first step`. Of a
+    transfer, what this router saw: `export`, until the decode node began to fetch, and `subscribe`,
+    from then on; these have no `node`. Times count from the arrival."""
 
     name: str
     node: str
@@ -80,6 +95,7 @@ class TimelinePart(msgspec.Struct, omit_defaults=True):
     chunks: int = 0
     kv_bytes: int = 0
     lane: str = ""
+    layers: list[TimelineLayers] = []
 
 
 class TimelineSpan(msgspec.Struct, omit_defaults=True):
@@ -97,6 +113,16 @@ class TimelineSpan(msgspec.Struct, omit_defaults=True):
     parts: list[TimelinePart] = []
 
 
+class TimelineLog(msgspec.Struct):
+    """What logging the tokens of a resumable request took: how many appends, their time in all,
+    that of the longest one, and the `longest` few as spans (stage `log-append`)."""
+
+    appends: int
+    total_ms: float
+    longest_ms: float
+    longest: list[TimelineSpan]
+
+
 class RequestText(msgspec.Struct):
     """A prompt as the model got it, and its answers as the model made them. `cut`: they had more
     tokens than are kept."""
@@ -107,13 +133,15 @@ class RequestText(msgspec.Struct):
 
 
 class Timeline(RequestSummary):
-    """`stages` lie end to end from 0 to `total_ms`; `transfers` of KV lie beside them. `scores`:
-    how the policy rated the nodes, if the client asked for a receipt. `text`: None if it is not
-    kept, was not asked for, or is not for this key."""
+    """`stages` lie end to end from 0 to `total_ms`; `transfers` of KV, and what is in `log`, lie
+    beside them. `log`: None for a plain request. `scores`: how the policy rated the nodes, if the
+    client asked for a receipt. `text`: None if it is not kept, was not asked for, or is not for
+    this key."""
 
     stages: list[TimelineSpan]
     transfers: list[TimelineSpan]
     scores: list[NodeScore]
+    log: TimelineLog | None = None
     text: RequestText | None = None
 
 
@@ -221,9 +249,29 @@ def timeline_of(entry: TimelineEntry) -> Timeline:
     return Timeline(
         **msgspec.structs.asdict(summary_of(entry)),
         stages=[_told(stage, entry.arrival, work) for stage, work in entry.work],
-        transfers=[_told(span, entry.arrival) for span in entry.transfers],
+        transfers=[_transfer(span, entry.arrival) for span in entry.transfers],
         scores=list(entry.trace.scores),
+        log=_log(entry),
     )
+
+
+def _transfer(span: StageSpan, arrival: float) -> TimelineSpan:
+    told = _told(span, arrival)
+    if span.subscribed is not None:
+        at_ms = _ms(span.subscribed - arrival)
+        told.parts = [
+            TimelinePart("export", "", told.start_ms, at_ms),
+            TimelinePart("subscribe", "", at_ms, told.end_ms),
+        ]
+    return told
+
+
+def _log(entry: TimelineEntry) -> TimelineLog | None:
+    log = entry.trace.log_appends
+    if log is None:
+        return None
+    longest = [_told(span, entry.arrival) for span in entry.appends]
+    return TimelineLog(log.count, _ms(log.total_s), _ms(log.longest_s), longest)
 
 
 def _told(span: StageSpan, arrival: float, work: Sequence[NodeWork] = ()) -> TimelineSpan:
@@ -249,7 +297,18 @@ def _part(work: NodeWork, arrival: float) -> TimelinePart:
         work.span.chunks,
         work.span.kv_bytes,
         work.span.lane,
+        [_layers(each, work, arrival) for each in layers_came(work.span.layers)],
     )
+
+
+def _layers(came: LayersCame, work: NodeWork, arrival: float) -> TimelineLayers:
+    first, last = came.first, came.last
+    name = f"layer {first}" if first == last else f"layers {first}-{last}"
+    start, end = (
+        max(0.0, min(work.end, work.start + us / 1e6) - arrival)
+        for us in (came.start_us, came.end_us)
+    )
+    return TimelineLayers(name, first, last, _ms(start), _ms(end), came.kv_bytes)
 
 
 def _check_query(request: HttpRequest, *known: str) -> None:

@@ -20,7 +20,7 @@ without an overlap:
     (end)
 
 EXPORTED and SUBSCRIBED begin no stage: the KV moves while the prompt is computed. They bound the
-span of the transfer, which lies beside the stages.
+span of the transfer, which lies beside the stages. So do a resumable request's appends to the log.
 
 With its first token a node tells where the time went inside it (NodeWork). That belongs to the
 prefill, or to the hand-over if the node fetched KV; then it may begin before that stage. Clocks of
@@ -29,9 +29,10 @@ nodes differ, so a node tells durations, and they are counted back from when the
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -68,6 +69,8 @@ PREFILL: Final = "prefill"
 POOLING: Final = "pooling"
 TRANSFER: Final = "transfer"
 REPLY: Final = "reply"
+LOG_APPEND: Final = "log-append"
+MOST_APPENDS: Final = 4  # of a request that are told one by one
 STAGES: Final = {
     Milestone.ENTERED: GATE,
     Milestone.ADOPTED: "placement",
@@ -120,7 +123,8 @@ class NodeWork(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class StageSpan:
     """What took the request's time from `start` to `end`, in seconds of the router's clock. The
-    client got the tokens [first_token, last_token) in it."""
+    client got the tokens [first_token, last_token) in it. `subscribed`: of a transfer, when the
+    decode node began to fetch; None if it did not."""
 
     stage: str
     start: float
@@ -130,6 +134,40 @@ class StageSpan:
     first_token: int = 0
     last_token: int = 0
     why: str = ""
+    subscribed: float | None = None
+
+
+@dataclass(slots=True)
+class LogAppends:
+    """How long the store took to log the tokens of a resumable request, which shows no other ones.
+
+    `longest`: the appends that took longest, at most MOST_APPENDS: (seconds, start), a heap. Those
+    of two nodes may overlap. The request's RunLog alone writes.
+    """
+
+    count: int = 0
+    total_s: float = 0.0
+    longest: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    def add(self, start: float, end: float) -> None:
+        """Note an append from `start` to `end`, with success or without."""
+        self.count += 1
+        self.total_s += end - start
+        heapq.heappush(self.longest, (end - start, start))
+        if len(self.longest) > MOST_APPENDS:
+            heapq.heappop(self.longest)
+
+    @property
+    def spans(self) -> list[StageSpan]:
+        """The longest ones, in the order of time."""
+        return [
+            StageSpan(LOG_APPEND, start, start + took)
+            for took, start in sorted(self.longest, key=lambda each: each[1])
+        ]
+
+    @property
+    def longest_s(self) -> float:
+        return max((took for took, _ in self.longest), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +223,19 @@ class TimelineEntry:
     def transfers(self) -> list[StageSpan]:
         return transfers_of(self.marks, self.end)
 
+    @property
+    def appends(self) -> list[StageSpan]:
+        """The longest appends to the log of a resumable request, up to the end."""
+        log, end = self.trace.log_appends, self.end
+        begun = [] if log is None else [span for span in log.spans if span.start <= end]
+        return [replace(span, end=min(span.end, end)) for span in begun]
+
     def told(self) -> str:
         """Return the stages with what nodes did in them, for the log of a slow request."""
         stages = [_stage_told(stage, work, self.arrival) for stage, work in self.work]
-        return "; timeline: " + ", ".join(stages)
+        log = self.trace.log_appends
+        took = f", {log.count} log appends {_ms(log.total_s)} ms" if log is not None else ""
+        return "; timeline: " + ", ".join(stages) + took
 
     @property
     def work(self) -> list[tuple[StageSpan, list[NodeWork]]]:
@@ -267,20 +314,24 @@ def transfers_of(marks: Sequence[TimelineMark], end: float) -> list[StageSpan]:
     again, to the first event of the decode node or to the failure."""
     spans: list[StageSpan] = []
     opened: TimelineMark | None = None
+    subscribed: float | None = None
     for mark in marks:
         if mark.milestone in _MOVES_KV:
             first = opened or mark
             opened = msgspec.structs.replace(first, node=mark.node or first.node)
+            subscribed = mark.at if mark.milestone is Milestone.SUBSCRIBED else subscribed
         elif opened is not None and mark.milestone in _HAS_KV:
-            spans.append(_transfer(opened, mark.at, mark.why))
-            opened = None
+            spans.append(_transfer(opened, mark.at, mark.why, subscribed))
+            opened = subscribed = None
     if opened is not None:
-        spans.append(_transfer(opened, end, ""))
+        spans.append(_transfer(opened, end, "", subscribed))
     return spans
 
 
-def _transfer(opened: TimelineMark, end: float, why: str) -> StageSpan:
-    return StageSpan(TRANSFER, opened.at, end, opened.node, opened.epoch, why=why)
+def _transfer(opened: TimelineMark, end: float, why: str, subscribed: float | None) -> StageSpan:
+    return StageSpan(
+        TRANSFER, opened.at, end, opened.node, opened.epoch, why=why, subscribed=subscribed
+    )
 
 
 def _stage_told(stage: StageSpan, work: Sequence[NodeWork], arrival: float) -> str:

@@ -17,7 +17,7 @@ from baton.runtime.tracing.spans import TraceContext
 from router.nodes.policy import Route
 from router.request.scores import NodeScore
 from router.request.terms import STANDARD, Terms
-from router.request.timeline import POOLING, Milestone, NodeWork, TimelineMark
+from router.request.timeline import POOLING, LogAppends, Milestone, NodeWork, TimelineMark
 
 MOST_WORK: Final = 256  # parts of a timeline
 HANDOVER_PARTS: Final = (SpanName.QUEUE, SpanName.FETCH, SpanName.FIRST_STEP)
@@ -61,6 +61,7 @@ class RequestTrace:
     told_at: int | None = None  # wall-clock seconds at which a replayed token was logged
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
     left: bool = False  # given up here: another router goes on with it
+    log_appends: LogAppends | None = None  # None: a plain request
     root: TraceContext | None = None  # its root span; None: traces are off
     # What its journey has reached, in order.
     marks: list[TimelineMark] = field(default_factory=list[TimelineMark])

@@ -9,6 +9,7 @@ the spans themselves are made there (`python -m router.request.tracing`), off th
         attempt          one per epoch: an error if its node failed; the nodes' spans are below it
             prefill, hand-over, decode
             kv transfer  as the router sees it; the nodes tell their own halves
+        log-append       the longest ones of a resumable request
 
 A resumable request may go on at another router, which makes the same ids. The router where it ends
 makes the root and all attempts; those of other routers are errors without nodes.
@@ -25,7 +26,7 @@ import msgspec
 
 from baton.protocol.request import Request, RequestState
 from baton.runtime.tracing.sender import ExportPlan, SpanSender, SpanSink
-from baton.runtime.tracing.spans import Attributes, TraceContext, TraceSpan
+from baton.runtime.tracing.spans import Attributes, SpanEvent, TraceContext, TraceSpan
 from router.request.timeline import (
     Milestone,
     StageSpan,
@@ -50,7 +51,7 @@ _ENDS: Final = (Milestone.FAILED, Milestone.MOVING)  # of an epoch
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     """What the spans of one request are made of. Times: seconds of the router's clock, of which
     `arrival` was at `arrived_at` wall-clock seconds. `first_epoch`: earlier ones were another
-    router's. `left`: another router goes on with it."""
+    router's. `left`: another router goes on with it. `appends`: the longest ones to its log."""
 
     root: TraceContext
     name: str
@@ -64,6 +65,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     attributes: Attributes
     first_epoch: int
     left: bool
+    appends: list[StageSpan] = []
 
     def at_ns(self, at: float) -> int:
         return round((self.arrived_at + (at - self.arrival)) * 1e9)
@@ -126,6 +128,7 @@ class RouterTracing:
             attributes=_attributes(request, entry),
             first_epoch=request.epoch,
             left=entry.trace.left,
+            appends=entry.appends,
         )
 
     def close(self) -> None:
@@ -184,6 +187,10 @@ def _attributes(request: Request, entry: TimelineEntry) -> Attributes:
         "baton.migrations": trace.migrations,
         "baton.preemptions": trace.preemptions,
     }
+    if (log := trace.log_appends) is not None:
+        found["baton.log.appends"] = log.count
+        found["baton.log.seconds"] = log.total_s
+        found["baton.log.longest_seconds"] = log.longest_s
     if (queue_s := trace.queue_s(entry.arrival)) is not None:
         found["gen_ai.latency.time_in_queue"] = queue_s
     if trace.first_token_at is not None:
@@ -222,6 +229,8 @@ def spans_of(finished: FinishedRequest) -> Iterator[TraceSpan]:
         # A transfer that a migration has begun belongs to the attempt before it.
         above = finished.root.epoch(transfer.epoch)
         yield _stage(finished, transfer, "kv transfer", above)
+    for append in finished.appends:
+        yield _stage(finished, append, append.stage, finished.root)
 
 
 def _root(finished: FinishedRequest) -> TraceSpan:
@@ -303,7 +312,10 @@ def _stage(
     if stage.why:
         attributes["baton.why"] = stage.why
     start, end = finished.at_ns(stage.start), finished.at_ns(stage.end)
-    return TraceSpan(name, SCOPE, above.child(), start, end, attributes)
+    subscribed: tuple[SpanEvent, ...] = ()
+    if stage.subscribed is not None:
+        subscribed = (SpanEvent("subscribed", finished.at_ns(stage.subscribed)),)
+    return TraceSpan(name, SCOPE, above.child(), start, end, attributes, events=subscribed)
 
 
 if __name__ == "__main__":

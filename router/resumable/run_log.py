@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 
+from baton.protocol.clock import Clock
+from router.request.timeline import LogAppends
 from router.resumable.replay import Told
 from router.store.base import NO_FIELDS, LogEntry
 from router.store.catch_up import Owed
@@ -21,11 +23,14 @@ class RunLog:
     see. `owed`: the writes that the store has missed; readers may not see their tokens yet.
     `opened`: the store has the record, and this router owns it. `lost`: another router has the
     request now, or will have it. `settled`: its terminal state is recorded. `kept` False: it was
-    refused before anything was shown, so there will be no record.
+    refused before anything was shown, so there will be no record. `appends`: how long the store
+    took to log tokens. `now`: returns the time, in seconds of the router's clock.
     """
 
-    def __init__(self, told: Told, fields: Mapping[str, str] = NO_FIELDS) -> None:
+    def __init__(self, told: Told, clock: Clock, fields: Mapping[str, str] = NO_FIELDS) -> None:
         self.told = told
+        self.appends = LogAppends()
+        self.now = clock.monotonic
         self.owed = Owed(dict(fields))
         self.opened = asyncio.Event()
         self.lost = False

@@ -122,6 +122,7 @@ class Run:
         self.failure: BatonError | None = None
         self.epoch: int | None = None
         self._completion = completion
+        completion.trace.log_appends = log.appends
         self._parts = parts
         self._readers = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -369,7 +370,7 @@ class Runs:
             raise UnsupportedFeature(message, field="prompt_logprobs")
         also = fields.get(ALIAS, canonical.request.id)
         rival = self._run_of(canonical.request.id) or self._run_of(also)
-        run = rival or Run(canonical, completion, _run_log(canonical, fields), self._parts)
+        run = rival or Run(canonical, completion, self._run_log(canonical, fields), self._parts)
         if rival is None:
             self._kept.begin(canonical.owner, len(canonical.body))
             self._parts.store.expect(run.id, run.log)
@@ -392,7 +393,7 @@ class Runs:
         Releases the claim and returns False if this router cannot continue the request.
         """
         store, request_id = self._parts.store, record.id
-        log = _run_log(canonical, {})
+        log = self._run_log(canonical, {})
         store.adopt(record, log)
         entries = await store.call(lambda store: store.read_log(request_id))
         try:
@@ -424,6 +425,9 @@ class Runs:
         await asyncio.gather(*(run.leave() for run in runs), *self._leaving)
 
     # ---- inside ----
+
+    def _run_log(self, canonical: Canonical, fields: dict[str, str]) -> RunLog:
+        return RunLog(Told(canonical.request.params.num_outputs), self.clock, fields)
 
     def _run_of(self, request_id: str) -> Run | None:
         """Return the run with this id or alias; None if there is none here."""
@@ -482,7 +486,3 @@ class Runs:
 
 def _found(run: Run) -> Found:
     return Found(run.canonical, run.canonical.body_digest, run.reading)
-
-
-def _run_log(canonical: Canonical, fields: dict[str, str]) -> RunLog:
-    return RunLog(Told(canonical.request.params.num_outputs), fields)

@@ -191,15 +191,20 @@ class CatchUp:
                 )
                 for run in runs
             ]  # fmt: skip
-            for status in await store.append(entries, safe=ledger.log is not None):
+            log = ledger.log
+            began = 0.0 if log is None else log.now()
+            statuses = await store.append(entries, safe=log is not None)
+            if log is not None:
+                log.appends.add(began, log.now())
+            for status in statuses:
                 if status is not WriteStatus.OK:
                     ledger.took(status)
                     return False
             appended = ledger.owed.logged(runs, entries)
             self._tokens -= appended
             self.stats.tokens += appended
-            if ledger.log is not None:
-                ledger.log.confirm(entries)
+            if log is not None:
+                log.confirm(entries)
         return ledger.owes
 
 

@@ -217,10 +217,12 @@ class StoreGuard:
                 logged.append((ledger, event))
         if not entries:
             return
-        safe = any(ledger.log is not None for ledger, _ in logged)
+        began = {ledger.log: ledger.log.now() for ledger, _ in logged if ledger.log is not None}
         try:
-            statuses = await self.call(lambda store: store.append(entries, safe=safe))
+            statuses = await self.call(lambda store: store.append(entries, safe=bool(began)))
         finally:
+            for log, at in began.items():
+                log.appends.add(at, log.now())
             for ledger, event in logged:
                 ledger.append_over(event)
         answers = [None] * len(entries) if statuses is None else statuses

@@ -251,8 +251,20 @@ def parts_of(stage: str, span: dict[str, Any], node: str) -> list[dict[str, Any]
     middle = (start + end) / 2
     return [
         {"name": "queue", "node": node, "start_ms": start, "end_ms": middle},
-        {**told[stage], "node": node, "start_ms": middle, "end_ms": end},
-    ]
+        {**told[stage], "node": node, "start_ms": middle, "end_ms": end,
+         **({"layers": layers_of(middle, end)} if stage == "hand-over" else {})},
+    ]  # fmt: skip
+
+
+def layers_of(start: float, end: float) -> list[dict[str, Any]]:
+    """Four groups of layers, one after another."""
+    each = (end - start) / 4
+    return [
+        {"name": f"layers {2 * number}-{2 * number + 1}", "first": 2 * number,
+         "last": 2 * number + 1, "start_ms": start + number * each,
+         "end_ms": start + (number + 1) * each, "kv_bytes": 375_000}
+        for number in range(4)
+    ]  # fmt: skip
 
 
 def timeline(name: str, with_text: bool = False) -> dict[str, Any]:
@@ -276,14 +288,26 @@ def timeline(name: str, with_text: bool = False) -> dict[str, Any]:
         if stage == "retry":
             span["why"] = "node d0 was lost: the connection was closed"
         stages.append(span)
-    moved = {"stage": "transfer", "start_ms": 0.05 * total, "end_ms": 0.27 * total, "epoch": 0}
+    moved: dict[str, Any] = {
+        "stage": "transfer",
+        "start_ms": 0.05 * total,
+        "end_ms": 0.27 * total,
+        "epoch": 0,
+    }
+    subscribed = 0.07 * total
+    moved["parts"] = [
+        {"name": "export", "node": "", "start_ms": moved["start_ms"], "end_ms": subscribed},
+        {"name": "subscribe", "node": "", "start_ms": subscribed, "end_ms": moved["end_ms"]},
+    ]
+    append = {"stage": "log-append", "start_ms": 0.4 * total, "end_ms": 0.42 * total, "epoch": 0}
+    log = {"appends": 98, "total_ms": 61.0, "longest_ms": 0.02 * total, "longest": [append]}
     score = {"node": "d1", "role": "decode", "chosen": True, "cost": 2.0, "queued": 1,
              "cached_tokens": 64, "free_blocks": 230, "session": 0.0, "expected_ms": 11.0,
              "meets_slo": True}  # fmt: skip
     return told | {
         "output_tokens": tokens, "ttft_ms": 0.2 * total, "stages": stages, "transfers": [moved],
         "scores": [score, score | {"node": "d0", "chosen": False, "cost": 4.5}],
-        "text": TEXT if with_text else None,
+        "log": log, "text": TEXT if with_text else None,
     }  # fmt: skip
 
 

@@ -100,6 +100,26 @@ test("what a node told lies on the node's track, below its stage", () => {
   assert.equal(rows.filter((row) => row.isPart).length, 3);
 });
 
+test("layers lie below their fetch, subscriptions and appends beside the stages", () => {
+  const [gate, prefill, ...others] = TIMELINE.stages;
+  const layers = [{ name: "layers 0-1", first: 0, last: 1, start_ms: 10, end_ms: 12, kv_bytes: 1500 }, { name: "layer 2", first: 2, last: 2, start_ms: 12, end_ms: 19, kv_bytes: 500 }];
+  const parts = prefill.parts.map((part) => (part.name === "fetch" ? { ...part, layers } : part));
+  const offer = [{ name: "export", node: "", start_ms: 8, end_ms: 11 }, { name: "subscribe", node: "", start_ms: 11, end_ms: 20 }];
+  const told = {
+    ...TIMELINE, stages: [gate, { ...prefill, parts }, ...others],
+    transfers: TIMELINE.transfers.map((span) => ({ ...span, parts: offer })),
+    log: { appends: 9, total_ms: 30, longest_ms: 12, longest: [{ stage: "log-append", start_ms: 30, end_ms: 42, epoch: 0 }] },
+  };
+  const found = model.tracks(told);
+  assert.deepEqual(found.map((track) => track.name), ["router", "p0", "d0", "d1", "KV transfer", "token log"]);
+  assert.deepEqual(found[4].parts.map((part) => part.name), ["export", "subscribe"]);
+  const rows = model.stageRows(told);
+  assert.deepEqual(rows.slice(4, 10).map((row) => row.stage), ["fetch", "layers 0-1", "layer 2", "transfer", "export", "subscribe"]);
+  assert.deepEqual(rows.filter((row) => row.isLayers).map((row) => [row.node, row.why]), [["d0", "1.5 kB"], ["d0", "500 B"]]);
+  assert.equal(rows.filter((row) => row.stage === "log-append").length, 1);
+  assert.deepEqual([...model.byStage(told)], [...model.byStage(TIMELINE)]);
+});
+
 test("every token has its node", () => {
   const made = model.makers(TIMELINE);
   assert.deepEqual([0, 1, 5, 6, 9, 10].map((index) => model.makerOf(made, index)), ["p0", "d0", "d0", "d1", "d1", null]);

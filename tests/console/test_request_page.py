@@ -23,6 +23,20 @@ async def test_a_request_under_way_has_a_page() -> None:
             pass  # asked again, as it goes on
 
 
+async def test_a_fetch_is_divided_by_layers_and_the_log_has_a_track() -> None:
+    async with console(view=PAGE) as tab:
+        await tab.page.wait_for_selector(".gantt rect.layers")
+        drawn = await tab.page.locator(".gantt rect.layers title").all_text_contents()
+        assert len(drawn) % 4 == 0
+        assert drawn[0].startswith("layers 0-1: 375 kB in ")
+        tracks = await tab.page.locator(".gantt text.track").all_text_contents()
+        assert tracks[-2:] == ["KV transfer", "token log"]
+        rows = await tab.page.locator("td.part").all_inner_texts()
+        assert {"layers 0-1", "layers 6-7", "export", "subscribe"} <= set(rows)
+        assert "Log appends" in await tab.text()
+        assert await serious_faults(tab) == []
+
+
 async def test_an_operator_sees_no_text_without_the_flag() -> None:
     async with console(view=PAGE) as tab:
         await tab.page.wait_for_selector(".gantt rect")

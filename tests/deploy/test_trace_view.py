@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import threading
@@ -59,6 +60,28 @@ def test_each_stage_is_followed_by_what_nodes_did_in_it() -> None:
         "fetch 25 MB shm", "decode",
     ]  # fmt: skip
     assert lines[-1] == "epoch 1 failed: node q was lost"
+
+
+def test_layers_and_appends_have_their_bars() -> None:
+    layers = [
+        {"name": "layers 0-1", "first": 0, "last": 1, "start_ms": 35.0, "end_ms": 40.0,
+         "kv_bytes": 2_000_000},
+        {"name": "layer 2", "first": 2, "last": 2, "start_ms": 40.0, "end_ms": 48.0,
+         "kv_bytes": 500},
+    ]  # fmt: skip
+    told = copy.deepcopy(TIMELINE)
+    told["stages"][3]["parts"][0]["layers"] = layers
+    append = {"stage": "log-append", "start_ms": 60.0, "end_ms": 70.0, "epoch": 0}
+    told["log"] = {"appends": 24, "total_ms": 33.0, "longest_ms": 10.0, "longest": [append]}
+    lines = shown(view(told, 120))
+    assert lines[1] == "24 log appends took 33.0 ms, the longest 10.0 ms"
+    at = next(index for index, line in enumerate(lines) if "fetch 25 MB shm" in line)
+    assert [line[:24].strip() for line in lines[at + 1 : at + 3]] == [
+        "layers 0-1 2000 kB", "layer 2 0 kB",
+    ]  # fmt: skip
+    assert all("░" in line for line in lines[at + 1 : at + 3])
+    (drawn,) = (line for line in lines if line.startswith(" log-append") or "log-append" in line)
+    assert "━" in drawn
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])

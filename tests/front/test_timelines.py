@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from baton.protocol.events import NodeSpan, NodeTimings
@@ -14,12 +15,13 @@ from router.api.timelines import DEFAULT_LISTED, MOST_LISTED
 from router.config import RouterConfig
 from router.request.scores import NodeScore
 from router.request.terms import Terms
-from router.request.timeline import Milestone, TimelineEntry, TimelineMark, TimelineRing
+from router.request.timeline import LogAppends, Milestone, TimelineEntry, TimelineMark, TimelineRing
 from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
 from tests.front.fakes import Front
 from tests.front.test_terms import KEYS
 from tests.router.fakes import FakeClock
+from tests.timelines import assert_whole
 
 RESEARCH, BOB = Grant("alice", "research"), Grant("bob", "bob")
 SCORE = NodeScore("d", "decode", True, 1.0, 1, 0, 64, 0.0, None, True)
@@ -114,10 +116,63 @@ async def test_what_a_timeline_tells(front: Front) -> None:
         {"name": "first step", "node": "d", "start_ms": 140.0, "end_ms": 149.0},
     ]  # fmt: skip
     assert (prefill["tokens"], decode["tokens"]) == ([0, 1], [1, 9])
-    assert [(each["start_ms"], each["end_ms"]) for each in told["transfers"]] == [(30.0, 150.0)]
+    (moved,) = told["transfers"]
+    assert (moved["start_ms"], moved["end_ms"]) == (30.0, 150.0)
+    assert "parts" not in moved, "nobody has subscribed"
+    assert told["log"] is None
     figures = (told["total_ms"], told["ttft_ms"], told["queue_ms"], told["arrived_at"])
     assert figures == (900.0, 100.0, 70.0, 1e9)
     assert told["scores"][0]["node"] == "d"
+
+
+async def test_layers_subscription_and_log(front: Front) -> None:
+    """A newer node tells the layers of its fetch; a resumable request has a log."""
+    found = entry("four", RESEARCH)
+    marks = found.trace.marks
+    marks.insert(2, TimelineMark(10.05, Milestone.SUBSCRIBED, "d", 1))
+    layers = (0, 1, 0, 9_000, 3000, 2, 2, 9_000, 30_001, 1096)  # rounded up by 1 us
+    work = found.trace.work[2]
+    span = msgspec.structs.replace(work.span, layers=layers)
+    found.trace.work[2] = msgspec.structs.replace(work, span=span)
+    found.trace.log_appends = LogAppends()
+    for start, end in ((10.1, 10.104), (10.2, 10.201)):
+        found.trace.log_appends.add(start, end)
+    assert_whole(found)
+    services = front.services
+    assert services.timelines is not None
+    services.timelines.add(found)
+    async with admin(front) as client:
+        told = (await client.get("/v1/requests/four/timeline")).json()
+        trace = (await client.get("/v1/requests/four/timeline?format=perfetto")).json()
+    fetch = told["stages"][3]["parts"][0]
+    assert fetch["layers"] == [
+        {"name": "layers 0-1", "first": 0, "last": 1, "start_ms": 109.0, "end_ms": 118.0,
+         "kv_bytes": 3000},
+        {"name": "layer 2", "first": 2, "last": 2, "start_ms": 118.0, "end_ms": 139.0,
+         "kv_bytes": 1096},
+    ]  # fmt: skip
+    assert told["transfers"][0]["parts"] == [
+        {"name": "export", "node": "", "start_ms": 30.0, "end_ms": 50.0},
+        {"name": "subscribe", "node": "", "start_ms": 50.0, "end_ms": 150.0},
+    ]
+    longest = [
+        {"stage": "log-append", "start_ms": 100.0, "end_ms": 104.0, "epoch": 0},
+        {"stage": "log-append", "start_ms": 200.0, "end_ms": 201.0, "epoch": 0},
+    ]
+    assert told["log"] == {
+        "appends": 2, "total_ms": 5.0, "longest_ms": 4.0, "longest": longest,
+    }  # fmt: skip
+    events = trace["traceEvents"]
+    tracks = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+    drawn = [(tracks[each["tid"]], each["name"]) for each in events if each["ph"] == "X"]
+    assert drawn[-7:] == [
+        ("d: layers", "layers 0-1"), ("d: layers", "layer 2"),
+        ("KV transfer", "transfer"), ("KV transfer: its parts", "export"),
+        ("KV transfer: its parts", "subscribe"),
+        ("token log", "log-append"), ("token log", "log-append"),
+    ]  # fmt: skip
+    sizes = [each["args"].get("kv_bytes") for each in events if each["name"].startswith("layer")]
+    assert sizes == [3000, 1096]
 
 
 @pytest.mark.parametrize(

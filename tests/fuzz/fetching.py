@@ -150,9 +150,8 @@ def hold(sites: Sites, rng: random.Random, talk: Talk) -> None:
     fill_untouched(site.d.arena)
     lane, address, wire = _way(sites, rng, talk)
     memory, wires = Watched(site.d.memory), WirePool(FakeClock(), 10.0)
-    conversation = Conversation(
-        Fetcher(site.fetcher, memory, TransferStats(), wires), lane, address, wanted, site.d.blocks
-    )
+    shared = Fetcher(site.fetcher, memory, TransferStats(), wires, FakeClock())
+    conversation = Conversation(shared, lane, address, wanted, site.d.blocks)
     if rng.random() < 0.5:
         key, hello = (lane.name, address.address, P.boot_id), P.hello(Side.EXPORTER, NP, ND)
         wires.give(key, wire(), hello)

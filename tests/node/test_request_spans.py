@@ -71,7 +71,8 @@ def test_a_decode_node_waits_fetches_and_decodes() -> None:
     traced.clock.advance(1)
     seen.enter(FETCH)
     traced.clock.advance(2)
-    seen.fetched(KVReady(5, (), 640, 2.0, lane="shm"))
+    layers = (0, 1, 0, 500_000, 400, 2, 2, 500_000, 1_500_000, 240)
+    seen.fetched(KVReady(5, (), 640, 2.0, lane="shm", layers=layers))
     for _ in range(3):
         traced.clock.advance(4)
         seen.saw(event(preemptions=1))
@@ -88,6 +89,13 @@ def test_a_decode_node_waits_fetches_and_decodes() -> None:
         "baton.kv.tokens": 5, "baton.kv.bytes": 640, "baton.kv.lane": "shm",
         "baton.kv.adopted": False,
     }  # fmt: skip
+    came = [((it.at_ns - fetch.start_ns) / 1e9, it.name, it.attributes) for it in fetch.events]
+    assert came == [
+        (0.5, "layers", {"baton.layers.first": 0, "baton.layers.last": 1,
+                         "baton.layers.seconds": 0.5, "baton.kv.bytes": 400}),
+        (1.5, "layers", {"baton.layers.first": 2, "baton.layers.last": 2,
+                         "baton.layers.seconds": 1.0, "baton.kv.bytes": 240}),
+    ]  # fmt: skip
     assert decode.attributes["baton.steps"] == 3
     assert decode.attributes["baton.preemptions"] == 1
     assert [each.name for each in decode.events] == ["first token"]

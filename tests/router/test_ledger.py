@@ -383,7 +383,7 @@ async def test_an_append_behind_one_that_failed_is_owed_like_it() -> None:
 
 
 def run_log() -> RunLog:
-    return RunLog(Shown(1), {"resumable": "1"})
+    return RunLog(Shown(1), FakeClock(), {"resumable": "1"})
 
 
 def details(position: int, token: int, end: FinishReason | None = None) -> TokenEvent:

@@ -10,7 +10,7 @@ import pytest
 
 from baton.protocol.request import Request
 from baton.runtime.tracing.spans import TraceContext, TraceSpan
-from router.request.timeline import Milestone, TimelineEntry, TimelineMark
+from router.request.timeline import LogAppends, Milestone, TimelineEntry, TimelineMark
 from router.request.trace import RequestTrace
 from router.request.tracing import RouterTracing, spans_in
 from tests.router.fakes import make_request
@@ -102,6 +102,27 @@ def test_a_failed_epoch_is_an_attempt_with_an_error() -> None:
     above = [first.context.span_id, second.context.span_id]
     assert [span.context.parent_id for span in decodes] == above
     assert [span.attributes["baton.tokens"] for span in decodes] == [4, 4]
+
+
+def test_a_resumable_request_tells_its_appends_and_a_transfer_its_subscription() -> None:
+    log = LogAppends()
+    log.add(10.5, 10.75)
+    spans = finished(
+        mark(10.1, M.PREFILLING, node="p"),
+        mark(10.2, M.EXPORTED, node="d"),
+        mark(10.3, M.SUBSCRIBED, node="d"),
+        mark(10.4, M.DECODING, node="d"),
+        log_appends=log,
+    )
+    root, [append] = spans[0], named(spans, "log-append")
+    assert append.context.parent_id == root.context.span_id
+    assert (append.start_ns, append.end_ns) == (1000_500_000_000, 1000_750_000_000)
+    told = {name: value for name, value in root.attributes.items() if "log" in name}
+    assert told == {
+        "baton.log.appends": 1, "baton.log.seconds": 0.25, "baton.log.longest_seconds": 0.25
+    }  # fmt: skip
+    [transfer] = named(spans, "kv transfer")
+    assert [(it.name, it.at_ns) for it in transfer.events] == [("subscribed", 1000_300_000_000)]
 
 
 def test_an_attempt_may_begin_with_a_migration() -> None:

@@ -16,6 +16,8 @@ from baton.protocol.request import RequestState
 from router.metrics.router import RouterMetrics
 from router.request.terms import Terms
 from router.request.timeline import (
+    MOST_APPENDS,
+    LogAppends,
     Milestone,
     TimelineEntry,
     TimelineMark,
@@ -66,6 +68,42 @@ def test_a_failover_and_a_migration_in_order() -> None:
     assert [(each.first_token, each.last_token) for each in stages[-3:]] == [(1, 5), (5, 5), (5, 9)]
     moved = [(each.start, each.end, each.node) for each in transfers_of(marks, 12.0)]
     assert moved == [(3.0, 5.0, "d"), (9.0, 10.0, "f")]
+
+
+def test_a_transfer_tells_when_the_decode_node_began_to_fetch() -> None:
+    marks = [
+        mark(3.0, Milestone.EXPORTED),
+        mark(4.0, Milestone.SUBSCRIBED, "d"),
+        mark(5.0, Milestone.FAILED),
+        mark(6.0, Milestone.FETCHING, "e"),
+        mark(7.0, Milestone.FAILED),
+        mark(8.0, Milestone.MOVING, "f"),
+        mark(8.5, Milestone.SUBSCRIBED, "f"),
+    ]
+    assert [each.subscribed for each in transfers_of(marks, 9.0)] == [4.0, None, 8.5]
+
+
+def test_the_longest_appends_are_told_one_by_one() -> None:
+    log = LogAppends()
+    for index in range(MOST_APPENDS + 3):
+        log.add(float(index), index + 0.125 * (index % 5))
+    assert (log.count, log.total_s) == (7, 0.125 * (0 + 1 + 2 + 3 + 4 + 0 + 1))
+    assert log.longest_s == 0.5
+    starts = [(span.start, span.end - span.start) for span in log.spans]
+    assert starts[:3] == [(2.0, 0.25), (3.0, 0.375), (4.0, 0.5)], "in the order of time"
+    assert len(starts) == MOST_APPENDS
+    assert (LogAppends().spans, LogAppends().longest_s) == ([], 0.0)
+
+
+def test_appends_end_with_the_request() -> None:
+    entry = made("r")  # from 5.0 to 6.0
+    assert entry.appends == [], "a plain request"
+    entry.trace.log_appends = log = LogAppends()
+    for start, end in ((5.25, 5.5), (5.5, 6.5), (6.25, 6.5)):  # it was aborted at 6.0
+        log.add(start, end)
+    assert [(each.start, each.end) for each in entry.appends] == [(5.25, 5.5), (5.5, 6.0)]
+    assert_whole(entry)
+    assert entry.told().endswith(", 3 log appends 1500.0 ms")
 
 
 def test_a_request_that_was_never_let_in_is_all_gate() -> None:

@@ -17,17 +17,19 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.protocol import wire_values
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import NodeLost
 from baton.protocol.events import SpanName
 from baton.protocol.request import RequestState
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.failpoints import Failpoints
-from router.request.timeline import TimelineEntry
+from router.request.timeline import MOST_APPENDS, TimelineEntry
 from router.server.app import create_app
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.router.fakes import FakeClock
 from tests.system.references import prompts
+from tests.timelines import assert_whole
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
@@ -193,6 +195,74 @@ async def test_what_waits_for_a_slow_prefill_node_is_seen_to_wait(
     waits = found["vllm:time_to_first_token_seconds_sum"] - count * step_s
     assert waits > count * step_s
     assert found["vllm:request_queue_time_seconds_sum"] >= 0.9 * waits
+
+
+# ---- what the KV and the log take ----
+
+
+async def told_of(c: Cluster, **headers: str) -> dict[str, Any]:
+    """The timeline over HTTP of a request that has just been asked, and has ended."""
+    transport = httpx.ASGITransport(create_app(c.router.services))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://baton", timeout=WAIT_S
+    ) as client:
+        body = {"prompt": list(PROMPT), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        (entry,) = await entries(c, 1)
+        assert_whole(entry)
+        return (await client.get(f"/v1/requests/{entry.request_id}/timeline")).json()
+
+
+def fetch_of(told: dict[str, Any]) -> dict[str, Any]:
+    parts = [part for stage in told["stages"] for part in stage.get("parts", ())]
+    (fetch,) = (part for part in parts if part["name"] == "fetch")
+    return fetch
+
+
+@pytest.mark.parametrize("lane", ["grpc", "stream"])
+async def test_a_fetch_tells_each_layer(model: Path, lane: str) -> None:
+    async with cluster(Plan(model, lanes=(lane,))) as c:
+        told = await told_of(c)
+        layers = len(c.decode[0].engine.info.layers)
+    fetch = fetch_of(told)
+    assert fetch["lane"] == lane
+    assert [(each["first"], each["last"]) for each in fetch["layers"]] == [
+        (layer, layer) for layer in range(layers)
+    ]
+    assert sum(each["kv_bytes"] for each in fetch["layers"]) == fetch["kv_bytes"] > 0
+    for each in fetch["layers"]:
+        assert fetch["start_ms"] <= each["start_ms"] <= each["end_ms"] <= fetch["end_ms"]
+    (transfer,) = told["transfers"]
+    assert [part["name"] for part in transfer["parts"]] == ["export", "subscribe"]
+    assert told["log"] is None, "a plain request"
+
+
+async def test_a_node_of_an_older_version_tells_no_layers(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_wire = wire_values.node_pb2.NodeSpan
+
+    def older(*, layers: object, **fields: Any) -> Any:
+        return to_wire(**fields)
+
+    monkeypatch.setattr(wire_values.node_pb2, "NodeSpan", older)
+    async with cluster(Plan(model, lanes=("grpc",))) as c:
+        fetch = fetch_of(await told_of(c))
+    assert fetch["kv_bytes"] > 0
+    assert "layers" not in fetch
+
+
+async def test_a_resumable_request_tells_its_appends(model: Path) -> None:
+    async with cluster(Plan(model, lanes=("grpc",))) as c:
+        told = await told_of(c, **{"x-baton-resumable": "30", "x-request-id": "mine"})
+    log = told["log"]
+    assert 1 <= log["appends"] <= 5, "4 tokens; the decode node repeats the first one"
+    assert 0 < log["longest_ms"] <= log["total_ms"]
+    assert 1 <= len(log["longest"]) <= MOST_APPENDS
+    for each in log["longest"]:
+        assert each["stage"] == "log-append"
+        assert 0 <= each["start_ms"] <= each["end_ms"] <= told["total_ms"]
 
 
 # ---- all kinds ----

@@ -149,6 +149,8 @@ def check_attributes(spans: list[SeenSpan], root: SeenSpan) -> None:
     assert fetch.scope == export.scope == "baton.kv_transfer"
     assert fetch.attributes["baton.kv.bytes"] == export.attributes["baton.kv.bytes"] > 0
     assert fetch.attributes["baton.kv.lane"] == "grpc"
+    assert set(fetch.events) == {"layers"}
+    assert "subscribed" in only(spans, "kv transfer").events
     assert export.error is None
     [decode] = [span for span in of(spans, "decode") if span.name == "decode"]
     assert decode.attributes["baton.steps"] == 20  # token 1, which it repeats, and 19 more

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from baton.protocol.events import FirstToken, TokenLogprob
+from baton.protocol.events import FirstToken, TokenLogprob, layers_came
 from baton.protocol.handles import KVHandle
 from baton.protocol.request import FinishReason
 from baton.runtime.timing import Timing
@@ -78,6 +78,13 @@ async def transfer(
     before = snapshot(d.arena)
     ready = await d.connector.fetch(handle, epoch, target, start)
     assert (ready.num_tokens, ready.first_tokens) == (num_tokens, FIRST)
+    came = layers_came(ready.layers)
+    assert sum(each.kv_bytes for each in came) == ready.num_bytes
+    assert all(0 <= each.start_us <= each.end_us <= ready.seconds * 1e6 for each in came)
+    if start < num_tokens:
+        told = [layer for each in came for layer in range(each.first, each.last + 1)]
+        kept = [n for n, spec in enumerate(d.layers) if spec.kv_heads or spec.state_bytes]
+        assert told == kept
     assert ready.num_bytes == sum(
         (num_tokens - first_sent(spec, start, num_tokens, d.windowed))
         * (spec.token_bytes(p.dtype) + spec.scale_bytes(p.dtype))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.protocol.errors import KVError, KVRefused, KVStale
+from baton.protocol.events import layers_came
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec
 from tests.block_lists import held
@@ -103,6 +104,11 @@ async def test_layer_by_layer_while_the_prefill_computes(cluster: Cluster) -> No
     assert ready.first_tokens == FIRST
     expect_bytes((p, source), (d, target), 0, 50, before)
     await p.freed()
+    came = layers_came(ready.layers)
+    assert [(each.first, each.last) for each in came] == [(n, n) for n in range(len(p.layers))]
+    starts, ends = [each.start_us for each in came], [each.end_us for each in came]
+    assert (starts, ends) == (sorted(starts), sorted(ends))
+    assert starts[-1] <= ends[0], "the last layer's first chunk came before the first one's last"
 
 
 async def test_a_late_subscriber_gets_what_is_there_and_then_the_rest(cluster: Cluster) -> None:

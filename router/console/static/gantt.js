@@ -1,6 +1,6 @@
 // A request's timeline as bars across processes, and which node made which of its tokens.
 
-import { millis, ticks, tracks } from "./model.js";
+import { bytes, millis, ticks, tracks } from "./model.js";
 import { Fragment, html, useEffect, useRef, useState } from "./parts.js";
 
 const ROW = 26;
@@ -10,11 +10,12 @@ const LABELS = 104; // pixels left of the bars
 const LABELS_NARROW = 74;
 const NARROW = 520;
 const PART = 3; // height of a part, below the bar of its stage
-const PART_COLORS = { queue: "gate", compute: "prefill", fetch: "transfer", "first step": "decode" };
+const PART_COLORS = { queue: "gate", compute: "prefill", fetch: "transfer", "first step": "decode", subscribe: "transfer" };
 const NODE_COLORS = 8; // .node-0 to .node-7
 
 /** The colour class of a stage, or of what a node told of one. */
 export function colorOf(span) {
+  if (span.isLayers) return "stage-transfer";
   return `stage-${span.isPart ? PART_COLORS[span.stage] ?? "gate" : span.stage}`;
 }
 
@@ -81,8 +82,12 @@ function Part({ part, x, y }) {
   const wide = Math.max(1, x(part.end_ms) - x(part.start_ms));
   return html`
     <g class=${colorOf({ stage: part.name, isPart: true })}>
-      <title>${`${part.name} on ${part.node}: ${millis(part.end_ms - part.start_ms)}`}</title>
+      <title>${`${part.name}${part.node ? ` on ${part.node}` : ""}: ${millis(part.end_ms - part.start_ms)}`}</title>
       <rect x=${x(part.start_ms)} y=${y} width=${wide} height=${PART} />
+      ${(part.layers ?? []).map((each, index) => html`
+        <rect key=${index} class="layers" x=${x(each.start_ms)} y=${y} width=${Math.max(1, x(each.end_ms) - x(each.start_ms))} height=${PART}>
+          <title>${`${each.name}: ${bytes(each.kv_bytes)} in ${millis(each.end_ms - each.start_ms)}`}</title>
+        </rect>`)}
     </g>`;
 }
 

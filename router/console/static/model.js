@@ -208,38 +208,46 @@ export function matrix(flows, most) {
 
 // ---- timelines --------------------------------------------------------------------------------
 
-const trackOf = (span) => (span.stage === "transfer" ? "KV transfer" : span.node || "router");
+const TRACKS = { transfer: "KV transfer", "log-append": "token log" }; // beside the processes
+const trackOf = (span) => TRACKS[span.stage] ?? (span.node || "router");
+
+/** The stages, and what lies beside them: transfers of KV, the longest appends to the log. */
+const allSpans = (timeline) => [...timeline.stages, ...timeline.transfers, ...(timeline.log?.longest ?? [])];
 
 /** Tracks of a timeline in order of appearance: [{name, spans, parts}], the router's first, KV's
- * last. `parts`: what that node told of its stages. */
+ * and the log's last. `parts`: what that node told of its stages, or what a transfer consists of. */
 export function tracks(timeline) {
   const found = new Map([["router", []]]);
-  for (const span of [...timeline.stages, ...timeline.transfers]) {
+  for (const span of allSpans(timeline)) {
     const name = trackOf(span);
     if (!found.has(name)) found.set(name, []);
     found.get(name).push(span);
   }
   const parts = timeline.stages.flatMap((span) => span.parts ?? []);
   const listed = [...found].map(([name, spans]) => (
-    { name, spans, parts: parts.filter((part) => part.node === name) }));
-  const rank = (track) => (track.name === "router" ? 0 : track.name === "KV transfer" ? 2 : 1);
+    { name, spans, parts: name === TRACKS.transfer ? spans.flatMap((span) => span.parts ?? []) : parts.filter((part) => part.node === name) }));
+  const rank = (track) => (track.name === "router" ? 0 : 2 + Object.values(TRACKS).indexOf(track.name));
   return listed.filter((track) => track.spans.length).sort((a, b) => rank(a) - rank(b));
 }
 
-/** Rows of the table: each stage and transfer, and below it what nodes told of it (`isPart`). */
+/** Rows of the table: each stage, transfer and append, below it what nodes told of it (`isPart`),
+ * and below a fetch its layers (`isLayers`, too). */
 export function stageRows(timeline) {
-  const spans = [...timeline.stages, ...timeline.transfers];
+  const spans = allSpans(timeline);
   spans.sort((a, b) => a.start_ms - b.start_ms || a.end_ms - b.end_ms);
+  const row = (part, epoch) => ({ ...part, stage: part.name, epoch, why: partNote(part), isPart: true });
   return spans.flatMap((span) => [
     span,
-    ...(span.parts ?? []).map((part) => (
-      { ...part, stage: part.name, epoch: span.epoch, why: partNote(part), isPart: true })),
+    ...(span.parts ?? []).flatMap((part) => [
+      row(part, span.epoch),
+      ...(part.layers ?? []).map((each) => ({ ...row(each, span.epoch), node: part.node, isLayers: true })),
+    ]),
   ]);
 }
 
 /** What a part tells beside its times. */
 function partNote(part) {
-  if (part.kv_bytes) return `${bytes(part.kv_bytes)} over ${part.lane}`;
+  if (part.kv_bytes) return part.lane ? `${bytes(part.kv_bytes)} over ${part.lane}` : bytes(part.kv_bytes);
   return part.chunks > 1 ? `${part.chunks} chunks` : "";
 }
 
@@ -284,7 +292,8 @@ export function failures(timeline) {
 /** Milliseconds by stage, for the comparison of two requests. */
 export function byStage(timeline) {
   const sums = new Map();
-  for (const span of [...timeline.stages, ...timeline.transfers]) {
+  for (const span of allSpans(timeline)) {
+    if (span.stage in TRACKS && span.stage !== "transfer") continue; // only the longest are told
     sums.set(span.stage, (sums.get(span.stage) ?? 0) + span.end_ms - span.start_ms);
   }
   return sums;

@@ -152,6 +152,7 @@ function Timeline({ timeline, end, consoleKey }) {
         <${Figure} name="Retries">${timeline.retries}<//>
         <${Figure} name="Migrations">${timeline.migrations}<//>
         <${Figure} name="Preemptions">${timeline.preemptions}<//>
+        ${timeline.log && html`<${Figure} name="Log appends" note=${` ${millis(timeline.log.total_ms)}`}>${count(timeline.log.appends)}<//>`}
         <${Figure} name="Outcome"><span class=${timeline.error ? "bad" : ""}>${timeline.error ?? timeline.outcome.toLowerCase()}</span><//>
         <${Figure} name="Arrived">${clock(timeline.arrived_at)}<//>
       </dl>
@@ -178,7 +179,7 @@ function Stages({ timeline }) {
     <div class="scroll" tabindex="0" role="region" aria-label="Stages as a table"><table>
       <thead><tr><th>stage</th><th>node</th><th class="r">start</th><th class="r">took</th><th class="r">tokens</th><th class="r">epoch</th><th>note</th></tr></thead>
       <tbody>${spans.map((span, index) => html`
-        <tr key=${index}><td class=${span.isPart ? "part" : ""}><i class=${`key ${colorOf(span)}`} />${span.stage}</td><td><${NodeLink} id=${span.node} /></td><td class="r">${millis(span.start_ms)}</td>
+        <tr key=${index}><td class=${span.isLayers ? "part layers" : span.isPart ? "part" : ""}><i class=${`key ${colorOf(span)}`} />${span.stage}</td><td><${NodeLink} id=${span.node} /></td><td class="r">${millis(span.start_ms)}</td>
         <td class="r">${millis(span.end_ms - span.start_ms)}</td><td class="r">${span.tokens ? `${span.tokens[0] + 1}–${span.tokens[1]}` : ""}</td><td class="r">${span.epoch}</td><td class="why">${span.why ?? ""}</td></tr>`)}</tbody>
     </table></div>`;
 }

@@ -189,13 +189,16 @@ async def test_a_full_node_is_relieved(model: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(thread, "_on_step", tell_and_wait)
         monkeypatch.setattr(c.router.services.dispatcher, "migrate", ask)
         expected = 4 * one_engine_tokens(model, PROMPTS, params)
-        while "whole" not in full.stats.departures:  # else whoever was asked had just left or ended
+        for _ in range(10):  # by chance it never gets full, or who was asked had just ended
             asked.clear()
             found = await c.generate(4 * PROMPTS, params)
             assert [each.token_ids for each in found] == expected
             assert {each.retries for each in found} == {0}
-            assert asked.is_set()
-            assert full.stats.num_swap_outs > 0
+            if "whole" in full.stats.departures:
+                break
+        assert asked.is_set()
+        assert full.stats.departures["whole"] > 0
+        assert full.stats.num_swap_outs > 0
         assert c.router.services.dispatcher.migrations.done == full.stats.num_handed_on
         assert (roomy.stats.num_handed_on, roomy.stats.num_prompt_tokens) == (0, 0)
         await c.settle()

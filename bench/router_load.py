@@ -52,6 +52,7 @@ class LoadPlan:
     seconds: float
     words: int
     tokens: int
+    model: str = ""  # its name, if the server wants one
 
     def request(self, stream: bool) -> bytes:
         words = (WORDS * (self.words // 13 + 1)).split()[: self.words - 1]
@@ -62,6 +63,7 @@ class LoadPlan:
                 "max_tokens": self.tokens,
                 "ignore_eos": True,
                 "stream": stream,
+                **({"model": self.model} if self.model else {}),
             }
         )
         head = f"POST {self.path} HTTP/1.1\r\nhost: {self.host}\r\n"
@@ -313,7 +315,7 @@ def report(found: RouterFigures, lasted_s: float) -> dict[str, Any]:
 async def run(given: argparse.Namespace) -> dict[str, Any]:
     plan = LoadPlan(
         given.host, given.port, given.path, given.connections, given.seconds, given.words,
-        given.tokens,
+        given.tokens, given.model,
     )  # fmt: skip
     if given.mode == "whole":
         return await whole(plan)
@@ -328,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--path", default="/v1/chat/completions")
+    parser.add_argument("--model", default="", help="the name in each body")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--words", type=int, default=100)

@@ -1,6 +1,6 @@
 """Two engines that compute nothing, over HTTP: `python -m bench.router_peer_engines`.
 
-They stand behind SGLang's router for bench/router_peers.py: a prefill and a decode engine in one
+They stand behind routers of others for bench/router_peers.py: a prefill and a decode engine in one
 process, with raw asyncio protocols. Each is an HTTP server with the few paths that the router asks
 for. A chat is answered at once; a streamed chat with an event per token, every `--step-ms`. The
 prefill engine answers with one token, which the router drops. Prints one JSON line when ready;

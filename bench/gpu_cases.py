@@ -38,6 +38,7 @@ from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from baton.protocol.sampling import SamplingParams
 from bench.gpu_case import NAMES, TOLERANCE, CaseShape, KernelCase, noise
 from bench.gpu_delta_cases import delta_cases
+from bench.gpu_float8_cases import float8_cases
 
 
 def cases_of(
@@ -382,6 +383,7 @@ FAMILIES: Final[dict[str, Callable[[CaseShape, torch.dtype], Iterator[KernelCase
     "writes": write_cases,
     "elementwise": elementwise_cases,
     "products": product_cases,
+    "8-bit floats": float8_cases,
     "linear attention": delta_cases,
     "sampling": sampling_cases,
 }

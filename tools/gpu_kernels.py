@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+FLOAT8_FAMILY: Final = "8-bit floats"
+FLOAT8_CAPABILITY: Final = 89  # older GPUs do not multiply them
 SHARED_MEMORY: Final = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes per program
 
 
@@ -120,6 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     from bench.gpu_cases import FAMILIES, cases_of
 
     families: list[str] = options.families or list(FAMILIES)
+    if options.capability < FLOAT8_CAPABILITY:
+        families = [each for each in families if each != FLOAT8_FAMILY]
     dtypes = [getattr(torch, name) for name in options.dtype]
     shape = widths(torch.device("cpu"))
     cases = (

@@ -21,7 +21,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SpeculativeMethod = Literal["none", "ngram", "draft", "mtp", "eagle3"]
-# "widened": a GGUF file's integers are not kept. The last four: as the checkpoint is stored
+# "widened": integers of a GGUF file and 8-bit floats are not kept. The last four: as it is stored
 # (checkpoint.py).
 Quantization = Literal[
     "none", "int8", "w8a8", "int4", "widened", "compressed-tensors", "gptq", "awq", "gguf"
@@ -90,7 +90,7 @@ class EngineConfig:
     quantization: Quantization = option(
         "none",
         "round the weights when loading (a quantized checkpoint says so itself); widened: a GGUF "
-        "file's in the model's dtype",
+        "file's, and 8-bit floats, in the model's dtype",
         choices=spelled(get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq"),
         also=("-q",),
     )

@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -27,11 +28,13 @@ from baton.engine.checkpoint.gguf.header import read_gguf
 from baton.engine.quantization.integer import Scheme, quantize
 from baton.text.tokenizer import Tokenizer
 from bench.quantization import UNSEEN, UNSEEN_TOKENS, TimedAnswer, all_logits, glossary, load
+from tests.engine.float8_device import multiplying
 from tests.engine.gguf_models import MIXES, write_gguf
 from tests.engine.quantized_models import RECIPES, quantized_pair
 from tests.engine.widened_models import FORMATS, edit_config
 
 MODEL_FILE = "model.safetensors"
+MULTIPLIED = ", multiplied"  # as on a GPU that multiplies 8-bit floats
 SKIPPED = ("fp8-small-blocks", "fp8-static", "fp8-modelopt", "fp8-deepseek", "nvfp4-modelopt")
 
 
@@ -67,27 +70,36 @@ def integer_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float
         yield name, path, 8 * num_bytes / sum(numbers[key].numel() for key in kept)
 
 
+def packed_copy(name: str, model: Path, path: Path) -> float:
+    """Copy `model` to `path`, its layers' products packed as FORMATS[name]. Return the bits per
+    packed weight."""
+    shutil.copytree(model, path)
+    format_, plain = FORMATS[name], load_file(model / MODEL_FILE)
+    tensors = dict(plain)
+    numbers = num_bytes = 0
+    for key, weight in plain.items():
+        if key.endswith("_proj.weight"):
+            del tensors[key]
+            packed, _ = format_.pack(key.removesuffix(".weight"), weight.float())
+            tensors.update(packed)
+            numbers += weight.numel()
+            num_bytes += sum(each.nbytes for each in packed.values())
+    save_file(tensors, path / MODEL_FILE, {"format": "pt"})
+    edit_config(path, quantization_config=format_.config)
+    return 8 * num_bytes / numbers
+
+
 def packed_models(model: Path, folder: Path) -> Iterator[tuple[str, Path, float]]:
     """(name, checkpoint or file, bits per packed weight) of each format."""
     yield from integer_models(model, folder)
-    plain = load_file(model / MODEL_FILE)
-    for name, format_ in FORMATS.items():
+    for name in FORMATS:
         if name in SKIPPED:
             continue
         path = folder / name
-        shutil.copytree(model, path)
-        tensors = dict(plain)
-        numbers = num_bytes = 0
-        for key, weight in plain.items():
-            if key.endswith("_proj.weight"):
-                del tensors[key]
-                packed, _ = format_.pack(key.removesuffix(".weight"), weight.float())
-                tensors.update(packed)
-                numbers += weight.numel()
-                num_bytes += sum(each.nbytes for each in packed.values())
-        save_file(tensors, path / MODEL_FILE, {"format": "pt"})
-        edit_config(path, quantization_config=format_.config)
-        yield name, path, 8 * num_bytes / numbers
+        bits = packed_copy(name, model, path)
+        yield name, path, bits
+        if name in ("fp8-tensor", "fp8-channel", "fp8-block"):
+            yield name + MULTIPLIED, path, bits
     for mix in MIXES:
         if mix not in ("F32", "old", "older"):
             file = folder / f"{mix}.gguf"
@@ -136,7 +148,8 @@ def main() -> int:
     sys.stdout.write("---|" * 8 + "\n")
     with tempfile.TemporaryDirectory() as folder:
         for name, path, bits, options in models(given.model.resolve(), Path(folder)):
-            model = load(path, dtype="float32", **options)
+            with multiplying() if name.endswith(MULTIPLIED) else nullcontext():
+                model = load(path, dtype="float32", **options)
             cells = [name, f"{bits:.2f}"]
             for answers, expected in zip(kinds, exact, strict=True):
                 each = losses(torch.cat(all_logits(model, answers)), expected)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from baton.engine.kernels.delta_rule import DeltaSizes, TorchDeltaRule
 from baton.engine.kernels.gpu import experts, int_linear, pages
 from baton.engine.kernels.gpu.decode_attention import key_tile, splits_for
 from baton.engine.kernels.gpu.delta_rule import TritonDeltaRule
+from baton.engine.kernels.gpu.float8_linear import TritonFloat8Linear
 from baton.engine.kernels.gpu.prefill_attention import TileSizes, lay_tiles, tile_sizes
 from baton.engine.kernels.gpu.support import state, triton_serves
 from baton.engine.memory.kv_cache import KVArena
@@ -33,6 +35,7 @@ from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
 from baton.engine.models.layers.gates import SoftmaxGate
+from baton.engine.quantization.float8 import Float8Linear, Float8Weight, InputRounding
 from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.state.attention import AttentionLayer
@@ -43,6 +46,7 @@ from bench import gpu_cases
 from bench.gpu_case import NAMES, KernelCase, small
 from bench.gpu_cases import RULES
 from bench.gpu_delta_cases import delta_cases
+from bench.gpu_float8_cases import float8_cases
 from tests.engine.test_attention import BLOCK, CPU, Pool, chunks_of, fill_past, random_rows
 from tests.engine.test_delta_rule import Run, spans_of
 from tests.engine.test_delta_rule import noise as delta_noise
@@ -57,6 +61,7 @@ KERNELS = {
     "writes": {"_store_kernel", "_rotate_kernel"},
     "elementwise": {"_norm_kernel", "_gated_kernel", "_rotate_kernel"},
     "products": {"_int_kernel", "_grouped_kernel"},
+    "8-bit floats": {"_round_kernel", "_float8_kernel", "_grouped_kernel"},
     "linear attention": {"_mix_kernel", "_keep_kernel", "_rule_kernel", "_gate_kernel"},
     "sampling": {"_greatest_kernel", "_keyed_kernel", "_best_kernel"},
 }
@@ -103,6 +108,11 @@ def test_what_stands_between_products_is_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_products_are_torchs(dtype: torch.dtype) -> None:
     assert check(gpu_cases.product_cases(SHAPE, dtype)) == 5
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_products_of_8_bit_floats_are_torchs(dtype: torch.dtype) -> None:
+    assert check(float8_cases(SHAPE, dtype)) == 16
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
@@ -237,6 +247,29 @@ def test_stacked_experts_say_what_they_said() -> None:
     parts = first(hidden, ()) + rest(hidden, ())
     whole = Experts(gate, each, None)(hidden, ())
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_stacked_experts_of_8_bit_floats_share_a_static_scale() -> None:
+    """The greatest one; each expert becomes a view. Beside a plain expert none is stacked."""
+
+    def floats(outputs: int, inputs: int, static: float) -> Float8Linear:
+        values = torch.randn(outputs, inputs, generator=generator).to(DEVICE, torch.float8_e4m3fn)
+        scales = torch.rand(1, outputs, generator=generator).to(DEVICE) / 4
+        return Float8Linear(Float8Weight(values, scales, InputRounding(inputs, static)), None)
+
+    generator = torch.Generator().manual_seed(4)
+    each = tuple(Expert(floats(32, 24, 0.01 * i), floats(24, 16, 0.1)) for i in (1, 3, 2))
+    gate = SoftmaxGate(torch.randn(3, 24, generator=generator).to(DEVICE), 2, True)
+    hidden = torch.randn(5, 24, generator=generator).to(DEVICE)
+    together = stacked(Experts(gate, each, None))
+    assert together.together is not None
+    views = replace(together, together=None)
+    for expert in together.experts:
+        assert isinstance(expert.gate_up, TritonFloat8Linear)
+        assert expert.gate_up.weight.rounding.static == 0.03
+    torch.testing.assert_close(together(hidden, ()), views(hidden, ()), atol=1e-4, rtol=1e-3)
+    plain = Expert(PlainLinear(hidden.new_ones(32, 24), None), each[0].down)
+    assert stacked(Experts(gate, (*each[:2], plain), None)).together is None
 
 
 def test_integer_weights_that_make_no_tiles_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Weights of 8-bit floats with scales beside them, widened: fp8 as several tools write it.
+"""Weights of 8-bit floats with scales beside them: fp8 as several tools write it. They are widened,
+or kept where a GPU multiplies them (quantization/float8.py).
 
     weight         float8 [out, in], or of all experts [experts, out, in]
     weight_scale   a single scale; one per output, [out] or [out, 1]; one per group of inputs
@@ -14,16 +15,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from baton.engine.checkpoint.kinds import FLOAT8_GROUP, Rounded
 from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, WidenedTensor, refused
+from baton.engine.quantization.float8 import Float8Weight, InputRounding
 
 _FLOATS: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_KEPT_BLOCK: Final = (FLOAT8_GROUP, FLOAT8_GROUP)
+_NAN: Final = 0x7F  # of e4m3, without its sign
 _SCALES: Final = ("_scale_inv", "_scale")
-# Tensors that are not read: scales of activations and of KV, which Baton does not round by them.
+_STATIC: Final = ".input_scale"
+# Tensors without a place in the model: scales of KV and of activations. Of these, kept weights read
+# static ones.
 UNREAD: Final = (
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
     ".input_scale_ub", ".input_zero_point", ".weight_zero_point", ".input_global_scale",
@@ -31,10 +39,14 @@ UNREAD: Final = (
 
 
 def widen_float8(
-    config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    config: Mapping[str, Any], stored: Mapping[str, StoredTensor], kept: Rounded | None = None
 ) -> dict[str, Readable]:
     """Return all tensors under the names of the unquantized checkpoint, 8-bit floats widened.
-    Raises ModelRefused for weights without fitting scales."""
+    `kept`: how inputs are rounded that products multiply by 8-bit floats; these can be read as they
+    are, too (WidenedTensor.open_kept). None = no product does.
+
+    Raises ModelRefused for weights without fitting scales.
+    """
     block = _block_of(config)
     found: dict[str, Readable] = {}
     scales: set[str] = set()
@@ -46,7 +58,9 @@ def widen_float8(
         if scale is None:
             raise refused(name, "it is of 8-bit floats, but there is no scale of it")
         scales.add(scale)
-        found[name] = _widened(name, tensor, stored[scale], block)
+        static = stored.get(name.removesuffix(".weight") + _STATIC)
+        rounded = None if kept is None else _InputScales(kept, static)
+        found[name] = _widened(name, tensor, stored[scale], block, rounded)
     return {
         name: tensor
         for name, tensor in found.items()
@@ -82,8 +96,37 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
+@dataclass(frozen=True, slots=True)
+class _InputScales:
+    """How a product's inputs are rounded, and the tensor of its static scale, if there is one."""
+
+    rounded: Rounded
+    static: StoredTensor | None
+
+    def rounding(self, name: str, group: int) -> InputRounding:
+        """Read it. Raises ModelRefused for a static scale that is no positive number."""
+        if not self.rounded.static:
+            return InputRounding(group, ceiling=self.rounded.ceiling)
+        assert self.static is not None, "`keep` has asked for it"
+        stated = read_scale(name, self.static).max().item()
+        if stated <= 0:
+            raise refused(name, "the scale of its inputs is not above 0")
+        return InputRounding(group, static=stated)
+
+    def keep(self, weight: StoredTensor, rows: int, columns: int) -> bool:
+        """Whether a product takes `weight`, of which rows x columns share a scale, see _covered."""
+        if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 2:
+            return False
+        fits = not columns or (rows, columns) == _KEPT_BLOCK
+        return fits and (self.static is not None or not self.rounded.static)
+
+
 def _widened(
-    name: str, weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None
+    name: str,
+    weight: StoredTensor,
+    scale: StoredTensor,
+    block: tuple[int, int] | None,
+    inputs: _InputScales | None,
 ) -> WidenedTensor:
     rows, columns = _covered(name, weight.shape, scale.shape, block)
 
@@ -93,7 +136,28 @@ def _widened(
             factors = factors.view(*weight.shape[:-2], -1, factors.shape[-1] if columns else 1)
         return functools.partial(_slab, weight.read(), factors, rows, columns)
 
-    return WidenedTensor(name, weight.shape, (weight, scale), open_slabs)
+    tensor = WidenedTensor(name, weight.shape, (weight, scale), open_slabs)
+    if inputs is None or not inputs.keep(weight, rows, columns):
+        return tensor
+
+    def open_kept() -> Float8Weight:
+        rounding = inputs.rounding(name, columns or weight.shape[1])
+        return _kept(name, weight, read_scale(name, scale), rows, rounding)
+
+    return replace(tensor, open_kept=open_kept)
+
+
+def _kept(
+    name: str, weight: StoredTensor, factors: Tensor, rows: int, rounding: InputRounding
+) -> Float8Weight:
+    """Read a weight as it is stored. `factors`: a scale for all outputs, or for each `rows` of
+    them. Raises ModelRefused if a weight is not finite."""
+    values, outputs = weight.read(), weight.shape[0]
+    if bool(((values.view(torch.uint8) & _NAN) == _NAN).any()):
+        raise refused(name, "some of its weights are not finite")
+    rows = rows or outputs
+    scales = factors.view(-(-outputs // rows), -1).repeat_interleave(rows, 0)[:outputs]
+    return Float8Weight(values, scales.t().contiguous(), rounding)
 
 
 def _covered(

@@ -1,15 +1,18 @@
-"""Which quantized checkpoints are widened while they are read, by their quantization_config alone.
+"""Which quantized checkpoints are widened while they are read, by their quantization_config alone,
+and which 8-bit floats a GPU multiplies as they are.
 
 A format that Baton does not multiply by itself is widened: the reader gives its tensors the names
 and the values of an unquantized checkpoint, so no other code knows of the format. Scales of
 activations and of KV are not read: activations stay as they are, and --kv-cache-dtype decides about
-KV. The lean route keeps the integers of a GGUF file's products (gguf/blocks.py), unless it is asked
-to widen them. No torch here, because `baton estimate` uses this too.
+KV. Where a GPU multiplies 8-bit floats, activations are rounded, too (`rounded_inputs`). The lean
+route keeps the integers of a GGUF file's products (gguf/blocks.py), unless it is asked to widen
+them. No torch here, because `baton estimate` uses this too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from baton.protocol.errors import ModelRefused
@@ -24,7 +27,48 @@ GGUF_KEPT_BYTES: Final[Mapping[str, float]] = {
     "Q6_K": 1.25, "Q8_0": 1.125,
 }  # fmt: skip
 MXFP4_KEPT_BYTES: Final = 0.5625  # of a weight of gpt-oss's experts, whose scales are float16
+FLOAT8_GROUP: Final = 128  # outputs, and inputs, of a block of 8-bit floats that products keep
+_FLOAT8_BLOCKS: Final = ([FLOAT8_GROUP] * 2, "128x128")  # as configs spell it
 _MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """How a checkpoint of 8-bit floats wants the inputs of its products rounded: by one scale that
+    it states (`static`), or by each row's own, up to the magnitude `ceiling`. In products of blocks
+    each group of inputs has its own instead."""
+
+    static: bool = False
+    ceiling: float | None = None
+
+
+def rounded_inputs(config: Mapping[str, Any]) -> Rounded | None:
+    """Return how the inputs of an fp8 checkpoint's products are rounded; None if they are not, or
+    in several ways, or if weights have scales by group, in blocks of other sizes, or in blocks
+    beside static scales of inputs. Such weights are widened on every device."""
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if method == "compressed-tensors":
+        groups = config.get("config_groups") or {}
+        found = {_rounded_inputs(group) for group in groups.values()}
+        return found.pop() if len(found) == 1 else None
+    ceiling = config.get("activation_scale_ub") if method == "fbgemm_fp8" else None
+    static = method == "modelopt" or config.get("activation_scheme") == "static"
+    return Rounded(static, ceiling) if _multiplied(block, static) else None
+
+
+def _rounded_inputs(group: Mapping[str, Any]) -> Rounded | None:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if (inputs.get("num_bits"), inputs.get("type")) != (8, "float"):
+        return None
+    if weights.get("strategy") not in ("tensor", "channel", "block"):
+        return None
+    static = inputs.get("dynamic") is not True
+    return Rounded(static) if _multiplied(weights.get("block_structure"), static) else None
+
+
+def _multiplied(block: Any, static: bool) -> bool:
+    """Whether products take weights in such blocks; None = in no blocks."""
+    return not block or (block in _FLOAT8_BLOCKS and not static)
 
 
 def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.quantization.float8 import Float8Weight
 from baton.engine.quantization.integer import IntWeight
 from baton.protocol.errors import ModelRefused
 
@@ -101,14 +102,14 @@ Slab = Callable[[int, int], Tensor]  # (start, stop) of the first dimension -> t
 @dataclass(frozen=True, slots=True)
 class WidenedTensor:
     """A tensor `name` that is computed from `parts`. `open_slabs` reads the parts for widening.
-    `open_integers` reads them as integers [out, in]; None = a product cannot keep these."""
+    `open_kept` reads them as a product keeps them, [out, in]; None = a product cannot keep them."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
     open_slabs: Callable[[], Slab]
     dtype: torch.dtype = torch.float32
-    open_integers: Callable[[], IntWeight] | None = None
+    open_kept: Callable[[], IntWeight | Float8Weight] | None = None
 
     @property
     def num_bytes(self) -> int:

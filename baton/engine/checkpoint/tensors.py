@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 from typing import Final
@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.engine.checkpoint.stored import Readable, StoredTensor, WidenedTensor
+from baton.engine.quantization.float8 import Float8Weight
 from baton.engine.quantization.integer import IntWeight
 from baton.protocol.errors import ModelRefused
 
@@ -169,24 +170,22 @@ class TensorReader:
         stored = self.stored(name)
         return self._stack([stored], (name,), stored.dtype)
 
-    def has_integers(self, name: str) -> bool:
-        """Whether `integers` returns integers for tensor `name`."""
+    def keeps(self, name: str) -> bool:
+        """Whether `kept` returns a weight for tensor `name`."""
         stored = self._stored.get(name)
-        return isinstance(stored, WidenedTensor) and stored.open_integers is not None
+        return isinstance(stored, WidenedTensor) and stored.open_kept is not None
 
-    def integers(self, name: str) -> IntWeight | None:
-        """Read the integers that tensor `name` [out, in] is stored as, on the model's device; None
-        if it has none that can be kept. Raises ModelRefused for damaged scales, and for a file that
-        ends too soon."""
+    def kept(self, name: str) -> IntWeight | Float8Weight | None:
+        """Read the integers or 8-bit floats that tensor `name` [out, in] is stored as, on the
+        model's device; None if it has none that a product keeps. Raises ModelRefused for damaged
+        weights and scales, and for a file that ends too soon."""
         stored = self._stored.get(name)
-        if not isinstance(stored, WidenedTensor) or stored.open_integers is None:
+        if not isinstance(stored, WidenedTensor) or stored.open_kept is None:
             return None
-        weight = stored.open_integers()
+        weight = stored.open_kept()
         self._progress.add(stored.num_bytes)
         self._read.add(name)
-        zeros = None if weight.zeros is None else weight.zeros.to(self._device)
-        values, scales = weight.values.to(self._device), weight.scales.to(self._device)
-        return replace(weight, values=values, scales=scales, zeros=zeros)
+        return weight.to(self._device)
 
     def _stack(self, parts: Sequence[Readable], names: Sequence[str], dtype: torch.dtype) -> Tensor:
         first = parts[0]

@@ -5,7 +5,8 @@
     plain checkpoint, --quantization      -> each linear layer is quantized as it is read
     quantized checkpoint                  -> its integers in its own scheme; other layers plain
     checkpoint of 4- or 8-bit floats      -> the reader widens it (widening.py) to plain weights;
-                                             gpt-oss's experts stay in 4 bits if kernels support it
+                                             gpt-oss's experts stay in 4 bits if kernels support it,
+                                             8-bit floats stay so on GPUs that multiply them
     GGUF                                  -> its integers, if the reader keeps them; else widened
     --lm-head-quantization                -> a head that is stored plain is quantized as it is read
 
@@ -27,6 +28,7 @@ from baton.engine.checkpoint.float4 import Float4Layout, float4_layout
 from baton.engine.checkpoint.quantized_checkpoint import Layout, module_names
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.widening import integer_layout
+from baton.engine.quantization.float8 import Float8Format, Float8Weight, stack_float8
 from baton.engine.quantization.integer import (
     IntWeight,
     QuantizedFormat,
@@ -39,13 +41,14 @@ from baton.protocol.errors import ModelRefused
 
 HEAD: Final = "lm_head"
 TABLE: Final = "model.embed_tokens"
-StoredWeight = IntWeight | Tensor
+StoredWeight = IntWeight | Float8Weight | Tensor
 CORRECTION: Final = ".e_score_correction_bias"  # the bias of DeepSeek-V3's routers
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """How layers are made: `plain` makes those of plain weights, `integers` those of integers.
+    """How layers are made: `plain` makes those of plain weights, `integers` those of integers,
+    `floats` those of 8-bit floats.
 
     `scheme`: what plain weights are quantized to as they are read. `head`: the same for a plain
     head. None = they are not quantized.
@@ -53,6 +56,7 @@ class WeightFormats:
 
     plain: LinearFormat
     integers: QuantizedFormat
+    floats: Float8Format
     scheme: Scheme | None
     head: Scheme | None = None
 
@@ -142,7 +146,7 @@ class Weights:
         names = [f"{module}.weight" for module in modules]
         biases = [f"{module}.bias" for module in modules] if has_bias else []
         plain = self._layout is None and self._formats.scheme is None
-        plain = plain and not any(map(self._reader.has_integers, names))
+        plain = plain and not any(map(self._reader.keeps, names))
         if plain and self._share is None:
             return self._formats.plain(
                 self.tensor(*names), self.tensor(*biases) if biases else None
@@ -159,13 +163,13 @@ class Weights:
         if tied is None:
             weight = self._part(HEAD, self._stored(HEAD))
         else:
-            table = self._reader.integers(f"{TABLE}.weight")
+            table = self._reader.kept(f"{TABLE}.weight")
             weight = tied if table is None else self._part(HEAD, table)
         if isinstance(weight, Tensor) and self._formats.head is not None:
             weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
-        if isinstance(weight, IntWeight):
+        if not isinstance(weight, Tensor):
             self.rounded_head_bytes = weight.num_bytes
-        if isinstance(weight, IntWeight) or tied is None:
+        if not isinstance(weight, Tensor) or tied is None:
             self._count((f"{HEAD}.weight",), _num_bytes(weight))
         return self._layer(weight, None)
 
@@ -173,7 +177,7 @@ class Weights:
         """Read one tensor, or this rank's part of it."""
         module = name.removesuffix(".weight")
         whole = self._stored(module) if module in self._modules else self._reader.read(name)
-        if isinstance(whole, IntWeight):
+        if not isinstance(whole, Tensor):
             whole = whole.dequantized(self._reader.dtype)
         return whole if self._share is None else self._share.tensor(name, whole)
 
@@ -181,6 +185,8 @@ class Weights:
         """Make a linear layer of weight [out, in] and bias [out]."""
         if isinstance(weight, IntWeight):
             return self._formats.integers(weight, bias)
+        if isinstance(weight, Float8Weight):
+            return self._formats.floats(weight, bias)
         return self._formats.plain(weight, bias)
 
     def _part(self, module: str, whole: StoredWeight) -> StoredWeight:
@@ -196,12 +202,12 @@ class Weights:
         return self._part(module, weight)
 
     def _stored(self, module: str) -> StoredWeight:
-        """Read the weight of one module as the checkpoint stores it: integers, or plain."""
+        """Read the weight of one module: integers or 8-bit floats as they are stored, or plain."""
         if self._layout is not None and module in self._modules:
             return self._layout.weight(module, self._reader)
         name = f"{module}.weight"
-        integers = self._reader.integers(name)
-        return self._reader.read(name) if integers is None else integers
+        kept = self._reader.kept(name)
+        return self._reader.read(name) if kept is None else kept
 
     def _side_by_side(self, parts: Sequence[StoredWeight], bias: Tensor | None) -> Linear:
         """Make one layer of modules of one input that have different formats: some may be on the
@@ -226,14 +232,19 @@ class Weights:
 def _stacked(parts: Sequence[StoredWeight]) -> StoredWeight | None:
     """Return the parts stacked along their outputs; None if their formats differ."""
     integers = [part for part in parts if isinstance(part, IntWeight)]
-    if integers:
-        return stack_weights(integers) if len(integers) == len(parts) else None
+    floats = [part for part in parts if isinstance(part, Float8Weight)]
     plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(integers) == len(parts):
+        return stack_weights(integers)
+    if len(floats) == len(parts):
+        return stack_float8(floats)
+    if len(plain) < len(parts):
+        return None
     return plain[0] if len(plain) == 1 else torch.cat(plain)
 
 
 def _num_bytes(weight: StoredWeight) -> int:
-    return weight.num_bytes if isinstance(weight, IntWeight) else weight.nbytes
+    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
 
 
 def _rounded(module: str, weight: Tensor, scheme: Scheme, field: str) -> IntWeight:
@@ -262,5 +273,6 @@ def open_weights(
     """
     layout = integer_layout(quantization_config) or float4_layout(reader.names)
     integers = QuantizedFormat(reader.dtype, device)
+    floats = Float8Format(reader.dtype, device)
     plain = choose_linear(reader.dtype, device)
-    return Weights(reader, WeightFormats(plain, integers, scheme, head), layout, share)
+    return Weights(reader, WeightFormats(plain, integers, floats, scheme, head), layout, share)

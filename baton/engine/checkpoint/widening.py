@@ -17,12 +17,13 @@ from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.float4 import widen_float4
 from baton.engine.checkpoint.float8 import widen_float8
 from baton.engine.checkpoint.gguf.weights import gguf_tensors
-from baton.engine.checkpoint.kinds import Kind, widened_kind
+from baton.engine.checkpoint.kinds import Kind, rounded_inputs, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
 from baton.engine.checkpoint.stacked_experts import Stacking, unstack, unstack_rows
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader, Widen
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.kernels.gpu.support import float8_serves
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
 _FORMATS: Final[Mapping[Kind, _Format]] = {  # the formats of safetensors
@@ -51,8 +52,8 @@ def open_tensors(
     they have in a checkpoint of that part alone: it is removed from the names, or replaced by
     "model." if it begins so; then the head is named without it. `unstacked`: how the experts of a
     layer are stored in one tensor; each gets tensors of its own. `kept`: the integers of a
-    GGUF file can be read (TensorReader.integers), and stacked experts stay in MXFP4 if the kernels
-    support it.
+    GGUF file can be read (TensorReader.kept), and 8-bit floats if the device multiplies them;
+    stacked experts stay in MXFP4 if the kernels support it.
 
     Raises ModelRefused for a broken file and for tensors that do not fit their format.
     """
@@ -67,6 +68,8 @@ def open_tensors(
             checkpoint.weight_files, dtype, device, functools.partial(unstack, packed)
         )
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
+    if kind == "fp8" and kept and float8_serves(device):
+        widen = functools.partial(widen_float8, config or {}, kept=rounded_inputs(config or {}))
     if unstacked == "outputs first" and widen is None:
         widen = unstack_rows
     if prefix:

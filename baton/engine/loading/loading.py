@@ -44,7 +44,7 @@ from baton.engine.loading.route import (
     choose_route,
     classifies,
     head_scheme,
-    keeps_integers,
+    kept_as,
     leave_lean,
 )
 from baton.engine.memory.state_sizes import slot_bytes
@@ -180,15 +180,16 @@ def load_model(
 
 
 def _read_as(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool) -> str:
-    """Return how quantized weights were read: widened, or as integers of the format that is named.
-    "" for weights that are kept in the form in which they are stored."""
+    """Return how quantized weights were read: widened, or as integers or products of the format
+    that is named. "" for integers that are kept in the form in which they are stored."""
     quantized = checkpoint.config.get("quantization_config")
     kind = widened_kind(quantized)
     if quantized is None or (kind is None and lean):
         return ""
     if kind is None:
         return f"widened integers of {quantized['quant_method']}"
-    return f"{'integers of' if lean and keeps_integers(kind, config) else 'widened'} {kind}"
+    kept = kept_as(kind, quantized, config) if lean else None
+    return f"widened {kind}" if kept is None else f"{kept} of {kind}"
 
 
 def model_digest(checkpoint: Checkpoint, config: EngineConfig, *, lean: bool = True) -> str:

@@ -13,16 +13,17 @@ from typing import Any, Final
 import torch
 
 from baton.engine.checkpoint.checkpoint import text_config
-from baton.engine.checkpoint.kinds import Kind
+from baton.engine.checkpoint.kinds import Kind, rounded_inputs
 from baton.engine.checkpoint.seeing import family_of
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
+from baton.engine.kernels.gpu.support import float8_serves
 from baton.engine.kernels.rope import position_limit
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
 from baton.engine.quantization.integer import SCHEMES, Scheme
-from baton.engine.state.place import LEADER, RankPlace
+from baton.engine.state.place import LEADER, RankPlace, choose_device
 from baton.protocol.errors import ConfigError, ModelRefused
 
 logger = logging.getLogger(__name__)
@@ -152,10 +153,14 @@ def choose_length(requested: int | None, known: int | None) -> int:
     return known if requested is None else requested
 
 
-def keeps_integers(kind: Kind | None, config: EngineConfig) -> bool:
-    """Whether the lean route keeps the integers of weights of this kind; otherwise it widens
-    them."""
-    return kind == "gguf" and config.quantization == "none"
+def kept_as(kind: Kind | None, quantized: dict[str, Any], config: EngineConfig) -> str | None:
+    """Return what the lean route keeps of weights of this kind; None if it widens them."""
+    if config.quantization != "none":
+        return None
+    if kind == "gguf":
+        return "integers"
+    floats = kind == "fp8" and rounded_inputs(quantized) is not None
+    return "products" if floats and float8_serves(choose_device(config.device)) else None
 
 
 def rounds(config: EngineConfig) -> bool:

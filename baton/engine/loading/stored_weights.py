@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine.checkpoint.kinds import (
+    FLOAT8_GROUP,
     GGUF_KEPT_BYTES,
     MXFP4_KEPT_BYTES,
     WIDENED_BITS,
+    rounded_inputs,
     widened_kind,
 )
 from baton.protocol.errors import ModelRefused
@@ -32,6 +34,7 @@ class StoredWeights:
     head: StoredWeights | None = None  # the integers that are kept of the head
     only_experts: bool = False  # matrices other than routed experts are kept in the model's dtype
     act_order: bool = False  # groups are no runs of inputs
+    if_multiplied: bool = False  # `integers` are floats, which only some GPUs multiply
 
     @property
     def bytes_per_group(self) -> int:
@@ -65,6 +68,8 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
         if kind is not None:
             types = ", ".join(given.get("types") or ())
             named = f"{kind} ({types})" if types else kind
+            if kind == "fp8":
+                return _float8(given)
             kept, head = _kept_integers(c, given)
             return StoredWeights(named, WIDENED_BITS[kind], widened=True, integers=kept, head=head)
     if method == "bitsandbytes":
@@ -82,6 +87,18 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
         method, bits, max(0, group_size), zeros=not symmetric,
         act_order=bool(weights.get("desc_act")) or weights.get("actorder") == "group",
     )  # fmt: skip
+
+
+def _float8(given: dict[str, Any]) -> StoredWeights:
+    """Return how a checkpoint of 8-bit floats is stored, with the form in which a GPU that
+    multiplies them keeps them, if products can."""
+    groups = (given.get("config_groups") or {}).values()
+    structures = [(group.get("weights") or {}).get("block_structure") for group in groups]
+    in_blocks = any([given.get("weight_block_size"), *structures])
+    kept = StoredWeights("fp8", 8, FLOAT8_GROUP if in_blocks else 0, zeros=False)
+    return StoredWeights(
+        "fp8", 8, widened=True, integers=kept if rounded_inputs(given) else None, if_multiplied=True
+    )
 
 
 def _kept_integers(

@@ -1,4 +1,5 @@
-"""A mixture whose experts' unquantized weights lie in two tensors, for the grouped Triton kernels.
+"""A mixture whose experts' weights lie in two tensors, for the grouped Triton kernels: unquantized
+ones, and 8-bit floats.
 
 Importing this imports triton.
 """
@@ -12,8 +13,15 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.gpu.experts import ExpertWeights, grouped_experts
+from baton.engine.kernels.gpu.float8_linear import TritonFloat8Linear
 from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts
+from baton.engine.quantization.float8 import (
+    Float8Linear,
+    Float8Weight,
+    ScaledLinear,
+    stack_float8,
+)
 from baton.engine.quantization.linear import Linear, PlainLinear
 
 
@@ -36,8 +44,8 @@ class Together:
 
 def stacked(layer: Experts) -> Experts:
     """Return `layer` with its experts' weights stacked; each expert becomes a view of the stack.
-    Return `layer` itself if an expert is quantized, if only some experts have biases, or with
-    `fixed_shapes`."""
+    Return `layer` itself if an expert is of integers, if experts differ in format, if only some
+    have biases, or with `fixed_shapes`."""
     gate_up = _stacked([expert.gate_up for expert in layer.experts])
     down = _stacked([expert.down for expert in layer.experts])
     if layer.fixed_shapes or gate_up is None or down is None:
@@ -51,17 +59,36 @@ def stacked(layer: Experts) -> Experts:
     return replace(layer, experts=views, together=together)
 
 
+_Stackable = PlainLinear | Float8Linear | ScaledLinear | TritonFloat8Linear
+
+
 def _stacked(linears: Sequence[Linear]) -> ExpertWeights | None:
-    """Return the experts' weights in one tensor, with their biases; None if a weight is quantized
-    or only some have biases."""
-    plain = [linear for linear in linears if isinstance(linear, PlainLinear)]
-    biases = [linear.bias for linear in plain if linear.bias is not None]
-    if len(plain) < len(linears) or len(biases) not in (0, len(plain)):
+    """Return the experts' weights in one tensor, with their biases; None if a weight is of
+    integers, if formats differ, or if only some have biases."""
+    known = [each for each in linears if isinstance(each, _Stackable)]
+    biases = [linear.bias for linear in known if linear.bias is not None]
+    if len(known) < len(linears) or len(biases) not in (0, len(known)):
         return None
-    weight = torch.stack([linear.weight for linear in plain])
-    return ExpertWeights(weight, torch.stack(biases) if biases else None)
+    bias = torch.stack(biases) if biases else None
+    weights = [linear.weight for linear in known]
+    narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    if not narrow:
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        return ExpertWeights(torch.stack(plain), bias)
+    whole = stack_float8(narrow) if len(narrow) == len(weights) else None
+    if whole is None:
+        return None
+    by_expert = (len(narrow), -1)
+    scales = whole.scales.unflatten(1, by_expert).transpose(0, 1).contiguous()
+    return ExpertWeights(whole.values.unflatten(0, by_expert), bias, scales, whole.rounding)
 
 
-def _views(of: ExpertWeights) -> list[PlainLinear]:
+def _views(of: ExpertWeights) -> list[Linear]:
     biases = [None] * len(of.weight) if of.bias is None else list(of.bias)
-    return [PlainLinear(weight, bias) for weight, bias in zip(of.weight, biases, strict=True)]
+    if of.scales is None or of.rounding is None:
+        return [PlainLinear(weight, bias) for weight, bias in zip(of.weight, biases, strict=True)]
+    parts = zip(of.weight, of.scales, biases, strict=True)
+    return [
+        TritonFloat8Linear(Float8Weight(values, scales, of.rounding), bias)
+        for values, scales, bias in parts
+    ]

@@ -16,7 +16,7 @@
 
 Query heads are split evenly. With fewer KV heads than ranks, each KV head lies on several ranks;
 kv_transfer/protocol/shares.py cuts pools in the same way. The leader alone adds the bias of a
-row-parallel product. Integer weights are cut like floating-point weights: the integers of a part
+row-parallel product. Integers and 8-bit floats are cut like plain weights: the numbers of a part
 are those of the whole weight (quantization/parts.py). A row-parallel product of w8a8 sums over the
 ranks by itself.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
@@ -36,8 +36,15 @@ from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig
 from baton.engine.models.experts import ExpertDispatch
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
+from baton.engine.quantization.float8 import Float8Weight
 from baton.engine.quantization.integer import IntWeight
-from baton.engine.quantization.parts import of_inputs, of_outputs, with_exchange
+from baton.engine.quantization.parts import (
+    float8_inputs,
+    float8_outputs,
+    of_inputs,
+    of_outputs,
+    with_exchange,
+)
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ModelRefused
 
@@ -278,17 +285,28 @@ class RankShare:
             return whole
         outputs = self._outputs(module, whole.shape[0])
         inputs = self._cuts.inputs(module, whole.shape[1])
-        if isinstance(whole, Tensor):
-            return whole[:, inputs].contiguous() if outputs is None else whole[outputs].clone()
-        if outputs is not None:
-            return of_outputs(whole, outputs)
         try:
-            part = of_inputs(whole, inputs)
+            return self._cut(whole, outputs, inputs)
         except ValueError as error:
             size = self._group.place.size
             raise ModelRefused(
                 f"{module} cannot be split over {size} ranks: {error}", field=FIELD
             ) from error
+
+    def _cut(
+        self, whole: StoredWeight, outputs: slice | Tensor | None, inputs: slice
+    ) -> StoredWeight:
+        """Return these outputs of a weight; None = these inputs. Raises ValueError if groups of
+        inputs would become too small."""
+        if isinstance(whole, Tensor):
+            return whole[:, inputs].contiguous() if outputs is None else whole[outputs].clone()
+        if isinstance(whole, Float8Weight):
+            return (
+                float8_inputs(whole, inputs) if outputs is None else float8_outputs(whole, outputs)
+            )
+        if outputs is not None:
+            return of_outputs(whole, outputs)
+        part = of_inputs(whole, inputs)
         return with_exchange(part, self._group) if part.int8_activations else part
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:

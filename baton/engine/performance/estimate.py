@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.checkpoint.gguf.folder import gguf_folder, is_gguf
+from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.seeing import family_of, served_config
 from baton.engine.config import EngineConfig
 from baton.engine.loading.head_shape import eagle3_shape, mtp_shape
@@ -108,7 +109,10 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
         asked["max_model_len"] = max(2, options.context)
     model, draft = options.model.expanduser(), options.speculative_model
     try:
-        values, engine = _served(options), EngineConfig(str(model), **asked)
+        values = _served(options)
+        if options.quantization == widened_kind(values.get("quantization_config")) == "fp8":
+            asked["quantization"] = "none"  # as it is stored, on a GPU that multiplies it
+        engine = EngineConfig(str(model), **asked)
         if is_encoder(values):
             from baton.engine.encoders.encoder import refuse  # lazy: transformers takes seconds
 

@@ -433,13 +433,13 @@ def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
     dtype = shape.dtype if options.dtype == "auto" else options.dtype
     if dtype not in WEIGHT_BYTES:
         raise ConfigError(f"weights of dtype {dtype} are not known: set --dtype", field="dtype")
-    stored, own_head = shape.stored, None
+    stored, own_head, kept = shape.stored, None, False
     if stored is not None and stored.widened:
-        kept = options.quantization == "none"
+        kept = options.quantization == ("fp8" if stored.if_multiplied else "none")
         if stored.integers is not None and stored.integers.only_experts:
             kept = kept and dtype == "bfloat16"  # the dtype of the kernels for 4-bit floats
         stored, own_head = (stored.integers, stored.head) if kept else (None, None)
-    if options.quantization in QUANTIZED:
+    if options.quantization in QUANTIZED and not kept:
         stored = QUANTIZED[options.quantization]
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     head = head_quantization(options.lm_head_quantization, options.quantization)

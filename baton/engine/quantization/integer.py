@@ -90,6 +90,13 @@ class IntWeight:
     def group_size(self) -> int:
         return self.values.shape[1] // self.num_groups
 
+    def to(self, device: torch.device) -> IntWeight:
+        """Return the weight on `device`; `order` stays where it is."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(
+            self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros
+        )
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`, computed in float32."""
         weight = self.values.float().unflatten(1, (self.num_groups, -1))
@@ -421,7 +428,7 @@ def works(name: str, trial: Callable[[], bool]) -> bool:
     """Whether the kernel `name` exists on this machine and `trial` finds its results right."""
     try:
         works = trial()
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError) as error:
         logger.info("quantized layers: %s is not available here: %s", name, error)
         return False
     if not works:

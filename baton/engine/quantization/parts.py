@@ -1,7 +1,8 @@
-"""Parts of integer weights: the integers, scales and zeros of some outputs, or of some inputs.
+"""Parts of narrow weights (integers, 8-bit floats): the numbers, scales and zeros of some outputs,
+or of some inputs.
 
-A tensor-parallel rank keeps such a part (parallel/sharding.py). A part holds integers of the whole
-weight and is never rounded anew, so the model is the same for any number of ranks:
+A tensor-parallel rank keeps such a part (parallel/sharding.py). A part holds numbers of the whole
+weight and is never rounded anew, so the weights are the same for any number of ranks:
 
     some outputs    the rows of values, scales and zeros that belong to them
     some inputs     the columns that belong to them; a group that several ranks share is cut into
@@ -10,6 +11,8 @@ weight and is never rounded anew, so the model is the same for any number of ran
     with `order`    otherwise differ in length
     w8a8, some      the ranks exchange the greatest magnitudes of rows and the integer sums, so that
     inputs          rounding and scaling equal those of the whole weight (linear.W8A8Share)
+    8-bit floats,   each rank rounds its inputs by itself, as in vLLM: nothing is exchanged, and the
+    some inputs     scales of inputs may differ from those of the whole row
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import QUAD
+from baton.engine.quantization.float8 import LEAST_GROUP, Float8Weight
 from baton.engine.quantization.integer import IntWeight
 from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 
@@ -51,6 +55,26 @@ def of_inputs(weight: IntWeight, inputs: slice) -> IntWeight:
         raise ValueError(f"its groups of {weight.group_size} inputs would be cut into {size}")
     groups = torch.arange(inputs.start, inputs.stop, size) // weight.group_size
     return _with_groups(weight, values, groups.to(values.device))
+
+
+def float8_outputs(weight: Float8Weight, outputs: slice | Tensor) -> Float8Weight:
+    """See of_outputs."""
+    values = weight.values.view(torch.uint8)[outputs].clone().view(weight.values.dtype)
+    return replace(weight, values=values, scales=weight.scales[:, outputs].contiguous())
+
+
+def float8_inputs(weight: Float8Weight, inputs: slice) -> Float8Weight:
+    """See of_inputs."""
+    values, scales, rounding = weight.values[:, inputs].contiguous(), weight.scales, weight.rounding
+    if len(scales) == 1:
+        size = values.shape[1]
+    else:
+        size = math.gcd(rounding.group, inputs.start, inputs.stop)
+        if size < LEAST_GROUP:
+            raise ValueError(f"its groups of {rounding.group} inputs would be cut into {size}")
+        groups = torch.arange(inputs.start, inputs.stop, size) // rounding.group
+        scales = scales[groups.to(scales.device)]
+    return Float8Weight(values, scales, replace(rounding, group=size))
 
 
 def _of_ordered_inputs(weight: IntWeight, order: Tensor, inputs: slice) -> IntWeight:

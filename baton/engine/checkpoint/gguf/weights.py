@@ -75,7 +75,7 @@ def _readable(file: GgufFile, tensor: GgufTensor, name: str, integers: bool) -> 
 
     kept = integers and not plain and len(tensor.shape) == 2
     return WidenedTensor(
-        name, tensor.shape, (stored,), open_slabs, open_integers=open_integers if kept else None
+        name, tensor.shape, (stored,), open_slabs, open_kept=open_integers if kept else None
     )
 
 

@@ -11,14 +11,18 @@ Source: MegaBlocks (arXiv 2211.15841), vLLM's fused_moe.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.gpu.float8_linear import round_inputs, step_of
 from baton.engine.kernels.gpu.products import product
+
+if TYPE_CHECKING:
+    from baton.engine.quantization.float8 import InputRounding
 
 INPUT_TILE = 64
 OUTPUT_TILE = 64
@@ -49,10 +53,25 @@ class _ExpertTiles(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """One product of all experts: weight [E, outputs, inputs], bias [E, outputs]."""
+    """One product of all experts: weight [E, outputs, inputs], bias [E, outputs].
+
+    A weight of 8-bit floats has `scales` [E, groups, outputs], and the `rounding` of its inputs.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    scales: Tensor | None = None
+    rounding: InputRounding | None = None
+
+
+class _ExpertScales(NamedTuple):
+    """Of 8-bit floats: those of x [groups, rows], and of the weight."""
+
+    of_rows: Any
+    of_weight: Any
+    rows: Any
+    groups: Any
+    group: Any
 
 
 def grouped_experts(
@@ -113,8 +132,13 @@ def _launch(
     `gating` has the number of choices of a token, and limit and alpha of a clamped gate. With a
     number above 0 x is gathered by token and the product is gated. With 0 y is scattered by choice.
     """
-    (per_token, clamped), (weight, bias) = gating, by
-    outputs, inputs = y.shape[1], x.shape[1]
+    (per_token, clamped), (weight, bias, scales, rounding) = gating, by
+    outputs, (rows, inputs) = y.shape[1], x.shape
+    step, scaled = INPUT_TILE, _ExpertScales(weight, weight, 0, 0, 1)
+    if scales is not None and rounding is not None:
+        x, of_rows = round_inputs(x, rounding)
+        scaled = _ExpertScales(of_rows, scales, rows, scales.shape[1], rounding.group)
+        step = step_of(rounding)
     assert weight.is_contiguous()
     assert bias is None or bias.is_contiguous()
     limit, alpha = clamped or (0.0, 0.0)
@@ -123,18 +147,18 @@ def _launch(
         layout.order, layout.expert, layout.first, layout.end, weight.shape[0], max(1, per_token)
     )
     _grouped_kernel[grid](
-        x, weight, weight if bias is None else bias, y, tiles, inputs, outputs, limit, alpha,
-        ROWS=layout.rows, INPUTS=INPUT_TILE, OUTPUTS=OUTPUT_TILE, GATED=per_token > 0,
-        BIASED=bias is not None, CLAMPED=clamped is not None,
+        x, weight, weight if bias is None else bias, y, tiles, scaled, inputs, outputs, limit,
+        alpha, ROWS=layout.rows, INPUTS=step, OUTPUTS=OUTPUT_TILE, GATED=per_token > 0,
+        BIASED=bias is not None, CLAMPED=clamped is not None, SCALED=scales is not None,
         num_warps=8 if layout.rows == 128 else 4, num_stages=3,
     )  # fmt: skip
 
 
 @triton.jit
 def _grouped_kernel(
-    x, weight, bias, y, tiles, inputs, outputs, limit, alpha,
+    x, weight, bias, y, tiles, scaled, inputs, outputs, limit, alpha,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
-    BIASED: tl.constexpr, CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     expert = tl.load(tiles.expert + index)
@@ -159,10 +183,24 @@ def _grouped_kernel(
             part = tl.load(x + at, mask=mine[:, None] & inside, other=0.0)
             mask = within[:, None] & inside
             w = tl.load(base + column[None, :], mask=mask, other=0.0)
-            acc += product(part, tl.trans(w))
+            sums = product(part, tl.trans(w))
+            index = start // scaled.group
+            by_row = tl.full([ROWS], 1.0, tl.float32)
+            behind = (expert * scaled.groups + index) * height + output
+            if SCALED:
+                near = scaled.of_rows + index * scaled.rows + source
+                by_row = tl.load(near, mask=mine, other=0.0)
+                by_output = tl.load(scaled.of_weight + behind, mask=within, other=0.0)
+                sums *= by_row[:, None] * by_output[None, :]
+            acc += sums
             if GATED:
                 w = tl.load(base + outputs * inputs + column[None, :], mask=mask, other=0.0)
-                other += product(part, tl.trans(w))
+                sums = product(part, tl.trans(w))
+                if SCALED:
+                    at = scaled.of_weight + behind + outputs
+                    by_output = tl.load(at, mask=within, other=0.0)
+                    sums *= by_row[:, None] * by_output[None, :]
+                other += sums
         if BIASED:
             of = bias + expert * height + output
             acc += tl.load(of, mask=within, other=0.0).to(tl.float32)[None, :]

@@ -12,11 +12,20 @@ import torch
 
 logger = logging.getLogger(__name__)
 SWITCH: Final = "BATON_GPU_KERNELS"  # "off": torch's own kernels serve
+FLOAT8_CAPABILITY: Final = (8, 9)
 
 
 def triton_serves(device: torch.device) -> bool:
     """Whether the kernels serve tensors on `device`; the reason is logged once."""
     return device.type == "cuda" and _found()[0]
+
+
+def float8_serves(device: torch.device) -> bool:
+    """Whether `device` multiplies 8-bit floats (e4m3), and the kernels serve it: NVIDIA's cards of
+    compute capability 8.9 and above."""
+    if not triton_serves(device) or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def state() -> str:

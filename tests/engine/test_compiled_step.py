@@ -21,7 +21,13 @@ from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig, LayerNames
+from baton.engine.models.config import (
+    DecoderConfig,
+    DeltaConfig,
+    ExpertsConfig,
+    GateConfig,
+    LayerNames,
+)
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
@@ -36,6 +42,10 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in
 CPU = torch.device("cpu")
 RULE = DeltaSizes(key_heads=2, value_heads=4, key_dim=48, value_dim=32, taps=4)
 BLOCK = 16
+MIXTURES = [
+    "mixtures", "mixtures, shared", "mixtures, shared, sigmoid", "mixtures, gated",
+    "mixtures, gated, hybrids",
+]  # fmt: skip
 
 
 def serving() -> CpuKernels:
@@ -56,12 +66,18 @@ class RandomWeights:
     shapes: dict[str, tuple[int, ...]]
     plain_outputs: bool = False  # products whose format the compiled step does not know
     scheme: Scheme | None = None  # of rounded products
+    shared_size: int = 0  # of the expert that all rows share
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name.split(".")[-2]]
         if ".experts." in name:
             shape = (64, shape[1]) if shape[0] > shape[1] else (shape[0], 64)
+        if ".shared_expert." in name:
+            size = self.shared_size
+            shape = (size, shape[1]) if shape[0] > shape[1] else (shape[0], size)
+        if name.endswith("correction_bias"):
+            return torch.randn(shape[0], generator=self.generator) / 9
         if name.endswith("attn.norm.weight"):
             shape = (RULE.value_dim,)
         noise = torch.randn(*shape, generator=self.generator)
@@ -107,9 +123,18 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
     if kind == "qwen 3.5":
         delta = DeltaConfig(RULE, frozenset((0, 2)), by_head=False)
         return replace(config, delta=delta, gated=True, norm_offset=1.0, rotated_dim=32)
-    if kind == "mixtures":
+    if "mixtures" in kind:
         parts = ("gate_proj", "up_proj", "down_proj")
         experts = ExpertsConfig(5, 2, 64, True, "mlp.", parts, frozenset((0, 2)))
+        if "gated" in kind:
+            experts = replace(experts, normalized=False, shared_size=192)
+        elif "shared" in kind:
+            groups = GateConfig("sigmoid" in kind, True, 4, 2, 2.5)
+            experts = replace(
+                experts, count=16, per_token=3, shared_size=128, shared_gated=False, gate=groups
+            )
+        if "hybrids" in kind:
+            config = like("qwen 3.5", config)
         return replace(config, experts=experts)
     return config
 
@@ -120,6 +145,7 @@ def decoder_of(
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, kv = config.num_heads * dim, config.num_kv_heads * dim
     gates = 2 if config.gated else 1
+    experts = 0 if config.experts is None else config.experts.count
     weights = RandomWeights(
         {
             "embed_tokens": (config.vocab_size, hidden), "norm": (hidden,),
@@ -135,10 +161,11 @@ def decoder_of(
             "in_proj_qkv": (RULE.channels, hidden), "in_proj_z": (RULE.values, hidden),
             **dict.fromkeys(("in_proj_a", "in_proj_b"), (RULE.value_heads, hidden)),
             "out_proj": (hidden, RULE.values),
-            "gate": (0 if config.experts is None else config.experts.count, hidden),
+            "gate": (experts, hidden), "shared_expert_gate": (1, hidden),
         },
         plain_outputs,
         scheme,
+        0 if config.experts is None else config.experts.shared_size,
     )  # fmt: skip
     return Decoder(config, weights, weights)
 
@@ -225,16 +252,17 @@ def test_a_whole_step_is_its_layers_one_by_one(
 
 @settings(max_examples=5)
 @given(
-    starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=5),
+    starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=17),
     normed=st.booleans(),
     scheme=st.sampled_from([None, *SCHEMES]),
 )
-@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", "mixtures"])
+@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", *MIXTURES])
 def test_families_take_whole_steps(
     kind: str, starts: list[int], normed: bool, scheme: Scheme | None
 ) -> None:
     """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation, gated
-    heads and linear attention, mixtures of experts beside a dense layer."""
+    heads and linear attention, mixtures of experts beside a dense layer: with every gate, and with
+    an expert that all rows share."""
     if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
         return
     config = like(kind, replace(config_of(normed=normed, window=20), head_dim=64))
@@ -249,12 +277,12 @@ def test_families_take_whole_steps(
     assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
-@pytest.mark.parametrize("kind", ["qwen 3.5", "mixtures"])
+@pytest.mark.parametrize("kind", ["qwen 3.5", *MIXTURES])
 def test_late_threads_change_nothing(kind: str) -> None:
     """More threads than cores: some are still layers behind the others."""
     config = replace(like(kind, config_of()), num_layers=12, windows=(0,) * 12)
     if config.experts is not None:
-        everywhere = replace(config.experts, count=60, per_token=4, layers=frozenset(range(12)))
+        everywhere = replace(config.experts, count=64, per_token=4, layers=frozenset(range(12)))
         config = replace(config, experts=everywhere)
     decoder = decoder_of(config)
     assert decoder.step is not None

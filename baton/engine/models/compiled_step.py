@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.compiled import CompiledAttention
+from baton.engine.kernels.cpu.gates import NO_CHOICE
 from baton.engine.kernels.cpu.step import (
-    NO_CHOICE,
     NO_DELTA,
     StepInputs,
     StepLayer,
@@ -131,7 +131,7 @@ def compile_step(
     mixture = next((layer.experts for layer in held if layer.experts is not None), None)
     sizes = StepSizes(
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
+        inner=max(layer.inner for layer in held),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         dim=config.head_dim,

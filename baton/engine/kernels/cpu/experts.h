@@ -1,5 +1,5 @@
 // A mixture's experts over rows, in one call: what each choice of each row says, or the weighted sum
-// of a row's choices.
+// of a row's choices, and of what an expert says that all rows share.
 //
 //   gather, sorted by expert | gate, up | gate | down | back to (row, choice), or to the row
 //
@@ -20,6 +20,12 @@
 
 namespace baton {
 
+// What the expert says that all rows share, [rows, hidden], or null; and, unless null, the weight
+// [hidden] of its gate: the answers count sigmoid(x . gate) times.
+struct SharedAnswers {
+  const bf16 *rows, *gate;
+};
+
 struct ExpertsArgs {
   const StepLinear* gate_ups;  // [experts], of one format, as are `downs`
   const StepLinear* downs;
@@ -30,6 +36,7 @@ struct ExpertsArgs {
   bf16* scratch;          // [rows * per_token, 2 * hidden + 3 * inner]
   int64_t rows, hidden, inner, per_token;
   float limit, alpha;  // clamped_part's; alpha 0: SwiGLU
+  SharedAnswers shared;  // added to the weighted sums
 };
 
 // Numbers [from, until) of (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up within
@@ -42,44 +49,6 @@ inline void clamped_part(const ExpertsArgs& a, const bf16* gate, const bf16* up,
     const Floats u = max(least, min(most, load_wide(up + i)));
     store_rounded(y + i, g / (one + exponential(broadcast(-a.alpha) * g)) * (u + one));
   }
-}
-
-// Which experts rows choose: those of the greatest logits, the first one of equals, weighted by the
-// softmax over all experts, or (`normalized`) over the chosen ones.
-struct ChoiceArgs {
-  const bf16* logits;  // [rows, experts]
-  bf16* weights;       // [rows, per_token], the greatest first
-  int64_t* chosen;     // [rows, per_token]
-  int64_t rows, experts, per_token, normalized;
-  float scaling;
-};
-
-inline void choose_of_row(const ChoiceArgs& a, int64_t row) {
-  std::vector<float> logits(a.experts);
-  std::vector<char> taken(a.experts);
-  for (int64_t i = 0; i < a.experts; ++i) logits[i] = widened(a.logits[row * a.experts + i]);
-  int64_t* chosen = a.chosen + row * a.per_token;
-  for (int64_t k = 0; k < a.per_token; ++k) {
-    int64_t best = -1;  // of a row of NaN the first ones
-    for (int64_t i = 0; i < a.experts; ++i)
-      if (!taken[i] && (best < 0 || logits[i] > logits[best])) best = i;
-    taken[best] = 1;
-    chosen[k] = best;
-  }
-  const float most = logits[chosen[0]];
-  float sum = 0.0f;
-  if (a.normalized)
-    for (int64_t k = 0; k < a.per_token; ++k) sum += std::exp(logits[chosen[k]] - most);
-  else
-    for (const float logit : logits) sum += std::exp(logit - most);
-  for (int64_t k = 0; k < a.per_token; ++k)
-    store_rounded(a.weights + row * a.per_token + k,
-                  broadcast(std::exp(logits[chosen[k]] - most) / sum * a.scaling), lanes_of(1));
-}
-
-inline void choose_experts(const ChoiceArgs& a) {
-#pragma omp parallel for if (a.rows * a.experts > kFewNumbers)
-  for (int64_t row = 0; row < a.rows; ++row) choose_of_row(a, row);
 }
 
 // The choices of one mixture's rows, sorted by expert: written once, before any thread of the team
@@ -117,8 +86,8 @@ class Mixture {
         integers_(choices_, std::max(a_.hidden, a_.inner)) {}
 
   // What each thread of a team runs, by experts' weights like those of the arguments.
-  void run(Team::Member& me, const Choices& by, const StepLinear* gate_ups,
-           const StepLinear* downs) {
+  void run(Team::Member& me, const Choices& by, const StepLinear* gate_ups, const StepLinear* downs,
+           const SharedAnswers& shared) {
     me.share(choices_, [&](int64_t at, int64_t) {
       std::copy_n(a_.x + by.order[at] / a_.per_token * a_.hidden, a_.hidden,
                   gathered_ + at * a_.hidden);
@@ -130,7 +99,7 @@ class Mixture {
     else
       share_clamped(me);
     multiply(me, by, downs, {narrow_, nullptr, nullptr, sorted_, choices_, a_.inner, a_.hidden});
-    if (a_.weights != nullptr) return sum_choices(me, by);
+    if (a_.weights != nullptr) return sum_choices(me, by, shared);
     me.share(choices_, [&](int64_t at, int64_t) {
       std::copy_n(sorted_ + at * a_.hidden, a_.hidden, a_.y + by.order[at] * a_.hidden);
     });
@@ -143,23 +112,35 @@ class Mixture {
     int64_t from, until, index;
   };
 
-  // In the order of a row's choices, rounded once.
-  void sum_choices(Team::Member& me, const Choices& by) {
+  // In the order of a row's choices, then what is shared, rounded once.
+  void sum_choices(Team::Member& me, const Choices& by, const SharedAnswers& shared) {
     constexpr int64_t part = 512;  // numbers
     const int64_t parts = (a_.hidden + part - 1) / part;
     const auto work = [&](int64_t unit, int64_t) {
       const int64_t row = unit / parts, from = unit % parts * part;
       const bf16* weights = a_.weights + row * a_.per_token;
+      Floats worth = broadcast(1.0f);
+      if (shared.gate != nullptr) worth = broadcast(gate_of(row, shared.gate));
       for (int64_t i = from; i < std::min(a_.hidden, from + part); i += 16) {
         Floats sum = broadcast(0.0f);
         for (int64_t k = 0; k < a_.per_token; ++k)
           sum = multiply_add(broadcast(widened(weights[k])),
                              load_wide(sorted_ + by.places[row * a_.per_token + k] * a_.hidden + i),
                              sum);
+        if (shared.rows != nullptr)
+          sum = multiply_add(worth, load_wide(shared.rows + row * a_.hidden + i), sum);
         store_rounded(a_.y + row * a_.hidden + i, sum);
       }
     };
     me.share(a_.rows * parts, work);
+  }
+
+  float gate_of(int64_t row, const bf16* gate) const {
+    const bf16* x = a_.x + row * a_.hidden;
+    Floats sum = broadcast(0.0f);
+    for (int64_t i = 0; i < a_.hidden; i += 16)
+      sum = multiply_add(load_wide(x + i), load_wide(gate + i), sum);
+    return 1.0f / (1.0f + std::exp(-sum_of(sum)));
   }
 
   void share_clamped(Team::Member& me) {
@@ -233,7 +214,9 @@ inline void mix_experts(const ExpertsArgs& args) {
   Choices choices;
   choices.sort(args.chosen, args.rows * args.per_token);
   in_team(worth(args.rows * args.per_token * args.hidden * args.inner),
-          [&](Team::Member& me) { mixture.run(me, choices, args.gate_ups, args.downs); });
+          [&](Team::Member& me) {
+            mixture.run(me, choices, args.gate_ups, args.downs, args.shared);
+          });
 }
 
 }  // namespace baton

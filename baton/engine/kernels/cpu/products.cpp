@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "experts.h"
+#include "gates.h"
 #include "linear.h"
 #include "quantized.h"
 #include "step.h"
@@ -17,7 +18,7 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 10; }
+int baton_kernels_version() { return 11; }
 
 // Asks the kernel for what this process may only use once it has: AMX's tiles, for all its threads. 0,
 // or an errno.

@@ -5,11 +5,12 @@
 //
 // Gated attention has a phase more: what heads attended to, by their gates. In a layer with linear
 // attention the delta rule over the sequences' states takes the place of heads. In a mixture the
-// products behind the second norm are a router's, and those of the experts that rows choose.
+// router and the choice of experts stand behind the second norm; then the products are those of the
+// expert that all rows share, if there is one, and those of the experts that rows choose.
 //
 // The phases are the other headers' own functions over the same units: a step's numbers are those
 // of their calls one by one, bit for bit. What is constant lies in StepLayer (the model's) and
-// StepPool (the pool's), made once. One new token per row; no LoRA, no experts, no hooks.
+// StepPool (the pool's), made once. One new token per row; no LoRA, no hooks.
 #pragma once
 
 #include <omp.h>
@@ -21,6 +22,7 @@
 #include "delta_args.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "gates.h"
 #include "linear.h"
 #include "step_integers.h"
 #include "team.h"
@@ -33,15 +35,24 @@ struct StepDelta {
   float epsilon;
 };
 
+// A mixture's weights: of its router, panels and the bias of its choice, or null; of its experts; of
+// the gate of the one that all rows share, or null.
+struct StepMixture {
+  const bf16* router;
+  const float* bias;
+  const StepLinear *gate_ups, *downs;
+  const bf16* shared_gate;
+};
+
 struct StepLayer {
   // The last four may be null; those of outputs lie between a product and its sum with the residual.
   const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm, *attention_output_norm,
       *mlp_output_norm;
   StepLinear qkv, output, gate_up, down;
-  int64_t rotation;        // which of StepArgs' it takes
-  const StepDelta* delta;  // of a layer with linear attention: `qkv` makes its inputs
-  // Of a mixture, without `gate_up` and `down`: see ChoiceArgs and ExpertsArgs; else null.
-  const StepLinear *router, *expert_gate_ups, *expert_downs;
+  int64_t rotation;  // which of StepArgs' it takes
+  int64_t inner;     // of `gate_up` and `down`; 0: there are none
+  const StepDelta* delta;      // of a layer with linear attention: `qkv` makes its inputs
+  const StepMixture* mixture;  // or null. Then `gate_up` and `down` are what all rows share
 };
 
 // cos, sin [rows, rotated / 2].
@@ -86,11 +97,11 @@ struct StepArgs {
   // without gates].
   bf16* scratch;
   bf16* expert_scratch;  // ExpertsArgs', or null without mixtures
-  int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;
+  int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;  // the widest inner
   int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
   int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
-  int64_t experts, per_token, expert_inner, normalized;          // of mixtures, or 0
-  float scaling;
+  int64_t expert_inner;  // of mixtures, or 0
+  ChoiceRule choice;     // the same
   NormRule norms;
 };
 
@@ -100,14 +111,14 @@ class Step {
       : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim),
         qkv_((a_.gated ? a_.heads * a_.dim : 0) + width_), values_(a_.value_heads * a_.value_dim),
         inputs_(2 * (a_.key_heads * a_.key_dim + values_ + a_.value_heads)), wide_(a_.scratch),
-        narrow_(wide_ + a_.rows * std::max({qkv_, inputs_, 2 * a_.inner, a_.experts})),
+        narrow_(wide_ + a_.rows * std::max({qkv_, inputs_, 2 * a_.inner, 2 * a_.choice.experts})),
         delta_(narrow_ + a_.rows * std::max({a_.heads * a_.dim, values_, a_.inner})),
         turned_(a_.gated ? delta_ + a_.rows * a_.hidden : wide_), rows_(a_.rows),
         tokens_(a_.rows), ones_(a_.rows, 1), team_(threads),
         integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, values_, a_.inner})),
-        chosen_(a_.rows * a_.per_token), weights_(a_.rows * a_.per_token),
+        chosen_(a_.rows * a_.choice.per_token), weights_(chosen_.size()),
         experts_{nullptr, nullptr, a_.out, chosen_.data(), weights_.data(), delta_,
-                 a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.per_token, 0.0f, 0.0f},
+                 a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.choice.per_token},
         mixture_(experts_), choices_(a_.num_layers) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
@@ -137,8 +148,8 @@ class Step {
       const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, heads ? qkv_ : inputs_};
       const Product output{layer.output, narrow_, delta_, heads ? a_.heads * a_.dim : values_,
                            a_.hidden};
-      const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner};
-      const Product down{layer.down, narrow_, delta_, a_.inner, a_.hidden};
+      const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * layer.inner};
+      const Product down{layer.down, narrow_, delta_, layer.inner, a_.hidden};
       norm(me, delta, layer.input_norm, coming(me, qkv));
       multiply(me, qkv);
       if (!heads) {
@@ -152,14 +163,23 @@ class Step {
       multiply(me, output);
       const Delta attended{delta_, layer.attention_output_norm};
       delta = {delta_, layer.mlp_output_norm};
-      if (layer.router != nullptr) {
-        mix(me, attended, layer, choices_[index]);
-        continue;
+      const StepMixture* mixture = layer.mixture;
+      if (mixture == nullptr) {
+        norm(me, attended, layer.mlp_norm, coming(me, gate_up));
+      } else {
+        const LinearArgs router = routing(*mixture);
+        norm(me, attended, layer.mlp_norm, coming(me, router.w, router.inputs, router.outputs));
+        share_linear(me, router);
+        choose(me, router.wide, mixture->bias, choices_[index]);
       }
-      norm(me, attended, layer.mlp_norm, coming(me, gate_up));
-      multiply(me, gate_up);
-      gate(me, coming(me, down));
-      multiply(me, down);
+      if (layer.inner > 0) {
+        multiply(me, gate_up);
+        gate(me, layer.inner, coming(me, down));
+        multiply(me, down);
+      }
+      if (mixture != nullptr)
+        mixture_.run(me, choices_[index], mixture->gate_ups, mixture->downs,
+                     {layer.inner > 0 ? delta_ : nullptr, mixture->shared_gate});
     }
     norm(me, delta, a_.final_norm, {});
   }
@@ -171,8 +191,6 @@ class Step {
     const bf16* x;
     bf16* y;
     int64_t inputs, outputs;
-
-    const bf16* panel(int64_t index) const { return by.panels + index * inputs * kPanel; }
   };
 
   // What is added to the residual, none before the first layer; `norm`, unless null, of it first.
@@ -203,25 +221,30 @@ class Step {
     }
   }
 
-  // Norm, router, choice, experts.
-  void mix(Team::Member& me, Delta attended, const StepLayer& layer, Choices& choices) {
-    const Product router{*layer.router, a_.out, wide_, a_.hidden, a_.experts};
-    norm(me, attended, layer.mlp_norm, coming(me, router));
-    multiply(me, router);
+  // The product that makes a mixture's logits, in float32.
+  LinearArgs routing(const StepMixture& mixture) const {
+    return {a_.out, mixture.router, nullptr, nullptr, a_.rows, a_.hidden, a_.choice.experts,
+            reinterpret_cast<float*>(wide_)};
+  }
+
+  void choose(Team::Member& me, const float* logits, const float* bias, Choices& choices) {
     me.share(1, [&](int64_t, int64_t) {
-      const ChoiceArgs choosing{wide_, weights_.data(), chosen_.data(), a_.rows, a_.experts,
-                                a_.per_token, a_.normalized, a_.scaling};
+      const ChoiceArgs choosing{logits, bias, weights_.data(), chosen_.data(), a_.rows, a_.choice};
       for (int64_t row = 0; row < a_.rows; ++row) choose_of_row(choosing, row);
-      choices.sort(chosen_.data(), a_.rows * a_.per_token);
+      choices.sort(chosen_.data(), a_.rows * a_.choice.per_token);
     });
-    mixture_.run(me, choices, layer.expert_gate_ups, layer.expert_downs);
   }
 
   // The panel that this thread multiplies first.
+  static Coming coming(const Team::Member& me, const bf16* panels, int64_t inputs,
+                       int64_t outputs) {
+    const bf16* panel = panels + me.first_of(panels_of(outputs)) * inputs * kPanel;
+    return {reinterpret_cast<const char*>(panel), 2 * inputs * kPanel};
+  }
+
   static Coming coming(const Team::Member& me, const Product& of) {
     if (of.by.integers != nullptr) return {};  // its rows come first
-    const bf16* panel = of.panel(me.first_of(panels_of(of.outputs)));
-    return {reinterpret_cast<const char*>(panel), 2 * of.inputs * kPanel};
+    return coming(me, of.by.panels, of.inputs, of.outputs);
   }
 
   // Some KV heads of a row and their query heads: rotated, stored, attended. Of a row that several
@@ -339,11 +362,11 @@ class Step {
     return args;
   }
 
-  void gate(Team::Member& me, Coming coming) {
+  void gate(Team::Member& me, int64_t inner, Coming coming) {
     if (a_.gelu)
-      share_gated<true>(me, wide_, narrow_, a_.rows, a_.inner, coming);
+      share_gated<true>(me, wide_, narrow_, a_.rows, inner, coming);
     else
-      share_gated(me, wide_, narrow_, a_.rows, a_.inner, coming);
+      share_gated(me, wide_, narrow_, a_.rows, inner, coming);
   }
 
   const StepArgs& a_;

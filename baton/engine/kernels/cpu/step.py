@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
+from baton.engine.kernels.cpu.gates import NO_CHOICE, ChoiceFields, ChoiceRule
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms, NormRule
 from baton.engine.kernels.cpu.quantized import PackedInt8, PackedIntegers
 from baton.engine.kernels.delta_rule import DeltaSizes
@@ -39,6 +40,14 @@ class _StepDelta(ctypes.Structure):
     )
 
 
+class _StepMixture(ctypes.Structure):
+    """StepMixture of step.h."""
+
+    _fields_ = tuple(
+        (name, _POINTER) for name in ("router", "bias", "gate_ups", "downs", "shared_gate")
+    )
+
+
 class _StepLayer(ctypes.Structure):
     """StepLayer of step.h."""
 
@@ -47,7 +56,8 @@ class _StepLayer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_output_norm", "mlp_output_norm")),
         ("linears", _StepLinear * 4),  # qkv, output, gate_up, down
         ("rotation", _SIZE),
-        *((name, _POINTER) for name in ("delta", "router", "expert_gate_ups", "expert_downs")),
+        ("inner", _SIZE),
+        *((name, _POINTER) for name in ("delta", "mixture")),
     )
 
 
@@ -106,8 +116,8 @@ class _StepArgs(ctypes.Structure):
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
         *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
         *((name, _SIZE) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
-        *((name, _SIZE) for name in ("experts", "per_token", "expert_inner", "normalized")),
-        ("scaling", ctypes.c_float),
+        ("expert_inner", _SIZE),
+        ("choice", ChoiceFields),
         ("norms", NormRule),
     )
 
@@ -150,26 +160,18 @@ class StepLinears:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceRule:
-    """How a mixture's rows choose experts by the softmax of a router's logits: the numbers of
-    models/layers/gates.py's SoftmaxGate, without groups."""
-
-    experts: int
-    per_token: int
-    normalized: bool
-    scaling: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class StepExperts:
-    """A mixture's weights: the router's product, and what ExpertKernels hold. `inner`: of an
-    expert."""
+    """A mixture's weights: the router's panels, the bias of its choice [E] float32, what
+    ExpertKernels hold, and the gate [H] of the expert that all rows share. `inner`: of an expert.
+    """
 
-    router: StepLinears  # one
+    router: Tensor
+    bias: Tensor | None
     gate_ups: StepLinears
     downs: StepLinears
     inner: int
     rule: ChoiceRule
+    shared_gate: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ class StepLayer:
     """Weights of a layer; norms [hidden] bfloat16. `rotation`: which of the step's it takes.
 
     `delta`: linear attention's weights, whose inputs `qkv` makes; None = attention over heads.
-    `gate_up` and `down` are None in a mixture, which has `experts`.
+    `gate_up` and `down`, of `inner` gates, are the MLP's; in a mixture, which has `experts`, those
+    of the expert that all rows share, or None.
     """
 
     input_norm: Tensor
@@ -187,6 +190,7 @@ class StepLayer:
     mlp_norm: Tensor
     gate_up: StepLinear | None
     down: StepLinear | None
+    inner: int
     attention_output_norm: Tensor | None = None
     mlp_output_norm: Tensor | None = None
     rotation: int = 0
@@ -195,14 +199,14 @@ class StepLayer:
 
 
 NO_DELTA: Final = DeltaSizes(0, 0, 0, 0, 0)
-NO_CHOICE: Final = ChoiceRule(0, 0, normalized=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (of the gate) multiples
-    of 16, `dim` of 32. `gelu`: gates are GELU's. `gated`: each query head has a gate behind it.
-    `delta`: of the layers with linear attention. `choice`, `expert_inner`: of mixtures."""
+    """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (the most gates of a
+    layer) multiples of 16, `dim` of 32. `gelu`: gates are GELU's. `gated`: each query head has a
+    gate behind it. `delta`: of the layers with linear attention. `choice`, `expert_inner`: of
+    mixtures."""
 
     hidden: int
     inner: int
@@ -223,7 +227,7 @@ class StepSizes:
         attended = self.heads * self.dim
         turned = attended + 2 * self.kv_heads * self.dim
         gates = attended if self.gated else 0
-        wide = max(turned + gates, 2 * self.inner, self.delta.inputs, self.choice.experts)
+        wide = max(turned + gates, 2 * self.inner, self.delta.inputs, 2 * self.choice.experts)
         narrow = max(attended, self.inner, self.delta.values)
         return wide + narrow + self.hidden + (turned if self.gated else 0)
 
@@ -313,8 +317,9 @@ class StepModel:
             StepLinears((layer.qkv, layer.output, layer.gate_up, layer.down)) for layer in layers
         ]
         self._deltas = [_delta(layer.delta) for layer in layers]
+        self._mixtures = [_mixture(layer.experts) for layer in layers]
         self._layers = (_StepLayer * len(layers))(
-            *map(self._pointers, layers, self._linears, self._deltas)
+            *map(self._pointers, layers, self._linears, self._deltas, self._mixtures)
         )
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
@@ -324,7 +329,7 @@ class StepModel:
         pool, and advance `states`, which layers with linear attention need.
         """
         sizes, residual = self.sizes, inputs.residual
-        delta, choice = sizes.delta, sizes.choice
+        delta = sizes.delta
         rows = residual.shape[0]
         assert (pools.kv_heads, pools.dim) == (sizes.kv_heads, sizes.dim)
         filled = [
@@ -353,15 +358,20 @@ class StepModel:
             sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
             first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps,
-            choice.experts, choice.per_token, sizes.expert_inner, choice.normalized, choice.scaling,
+            sizes.expert_inner, sizes.choice.fields,
             NormRule(sizes.epsilon, sizes.norm_offset),
         )  # fmt: skip
         self._call(ctypes.byref(args))
         return out
 
     @staticmethod
-    def _pointers(layer: StepLayer, linears: StepLinears, delta: _StepDelta | None) -> _StepLayer:
-        norms, experts = layer.head_norms, layer.experts
+    def _pointers(
+        layer: StepLayer,
+        linears: StepLinears,
+        delta: _StepDelta | None,
+        mixture: _StepMixture | None,
+    ) -> _StepLayer:
+        norms = layer.head_norms
         return _StepLayer(
             layer.input_norm.data_ptr(),
             layer.mlp_norm.data_ptr(),
@@ -371,11 +381,19 @@ class StepModel:
             _pointer(layer.mlp_output_norm),
             linears.array,
             layer.rotation,
+            layer.inner,
             None if delta is None else ctypes.addressof(delta),
-            *(None, None, None)
-            if experts is None
-            else (experts.router.address, experts.gate_ups.address, experts.downs.address),
+            None if mixture is None else ctypes.addressof(mixture),
         )
+
+
+def _mixture(experts: StepExperts | None) -> _StepMixture | None:
+    if experts is None:
+        return None
+    return _StepMixture(
+        experts.router.data_ptr(), _pointer(experts.bias),
+        experts.gate_ups.address, experts.downs.address, _pointer(experts.shared_gate),
+    )  # fmt: skip
 
 
 def _delta(rule: CompiledDeltaRule | None) -> _StepDelta | None:

@@ -74,18 +74,21 @@ class DecoderLayer:
             delta = attention.rule
         else:
             return None
-        products = attention.projections
         if isinstance(mlp, Mlp):
-            products += mlp.projections
+            dense = mlp
         elif (experts := mlp.step_experts()) is None:
             return None
+        else:
+            dense = None if mlp.shared is None else mlp.shared.mlp
+        products = attention.projections + ([] if dense is None else dense.projections)
         linears = step_linears([projection.linear for projection in products])
         if linears is None:
             return None
-        qkv, output, *dense = linears
-        gate_up, down = dense or (None, None)
+        qkv, output, *rest = linears
+        gate_up, down = rest or (None, None)
+        inner = 0 if dense is None else dense.down.num_inputs
         return StepLayer(
-            self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down,
+            self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down, inner,
             self.attention_output_norm, self.mlp_output_norm, self.rotation, delta, experts,
         )  # fmt: skip
 
@@ -258,19 +261,18 @@ class LayerBuilder:
             return ChosenGate(router, self.read(prefix + "bias"), config.per_token)
         groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
         per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
-        if not gate.sigmoid:
-            softmax = SoftmaxGate(router, per_token, normalized, groups, scaling)
-            if self.fixed_shapes or not isinstance(self.between, CompiledElementwise):
-                return softmax
-            return compiled_gate(softmax, self.between.kernels)
-        bias = self.read(prefix + "e_score_correction_bias")
-        return SigmoidGate(router, bias, per_token, normalized, groups, scaling)
+        if gate.sigmoid:
+            bias = self.read(prefix + "e_score_correction_bias")
+            found = SigmoidGate(router, bias, per_token, normalized, groups, scaling)
+        else:
+            found = SoftmaxGate(router, per_token, normalized, groups, scaling)
+        if self.fixed_shapes or not isinstance(self.between, CompiledElementwise):
+            return found
+        return compiled_gate(found, self.between.kernels)
 
-    def _shared(self, config: ExpertsConfig, prefix: str) -> SharedExpert | Mlp:
-        if not config.shared_gated:
-            return self._mlp(prefix + ".", config.shared_size)
-        expert = self._expert(config, prefix + ".")
-        return SharedExpert(expert, self.read(prefix + "_gate.weight"))
+    def _shared(self, config: ExpertsConfig, prefix: str) -> SharedExpert:
+        gate = self.read(prefix + "_gate.weight") if config.shared_gated else None
+        return SharedExpert(self._mlp(prefix + ".", config.shared_size), gate)
 
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
         gate, up, down = (prefix + part for part in config.parts)

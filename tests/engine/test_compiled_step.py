@@ -26,6 +26,7 @@ from baton.engine.models.config import (
     DeltaConfig,
     ExpertsConfig,
     GateConfig,
+    LatentConfig,
     LayerNames,
 )
 from baton.engine.models.decoder import Decoder
@@ -46,6 +47,7 @@ MIXTURES = [
     "mixtures", "mixtures, shared", "mixtures, shared, sigmoid", "mixtures, gated",
     "mixtures, gated, hybrids",
 ]  # fmt: skip
+LATENTS = ["latents of a low rank, regrouped", "latents, halves", "latents, neighbours"]
 
 
 def serving() -> CpuKernels:
@@ -123,6 +125,11 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
     if kind == "qwen 3.5":
         delta = DeltaConfig(RULE, frozenset((0, 2)), by_head=False)
         return replace(config, delta=delta, gated=True, norm_offset=1.0, rotated_dim=32)
+    if kind.startswith("latents"):
+        low = 64 if "low rank" in kind else 0
+        latent = LatentConfig(low, 96, 48, 64, 80, PairRotation(kind.split()[-1]))
+        config = replace(config, latent=latent, qk_norm=False, head_dim=64)
+        return like("mixtures, shared, sigmoid", config) if low else config
     if "mixtures" in kind:
         parts = ("gate_proj", "up_proj", "down_proj")
         experts = ExpertsConfig(5, 2, 64, True, "mlp.", parts, frozenset((0, 2)))
@@ -162,12 +169,25 @@ def decoder_of(
             **dict.fromkeys(("in_proj_a", "in_proj_b"), (RULE.value_heads, hidden)),
             "out_proj": (hidden, RULE.values),
             "gate": (experts, hidden), "shared_expert_gate": (1, hidden),
+            **({} if config.latent is None else latent_shapes(config, config.latent)),
         },
         plain_outputs,
         scheme,
         0 if config.experts is None else config.experts.shared_size,
     )  # fmt: skip
     return Decoder(config, weights, weights)
+
+
+def latent_shapes(config: DecoderConfig, latent: LatentConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config.hidden_size, config.num_heads, latent.rank
+    queries, low = heads * latent.query_dim, latent.query_rank
+    absorbed = heads * (latent.nope_dim + latent.value_dim)
+    return {
+        "q_proj": (queries, hidden), "q_a_proj": (low, hidden), "q_b_proj": (queries, low),
+        "q_a_layernorm": (low,), "kv_a_proj_with_mqa": (rank + latent.rope_dim, hidden),
+        "kv_a_layernorm": (rank,), "kv_b_proj": (absorbed, rank),
+        "o_proj": (hidden, heads * latent.value_dim),
+    }  # fmt: skip
 
 
 class Pool:
@@ -211,7 +231,7 @@ class Pool:
 
     def kept(self) -> list[Tensor]:
         """All keys, values and states."""
-        found = [torch.stack(self.arena.layer(layer)) for layer in self.layers]
+        found = [torch.cat([x.flatten() for x in self.arena.layer(i)]) for i in self.layers]
         return found if self.states is None else [*found, self.states.read_slots(self.slots)]
 
 
@@ -256,13 +276,13 @@ def test_a_whole_step_is_its_layers_one_by_one(
     normed=st.booleans(),
     scheme=st.sampled_from([None, *SCHEMES]),
 )
-@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", *MIXTURES])
+@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", *MIXTURES, *LATENTS])
 def test_families_take_whole_steps(
     kind: str, starts: list[int], normed: bool, scheme: Scheme | None
 ) -> None:
     """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation, gated
     heads and linear attention, mixtures of experts beside a dense layer: with every gate, and with
-    an expert that all rows share."""
+    an expert that all rows share; latent attention."""
     if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
         return
     config = like(kind, replace(config_of(normed=normed, window=20), head_dim=64))
@@ -277,7 +297,7 @@ def test_families_take_whole_steps(
     assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
-@pytest.mark.parametrize("kind", ["qwen 3.5", *MIXTURES])
+@pytest.mark.parametrize("kind", ["qwen 3.5", *MIXTURES, LATENTS[0]])
 def test_late_threads_change_nothing(kind: str) -> None:
     """More threads than cores: some are still layers behind the others."""
     config = replace(like(kind, config_of()), num_layers=12, windows=(0,) * 12)

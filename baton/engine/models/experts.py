@@ -33,7 +33,8 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.experts import ExpertKernels, SharedAnswers
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import StepExperts, StepLinear
+from baton.engine.kernels.cpu.step import StepExperts
+from baton.engine.kernels.cpu.step_linears import StepLinear
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.config import ClampedGate
 from baton.engine.models.layers.gates import CompiledGate, ExpertGate

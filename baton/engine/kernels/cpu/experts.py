@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import StepLinear, StepLinears
+from baton.engine.kernels.cpu.step_linears import StepLinear, StepLinears
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64

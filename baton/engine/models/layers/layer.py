@@ -22,7 +22,7 @@ from baton.engine.models.experts import (
     SharedExpert,
     compiled_experts,
 )
-from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
+from baton.engine.models.layers.attention import HeadAttention
 from baton.engine.models.layers.delta import DeltaAttention, choose_rule
 from baton.engine.models.layers.gates import (
     ChosenGate,
@@ -32,6 +32,7 @@ from baton.engine.models.layers.gates import (
     SoftmaxGate,
     compiled_gate,
 )
+from baton.engine.models.layers.latent import LatentAttention, LowRankQueries, choose_latents
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.mla import absorb
 from baton.engine.quantization.linear import Linears
@@ -61,19 +62,17 @@ class DecoderLayer:
         return [*self.attention.projections, *self.mlp.projections]
 
     def step_layer(self) -> StepLayer | None:
-        """Return the layer in the form of the compiled step. None if the layer has latent
-        attention, linear attention that is not compiled, or experts that the step does not support,
-        or if the step does not support the format of a weight."""
+        """Return the layer in the form of the compiled step. None if the layer has linear or latent
+        attention that is not compiled, or experts that the step does not support, or if the step
+        does not support the format of a weight."""
         attention, mlp = self.attention, self.mlp
-        if isinstance(attention, LatentAttention):
-            return None
-        head_norms, delta, experts = None, None, None
+        head_norms, delta, latents, experts = None, None, None, None
         if isinstance(attention, HeadAttention):
             head_norms = attention.head_norms
-        elif isinstance(attention.rule, CompiledDeltaRule) and not attention.by_head:
+        elif isinstance(attention, DeltaAttention):
+            if not isinstance(attention.rule, CompiledDeltaRule) or attention.by_head:
+                return None
             delta = attention.rule
-        else:
-            return None
         if isinstance(mlp, Mlp):
             dense = mlp
         elif (experts := mlp.step_experts()) is None:
@@ -84,12 +83,18 @@ class DecoderLayer:
         linears = step_linears([projection.linear for projection in products])
         if linears is None:
             return None
-        qkv, output, *rest = linears
-        gate_up, down = rest or (None, None)
+        count = len(attention.projections)
+        qkv, *up, output = linears[:count]
+        gate_up, down = linears[count:] or (None, None)
+        if isinstance(attention, LatentAttention):
+            latents = attention.step_latents(up)
+            if latents is None:
+                return None
         inner = 0 if dense is None else dense.down.num_inputs
         return StepLayer(
             self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down, inner,
-            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta, experts,
+            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta, latents,
+            experts,
         )  # fmt: skip
 
 
@@ -196,13 +201,16 @@ class LayerBuilder:
         weight = self.read(prefix + "kv_b_proj.weight")  # widened, if stored as integers
         return LatentAttention(
             layer=index,
-            rope_dim=latent.rope_dim,
+            key_dim=latent.rank + latent.rope_dim,
             inputs=self._projection(prefix, inputs, config.hidden_size, config.qkv_bias),
-            queries=up,
-            latent_norm=self.read(prefix + "kv_a_layernorm.weight"),
-            absorbed=absorb(weight, latent.nope_dim, latent.value_dim),
+            low=up,
+            latents=choose_latents(
+                absorb(weight, latent.nope_dim, latent.value_dim),
+                self.read(prefix + "kv_a_layernorm.weight"),
+                latent.sizes(config.num_heads),
+                self.between,
+            ),
             output=self._output(prefix, config.num_heads * latent.value_dim),
-            pairs=latent.pairs,
             between=self.between,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -93,6 +93,9 @@ class RandomWeights:
         if self.scheme is not None:
             return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, self.scheme), bias)
         return PanelLinear(serving(), weight, bias)
+
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(self(name))
 
     def head(self, tied: Tensor | None) -> Linear:
         assert tied is not None

@@ -123,13 +123,12 @@ class CompiledLatents:
         value: Tensor,
         epsilon: float,
     ) -> None:
-        """Take the weight `norm` [rank] of latents, and of each head W_uk, `key` [heads, nope,
-        rank], and W_uv, `value` [heads, value_dim, rank], all bfloat16. `epsilon`: the norm's."""
+        """Take the weight `norm` [rank] of latents, and the panels of W_uk^T, `key`, and W_uv,
+        `value`, of each head, all bfloat16. `epsilon`: the norm's."""
         self.sizes = sizes
         self._norm = norm
-        # A head's keys make rank numbers of nope ones: W_uk from the other side.
-        self._keys = StepLinears([StepLinear(kernels.pack(w.t()), None) for w in key])
-        self._values = StepLinears([StepLinear(kernels.pack(w), None) for w in value])
+        self._keys = StepLinears([StepLinear(panels, None) for panels in key])
+        self._values = StepLinears([StepLinear(panels, None) for panels in value])
         self.weights = LatentWeights(
             norm.data_ptr(), self._keys.address, self._values.address, epsilon
         )

@@ -185,14 +185,16 @@ class CpuKernels:
             function.restype = None
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Pack weight [outputs, inputs] bfloat16, with an even number of inputs, into panels for
-        `linear`.
+        """Pack weight [.., outputs, inputs] bfloat16, with an even number of inputs, into panels
+        for `linear`: each matrix into its own.
         """
         weight = weight.contiguous()
-        outputs, inputs = weight.shape
-        shape = (-(-outputs // self._panel), inputs // 2, self._panel, 2)
+        *several, outputs, inputs = weight.shape
+        shape = (*several, -(-outputs // self._panel), inputs // 2, self._panel, 2)
         panels = huge_pages.zeros(*shape, dtype=torch.bfloat16)
-        self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
+        matrices, to = weight.view(-1, outputs, inputs), panels.view(-1, *shape[-4:])
+        for matrix, packed in zip(matrices, to, strict=True):
+            self._pack(matrix.data_ptr(), packed.data_ptr(), outputs, inputs)
         return panels
 
     def ask_every(self, lines: int) -> None:

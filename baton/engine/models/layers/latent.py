@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.latent import CompiledLatents, LatentSizes
+from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for
 from baton.engine.kernels.cpu.step import StepLatents
 from baton.engine.kernels.cpu.step_linears import StepLinear, StepLinears
 from baton.engine.kernels.rope import PairRotation, Rotation
@@ -69,14 +70,12 @@ class TorchLatents:
         return self.absorbed.values(attended).flatten(1)
 
 
-def choose_latents(
-    absorbed: Absorbed, norm: Tensor, sizes: LatentSizes, by: Elementwise
-) -> Latents:
-    """Return a layer's Latents: compiled where the operations `by` between products are, if the
-    sizes allow it; else by torch operations. `norm`: the weight [rank] of latents."""
-    if isinstance(by, CompiledElementwise) and CompiledLatents.suits(sizes):
-        return CompiledLatents(by.kernels, sizes, norm, absorbed.key, absorbed.value, EPSILON)
-    return TorchLatents(absorbed, norm, sizes.pairs, by)
+def latent_kernels(sizes: LatentSizes, between: Elementwise) -> CpuKernels | None:
+    """Return the kernels of CompiledLatents if they serve the operations `between` products, and
+    products as well, and the sizes allow it; else None."""
+    if not isinstance(between, CompiledElementwise) or not CompiledLatents.suits(sizes):
+        return None
+    return product_kernels_for(torch.bfloat16, torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
+from baton.engine.kernels.cpu.latent import CompiledLatents
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
 from baton.engine.kernels.delta_rule import DeltaWeights
@@ -32,9 +33,16 @@ from baton.engine.models.layers.gates import (
     SoftmaxGate,
     compiled_gate,
 )
-from baton.engine.models.layers.latent import LatentAttention, LowRankQueries, choose_latents
+from baton.engine.models.layers.latent import (
+    EPSILON,
+    LatentAttention,
+    Latents,
+    LowRankQueries,
+    TorchLatents,
+    latent_kernels,
+)
 from baton.engine.models.layers.projection import Mlp, Projection
-from baton.engine.models.mla import absorb
+from baton.engine.models.mla import Absorbed, absorb
 from baton.engine.quantization.linear import Linears
 
 # Reads a checkpoint's tensor by its name, in the model's dtype and on its device. With several
@@ -198,21 +206,35 @@ class LayerBuilder:
             first: latent.query_rank or queries,
             "kv_a_proj_with_mqa": latent.rank + latent.rope_dim,
         }
-        weight = self.read(prefix + "kv_b_proj.weight")  # widened, if stored as integers
         return LatentAttention(
             layer=index,
             key_dim=latent.rank + latent.rope_dim,
             inputs=self._projection(prefix, inputs, config.hidden_size, config.qkv_bias),
             low=up,
-            latents=choose_latents(
-                absorb(weight, latent.nope_dim, latent.value_dim),
-                self.read(prefix + "kv_a_layernorm.weight"),
-                latent.sizes(config.num_heads),
-                self.between,
-            ),
+            latents=self._latents(latent, prefix),
             output=self._output(prefix, config.num_heads * latent.value_dim),
             between=self.between,
         )
+
+    def _latents(self, latent: LatentConfig, prefix: str) -> Latents:
+        norm, name = self.read(prefix + "kv_a_layernorm.weight"), prefix + "kv_b_proj.weight"
+        sizes = latent.sizes(self.config.num_heads)
+        kernels = latent_kernels(sizes, self.between)
+
+        def halves(weight: Tensor) -> Absorbed:  # widened, if stored as integers
+            return absorb(weight, latent.nope_dim, latent.value_dim)
+
+        if kernels is None:
+            return TorchLatents(halves(self.read(name)), norm, latent.pairs, self.between)
+
+        def keys(weight: Tensor) -> Tensor:
+            return kernels.pack(halves(weight).key.transpose(1, 2))
+
+        def values(weight: Tensor) -> Tensor:
+            return kernels.pack(halves(weight).value)
+
+        key, value = (self.linears.derived(name, make) for make in (keys, values))
+        return CompiledLatents(kernels, sizes, norm, key, value, EPSILON)
 
     def _output(self, prefix: str, inputs: int) -> Projection:
         """Read the product that follows attention (o_proj)."""

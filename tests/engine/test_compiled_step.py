@@ -38,6 +38,8 @@ from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import Driver, load, relative_error
+from tests.engine.test_latent_models import WIDE
+from tests.golden.latent_models import save_latent
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
 CPU = torch.device("cpu")
@@ -347,6 +349,21 @@ def test_checkpoints_of_integers_take_whole_steps(name: str, tmp_path: Path) -> 
     assert decoder.step.num_steps == len(prompt)
     whole = Driver(loaded).logits(prompt, range(2), [len(prompt)])
     assert relative_error(by_row, whole) < 0.05, "prefill attention rounds elsewhere"
+
+
+@pytest.mark.parametrize("name", ["v3", "v3, biases", "v2, groups", "glm4 lite", "kimi k2"])
+def test_checkpoints_with_latents_take_whole_steps(name: str, tmp_path: Path) -> None:
+    """Every gate, YaRN, biases, dense layers anywhere."""
+    loaded = load(save_latent(tmp_path, name, **WIDE), dtype="bfloat16")
+    decoder = loaded.model
+    assert isinstance(decoder, Decoder)
+    step = decoder.step
+    assert step is not None
+    prompt = list(range(5, 17))
+    whole = Driver(loaded).logits(prompt, range(2), [1] * len(prompt))
+    assert step.num_steps == len(prompt)
+    decoder.step = None
+    assert torch.equal(Driver(loaded).logits(prompt, range(2), [1] * len(prompt)), whole)
 
 
 def test_a_step_with_several_rows_of_a_sequence_goes_layer_by_layer() -> None:

@@ -6,7 +6,8 @@ folder; further words name others.
 Only the shapes matter: Qwen3-0.6B (28 layers, hidden 1024, vocabulary 151,936 tied) and a Llama of
 25 million numbers (8 layers, hidden 512, vocabulary 8,192), bfloat16; MIXTURES of 25 and about 600
 million, with Qwen3-MoE's layers and with DeepSeek-V2-Lite's (latent attention, a dense first layer,
-two shared experts; without YaRN); and HYBRIDS with the layers of Qwen3.5-0.8B: all 24, or four of
+two shared experts; without YaRN), and of 25 million with Qwen2-MoE's (a shared expert with a gate);
+and HYBRIDS with the layers of Qwen3.5-0.8B: all 24, or four of
 them (three of linear attention, one of full), for machines with little time. The same seed gives
 the same files. The tokenizer is the demo model's, with further words that no text contains, so that
 each id that a random model chooses has a text to stream.
@@ -55,6 +56,12 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
         "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
         "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
         "n_routed_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    },
+    "Qwen2-MoE-25M": {
+        **_SHARED, "model_type": "qwen2_moe", "vocab_size": SMALL_VOCABULARY, "hidden_size": 256,
+        "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "num_experts": 24, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 512,
     },
     "Qwen3-MoE-0.6B": {
         **_QWEN, "vocab_size": MIXTURE_VOCABULARY, "hidden_size": 768, "intermediate_size": 2048,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,14 @@ from baton.engine.kernels.rope import PairRotation, RopeRule
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.memory.state_arena import StateArena
-from baton.engine.models.config import DecoderConfig, DeltaConfig, ExpertsConfig, LayerNames
+from baton.engine.models.config import (
+    DecoderConfig,
+    DeltaConfig,
+    ExpertsConfig,
+    GateConfig,
+    LatentConfig,
+    LayerNames,
+)
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
@@ -31,11 +38,18 @@ from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import Driver, load, relative_error
+from tests.engine.test_latent_models import WIDE
+from tests.golden.latent_models import save_latent
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
 CPU = torch.device("cpu")
 RULE = DeltaSizes(key_heads=2, value_heads=4, key_dim=48, value_dim=32, taps=4)
 BLOCK = 16
+MIXTURES = [
+    "mixtures", "mixtures, shared", "mixtures, shared, sigmoid", "mixtures, gated",
+    "mixtures, gated, hybrids",
+]  # fmt: skip
+LATENTS = ["latents of a low rank, regrouped", "latents, halves", "latents, neighbours"]
 
 
 def serving() -> CpuKernels:
@@ -56,12 +70,18 @@ class RandomWeights:
     shapes: dict[str, tuple[int, ...]]
     plain_outputs: bool = False  # products whose format the compiled step does not know
     scheme: Scheme | None = None  # of rounded products
+    shared_size: int = 0  # of the expert that all rows share
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name.split(".")[-2]]
         if ".experts." in name:
             shape = (64, shape[1]) if shape[0] > shape[1] else (shape[0], 64)
+        if ".shared_expert." in name:
+            size = self.shared_size
+            shape = (size, shape[1]) if shape[0] > shape[1] else (shape[0], size)
+        if name.endswith("correction_bias"):
+            return torch.randn(shape[0], generator=self.generator) / 9
         if name.endswith("attn.norm.weight"):
             shape = (RULE.value_dim,)
         noise = torch.randn(*shape, generator=self.generator)
@@ -75,6 +95,9 @@ class RandomWeights:
         if self.scheme is not None:
             return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, self.scheme), bias)
         return PanelLinear(serving(), weight, bias)
+
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(self(name))
 
     def head(self, tied: Tensor | None) -> Linear:
         assert tied is not None
@@ -107,9 +130,23 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
     if kind == "qwen 3.5":
         delta = DeltaConfig(RULE, frozenset((0, 2)), by_head=False)
         return replace(config, delta=delta, gated=True, norm_offset=1.0, rotated_dim=32)
-    if kind == "mixtures":
+    if kind.startswith("latents"):
+        low = 64 if "low rank" in kind else 0
+        latent = LatentConfig(low, 96, 48, 64, 80, PairRotation(kind.split()[-1]))
+        config = replace(config, latent=latent, qk_norm=False, head_dim=64)
+        return like("mixtures, shared, sigmoid", config) if low else config
+    if "mixtures" in kind:
         parts = ("gate_proj", "up_proj", "down_proj")
         experts = ExpertsConfig(5, 2, 64, True, "mlp.", parts, frozenset((0, 2)))
+        if "gated" in kind:
+            experts = replace(experts, normalized=False, shared_size=192)
+        elif "shared" in kind:
+            groups = GateConfig("sigmoid" in kind, True, 4, 2, 2.5)
+            experts = replace(
+                experts, count=16, per_token=3, shared_size=128, shared_gated=False, gate=groups
+            )
+        if "hybrids" in kind:
+            config = like("qwen 3.5", config)
         return replace(config, experts=experts)
     return config
 
@@ -120,6 +157,7 @@ def decoder_of(
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, kv = config.num_heads * dim, config.num_kv_heads * dim
     gates = 2 if config.gated else 1
+    experts = 0 if config.experts is None else config.experts.count
     weights = RandomWeights(
         {
             "embed_tokens": (config.vocab_size, hidden), "norm": (hidden,),
@@ -135,12 +173,26 @@ def decoder_of(
             "in_proj_qkv": (RULE.channels, hidden), "in_proj_z": (RULE.values, hidden),
             **dict.fromkeys(("in_proj_a", "in_proj_b"), (RULE.value_heads, hidden)),
             "out_proj": (hidden, RULE.values),
-            "gate": (0 if config.experts is None else config.experts.count, hidden),
+            "gate": (experts, hidden), "shared_expert_gate": (1, hidden),
+            **({} if config.latent is None else latent_shapes(config, config.latent)),
         },
         plain_outputs,
         scheme,
+        0 if config.experts is None else config.experts.shared_size,
     )  # fmt: skip
     return Decoder(config, weights, weights)
+
+
+def latent_shapes(config: DecoderConfig, latent: LatentConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config.hidden_size, config.num_heads, latent.rank
+    queries, low = heads * latent.query_dim, latent.query_rank
+    absorbed = heads * (latent.nope_dim + latent.value_dim)
+    return {
+        "q_proj": (queries, hidden), "q_a_proj": (low, hidden), "q_b_proj": (queries, low),
+        "q_a_layernorm": (low,), "kv_a_proj_with_mqa": (rank + latent.rope_dim, hidden),
+        "kv_a_layernorm": (rank,), "kv_b_proj": (absorbed, rank),
+        "o_proj": (hidden, heads * latent.value_dim),
+    }  # fmt: skip
 
 
 class Pool:
@@ -184,7 +236,7 @@ class Pool:
 
     def kept(self) -> list[Tensor]:
         """All keys, values and states."""
-        found = [torch.stack(self.arena.layer(layer)) for layer in self.layers]
+        found = [torch.cat([x.flatten() for x in self.arena.layer(i)]) for i in self.layers]
         return found if self.states is None else [*found, self.states.read_slots(self.slots)]
 
 
@@ -225,16 +277,17 @@ def test_a_whole_step_is_its_layers_one_by_one(
 
 @settings(max_examples=5)
 @given(
-    starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=5),
+    starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=17),
     normed=st.booleans(),
     scheme=st.sampled_from([None, *SCHEMES]),
 )
-@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", "mixtures"])
+@pytest.mark.parametrize("kind", ["gemma 3", "phi 3", "glm 4", "qwen 3.5", *MIXTURES, *LATENTS])
 def test_families_take_whole_steps(
     kind: str, starts: list[int], normed: bool, scheme: Scheme | None
 ) -> None:
     """Norms behind products, other gates, two RoPE rules, partial and neighbours' rotation, gated
-    heads and linear attention, mixtures of experts beside a dense layer."""
+    heads and linear attention, mixtures of experts beside a dense layer: with every gate, and with
+    an expert that all rows share; latent attention."""
     if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
         return
     config = like(kind, replace(config_of(normed=normed, window=20), head_dim=64))
@@ -249,12 +302,12 @@ def test_families_take_whole_steps(
     assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
-@pytest.mark.parametrize("kind", ["qwen 3.5", "mixtures"])
+@pytest.mark.parametrize("kind", ["qwen 3.5", *MIXTURES, LATENTS[0]])
 def test_late_threads_change_nothing(kind: str) -> None:
     """More threads than cores: some are still layers behind the others."""
     config = replace(like(kind, config_of()), num_layers=12, windows=(0,) * 12)
     if config.experts is not None:
-        everywhere = replace(config.experts, count=60, per_token=4, layers=frozenset(range(12)))
+        everywhere = replace(config.experts, count=64, per_token=4, layers=frozenset(range(12)))
         config = replace(config, experts=everywhere)
     decoder = decoder_of(config)
     assert decoder.step is not None
@@ -296,6 +349,21 @@ def test_checkpoints_of_integers_take_whole_steps(name: str, tmp_path: Path) -> 
     assert decoder.step.num_steps == len(prompt)
     whole = Driver(loaded).logits(prompt, range(2), [len(prompt)])
     assert relative_error(by_row, whole) < 0.05, "prefill attention rounds elsewhere"
+
+
+@pytest.mark.parametrize("name", ["v3", "v3, biases", "v2, groups", "glm4 lite", "kimi k2"])
+def test_checkpoints_with_latents_take_whole_steps(name: str, tmp_path: Path) -> None:
+    """Every gate, YaRN, biases, dense layers anywhere."""
+    loaded = load(save_latent(tmp_path, name, **WIDE), dtype="bfloat16")
+    decoder = loaded.model
+    assert isinstance(decoder, Decoder)
+    step = decoder.step
+    assert step is not None
+    prompt = list(range(5, 17))
+    whole = Driver(loaded).logits(prompt, range(2), [1] * len(prompt))
+    assert step.num_steps == len(prompt)
+    decoder.step = None
+    assert torch.equal(Driver(loaded).logits(prompt, range(2), [1] * len(prompt)), whole)
 
 
 def test_a_step_with_several_rows_of_a_sequence_goes_layer_by_layer() -> None:

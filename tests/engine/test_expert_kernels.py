@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.kernels.cpu import library
-from baton.engine.kernels.cpu.experts import ChoiceKernel, ExpertKernels
+from baton.engine.kernels.cpu.experts import ExpertKernels, SharedAnswers
+from baton.engine.kernels.cpu.gates import ChoiceKernel, ChoiceRule
 from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
-from baton.engine.kernels.cpu.step import ChoiceRule
 from baton.engine.models.config import ClampedGate
 from baton.engine.models.experts import Expert, Experts, compiled_experts
-from baton.engine.models.layers.gates import SoftmaxGate
+from baton.engine.models.layers.gates import (
+    CompiledGate,
+    ExpertGroups,
+    SigmoidGate,
+    SoftmaxGate,
+    compiled_gate,
+)
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
 from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
 from tests.engine.running import Driver, load, relative_error
@@ -170,10 +176,11 @@ def test_rows_choose_as_softmax_and_topk_do(
     served = kernels()
     if served is None:
         return
-    logits = noise(rows, experts, seed=seed) * 30
+    logits = noise(rows, experts, seed=seed).float() * 30.0001
     logits = logits.round() if equal else logits  # many equals, or nearly none
-    rule = ChoiceRule(experts, per_token, normalized, 2.5)
+    rule = ChoiceRule(experts, per_token, normalized, 2.5, rounded=True)
     weights, chosen = ChoiceKernel(served, rule)(logits)
+    logits = logits.bfloat16()
     order = logits.float().argsort(dim=1, descending=True, stable=True)[:, :per_token]
     assert torch.equal(chosen, order), "of equals the first"
     expected = logits.float().softmax(dim=1).gather(1, order)
@@ -183,10 +190,71 @@ def test_rows_choose_as_softmax_and_topk_do(
 
 
 def test_a_row_of_no_numbers_chooses_some_experts(cpu_kernels: CpuKernels) -> None:
-    logits = torch.full((1, 8), float("nan")).bfloat16()
-    weights, chosen = ChoiceKernel(cpu_kernels, ChoiceRule(8, 3, True))(logits)
-    assert chosen.tolist() == [[0, 1, 2]]
-    assert bool(weights.isnan().all())
+    logits = torch.full((1, 8), float("nan"))
+    for sigmoid in (False, True):
+        rule = ChoiceRule(8, 3, True, groups=2, kept=1, sigmoid=sigmoid)
+        weights, chosen = ChoiceKernel(cpu_kernels, rule)(logits)
+        assert chosen.tolist() == [[0, 1, 2]]
+        assert bool(weights.isnan().all())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    groups=st.sampled_from([(1, 1), (4, 1), (4, 3), (8, 2)]),
+    per_token=st.integers(1, 6),
+    kind=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 1000),
+)
+def test_gates_in_float32_choose_as_torch_does(
+    cpu_kernels: CpuKernels,
+    rows: int,
+    groups: tuple[int, int],
+    per_token: int,
+    kind: tuple[bool, bool],
+    seed: int,
+) -> None:
+    """The gates of DeepSeek-V2 and V3: groups, biases that only choose, scaled weights."""
+    sigmoid, normalized = kind
+    router, hidden = noise(48, HIDDEN, seed=seed).float(), noise(rows, HIDDEN, seed=seed + 1) * 20
+    limits = ExpertGroups(*groups) if groups[0] > 1 else None
+    bias = noise(48, seed=seed + 2).float()
+    gate: SigmoidGate | SoftmaxGate = (
+        SigmoidGate(router, bias, per_token, normalized, limits, 2.5)
+        if sigmoid
+        else SoftmaxGate(router, per_token, normalized, limits, 2.5)
+    )
+    compiled = compiled_gate(gate, cpu_kernels)
+    assert isinstance(compiled, CompiledGate)
+    (weights, chosen), (expected, theirs) = compiled(hidden), gate(hidden)
+    scores = (hidden.float() @ router.T).sigmoid() + bias if sigmoid else hidden.float() @ router.T
+    if limits is not None:
+        scores = scores.masked_fill(limits.others(scores, 2 if sigmoid else 1), -torch.inf)
+    order = scores.gather(1, theirs).argsort(dim=1, descending=True)
+    theirs, expected = theirs.gather(1, order), expected.gather(1, order)
+    assert torch.equal(chosen, theirs)
+    assert torch.allclose(weights.float(), expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_what_all_rows_share_is_added(cpu_kernels: CpuKernels, rows: int, gated: bool) -> None:
+    layer = compiled_experts(mixture(cpu_kernels, None), cpu_kernels)
+    hidden = noise(rows, HIDDEN, seed=rows)
+    weights, chosen = layer.gate(hidden)
+    shared = SharedAnswers(
+        noise(rows, HIDDEN, seed=5), noise(1, HIDDEN, seed=6) * 30 if gated else None
+    )
+    assert layer.mix is not None
+    alone = layer.mix(hidden, weights.bfloat16(), chosen, None)
+    both = layer.mix(hidden, weights.bfloat16(), chosen, shared)
+    assert relative_error(both, alone.float() + shared.gated(hidden).float()) < 0.005
+    for row in range(rows):
+        one = slice(row, row + 1)
+        own = SharedAnswers(shared.rows[one], shared.gate)
+        assert torch.equal(
+            layer.mix(hidden[one], weights[one].bfloat16(), chosen[one], own)[0], both[row]
+        )
 
 
 def test_other_formats_stay_as_they_are(cpu_kernels: CpuKernels) -> None:

@@ -28,6 +28,8 @@ from tests.engine.tensor_parallel_ranks import logits_of as rank_logits
 from tests.engine.test_data_parallel import MODELS as DATA_PARALLEL
 from tests.engine.test_data_parallel import by_ranks
 from tests.engine.test_data_parallel import logits_of as data_logits
+from tests.engine.test_latent_models import WIDE
+from tests.golden.latent_models import save_latent
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -113,6 +115,20 @@ def test_quantized_checkpoints(
     assert same(written, private)
     assert same(mapped, private)
     assert len(files(folder)) == 1
+
+
+def test_what_is_made_of_a_tensor_is_mapped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The panels of latent attention, which are packed in another way than products' are."""
+    path = save_latent(tmp_path, "v3", **WIDE)
+    private = load(path, dtype="bfloat16", shared_weights=False)
+    written = load(path, dtype="bfloat16")
+    without_checkpoint(monkeypatch)
+    mapped = load(path, dtype="bfloat16")
+    assert len(files(folder)) == 1
+    assert same(written, private)
+    assert same(mapped, private)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "w8a8", "int4 in float32"])

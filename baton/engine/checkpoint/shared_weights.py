@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -209,6 +209,11 @@ class Shared:
         """See Linears.read."""
         name = json.dumps([*modules, has_bias])
         return self._file.take(name, lambda: self._source.read(modules, has_bias))
+
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """See Linears.derived."""
+        key = json.dumps([name, make.__name__])
+        return self._file.take(key, lambda: self._source.derived(name, make))
 
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""

@@ -17,7 +17,7 @@ of tied embeddings is a copy: tokens are looked up in the table that was stored.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -157,6 +157,10 @@ class Weights:
         bias = self.tensor(*biases) if biases and adds_bias else None
         whole = _stacked(parts)
         return self._side_by_side(parts, bias) if whole is None else self._layer(whole, bias)
+
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """See Linears.derived."""
+        return make(self.tensor(name))
 
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""

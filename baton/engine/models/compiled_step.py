@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.compiled import CompiledAttention
+from baton.engine.kernels.cpu.gates import NO_CHOICE
+from baton.engine.kernels.cpu.latent import NO_LATENTS
 from baton.engine.kernels.cpu.step import (
-    NO_CHOICE,
     NO_DELTA,
     StepInputs,
     StepLayer,
-    StepLinear,
     StepModel,
     StepPools,
     StepSizes,
     StepStates,
     StepTable,
 )
+from baton.engine.kernels.cpu.step_linears import StepLinear
 from baton.engine.kernels.rope import Rotation
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
@@ -128,18 +129,21 @@ def compile_step(
         return None
     if config.head_dim % DIM_MULTIPLE:
         return None
+    latents = NO_LATENTS if config.latent is None else config.latent.sizes(config.num_heads)
     mixture = next((layer.experts for layer in held if layer.experts is not None), None)
     sizes = StepSizes(
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
+        inner=max(layer.inner for layer in held),
         heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        dim=config.head_dim,
+        kv_heads=config.num_kv_heads if config.latent is None else 1,
+        dim=config.head_dim if config.latent is None else latents.key,
         epsilon=config.rms_norm_eps,
         norm_offset=config.norm_offset,
         gelu=config.activation == "gelu_tanh",
         gated=config.gated,
         delta=NO_DELTA if config.delta is None else config.delta.sizes,
+        latents=latents,
+        query_rank=0 if config.latent is None else config.latent.query_rank,
         choice=NO_CHOICE if mixture is None else mixture.rule,
         expert_inner=0 if mixture is None else mixture.inner,
     )

@@ -8,6 +8,7 @@ from typing import Final, Literal
 import torch
 
 from baton.engine.checkpoint.stacked_experts import Stacking
+from baton.engine.kernels.cpu.latent import LatentSizes
 from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, RopeRule, softmax_factor
 from baton.engine.state.attention import AttentionLayer
@@ -98,6 +99,12 @@ class LatentConfig:
     def query_dim(self) -> int:
         """Dims of one head's query before its latent is absorbed."""
         return self.nope_dim + self.rope_dim
+
+    def sizes(self, heads: int) -> LatentSizes:
+        """The sizes of `heads` heads, as kernels take them."""
+        return LatentSizes(
+            heads, self.nope_dim, self.rope_dim, self.rank, self.value_dim, self.pairs
+        )
 
     def num_parameters(self, hidden: int, heads: int) -> int:
         """Parameters in the attention matrices of one layer."""

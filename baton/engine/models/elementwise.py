@@ -112,7 +112,7 @@ class CompiledElementwise:
             sizes += [config.head_dim // 2, config.turned // 2]
         else:
             sizes += config.latent.rank, config.latent.query_rank
-        if config.experts is not None and not config.experts.shared_gated:
+        if config.experts is not None:
             sizes.append(config.experts.shared_size)
         return not any(size % 16 for size in sizes)
 

@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.kernels.cpu.experts import ExpertKernels
+from baton.engine.kernels.cpu.experts import ExpertKernels, SharedAnswers
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import StepExperts, StepLinear, StepLinears
+from baton.engine.kernels.cpu.step import StepExperts
+from baton.engine.kernels.cpu.step_linears import StepLinear
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.config import ClampedGate
-from baton.engine.models.layers.gates import CompiledSoftmaxGate, ExpertGate
+from baton.engine.models.layers.gates import CompiledGate, ExpertGate
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
 from baton.engine.quantization.linear import Linear, W8A8Share
@@ -47,6 +48,8 @@ VECTOR = 16  # numbers in a vector; the rows of compiled experts must be whole v
 # chosen experts' answers. `weights` has the dtype of hidden; `chosen` numbers the experts of the
 # whole mixture.
 Mix: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# A Mix that also takes what a shared expert says, and adds it.
+MixAll: TypeAlias = Callable[[Tensor, Tensor, Tensor, SharedAnswers | None], Tensor]
 
 
 class ExpertDispatch(Protocol):
@@ -87,14 +90,20 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The expert that computes every token; its answer is multiplied by a sigmoid gate [1, H]."""
+    """The expert that computes every token; its answer is multiplied by a sigmoid gate [1, H], if
+    it has one. Adapters do not change an expert with a gate."""
 
-    expert: Expert
-    gate: Tensor
+    mlp: Mlp
+    gate: Tensor | None
 
-    def partial(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """See Mlp.partial. Adapters do not change a gated shared expert, so `groups` is unused."""
-        return functional.linear(x, self.gate).sigmoid() * self.expert(x)
+    @property
+    def projections(self) -> list[Projection]:
+        """The products that an adapter can change."""
+        return self.mlp.projections if self.gate is None else []
+
+    def answers(self, x: Tensor, groups: Sequence[AdapterRows]) -> SharedAnswers:
+        """Compute x [T, H]; see Mlp.partial."""
+        return SharedAnswers(self.mlp.partial(x, groups), self.gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +112,44 @@ class Experts:
 
     `experts`: the experts of this rank; the first is number `first` of the whole mixture.
     `elsewhere`: other ranks hold further experts. `together`: a kernel that computes `_answers` in
-    one call, if there is one; `mix`: one that computes `own`. `dispatch`: None = every rank has
-    all rows.
+    one call, if there is one; `mix`: one that computes `own`, and adds what is shared. `dispatch`:
+    None = every rank has all rows.
     """
 
     gate: ExpertGate
     experts: tuple[Expert, ...]
-    shared: SharedExpert | Mlp | None
+    shared: SharedExpert | None
     fixed_shapes: bool = False
     together: Callable[[Tensor, Tensor], Tensor] | None = None
     first: int = 0
     elsewhere: bool = False
     dispatch: ExpertDispatch | None = None
-    mix: Mix | None = None
+    mix: MixAll | None = None
 
     @property
     def projections(self) -> list[Projection]:
-        """The products that an adapter can change: those of a `shared` Mlp."""
-        return self.shared.projections if isinstance(self.shared, Mlp) else []
+        """The products that an adapter can change: those of the `shared` expert."""
+        return [] if self.shared is None else self.shared.projections
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """Compute hidden [T, H] -> [T, H]. On a tensor-parallel rank this is the rank's part of a
-        sum. `groups` serve a `shared` Mlp only: adapters of the routed experts are refused when
-        they are added."""
+        sum. `groups` serve the `shared` expert only: adapters of the routed experts are refused
+        when they are added."""
         weights, chosen = self.gate(hidden)
         weights = weights.to(hidden.dtype)
-        if self.dispatch is None:
-            mixed = self.own(hidden, weights, chosen)
-        else:
+        shared = None if self.shared is None else self.shared.answers(hidden, groups)
+        if self.dispatch is not None:
             mixed = self.dispatch(hidden, weights, chosen, self.own)
-        return mixed if self.shared is None else mixed + self.shared.partial(hidden, groups)
+        elif self.mix is not None:
+            return self.mix(hidden, weights, chosen, shared)
+        else:
+            mixed = self.own(hidden, weights, chosen)
+        return mixed if shared is None else mixed + shared.gated(hidden)
 
     def own(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See Mix: the weighted sum over those chosen experts that this rank holds."""
         if self.mix is not None:
-            return self.mix(hidden, weights, chosen)
+            return self.mix(hidden, weights, chosen, None)
         answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
         if self.elsewhere:
             chosen = self._here(chosen)
@@ -145,14 +157,16 @@ class Experts:
 
     def step_experts(self) -> StepExperts | None:
         """Return the experts in the form of the compiled step; None if it does not support the
-        gate, the gating of an expert or a shared expert, or if other ranks have experts."""
+        gate or the gating of an expert, or if other ranks have experts."""
         gate, kernel = self.gate, self.together
-        if not isinstance(gate, CompiledSoftmaxGate) or not isinstance(kernel, ExpertKernels):
+        if not isinstance(gate, CompiledGate) or not isinstance(kernel, ExpertKernels):
             return None
-        if kernel.clamped is not None or self.shared is not None or self.dispatch is not None:
+        if kernel.clamped is not None or self.dispatch is not None:
             return None
-        router = StepLinears((StepLinear(gate.product.panels, None),))
-        return StepExperts(router, kernel.gate_ups, kernel.downs, kernel.inner, gate.choice.rule)
+        return StepExperts(
+            gate.product.panels, gate.choice.bias, kernel.gate_ups, kernel.downs, kernel.inner,
+            gate.choice.rule, None if self.shared is None else self.shared.gate,
+        )  # fmt: skip
 
     def answer_others(self, hidden: Tensor, per_token: int) -> None:
         """Take part in a `dispatch` in which only other ranks have rows. hidden: [0, H]."""

@@ -10,7 +10,7 @@ each reads its experts, all at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -68,6 +68,13 @@ class DenseWeights:
             self._linears[tuple(modules)] = self._source.read(modules, has_bias)
         return self._linears[tuple(modules)]
 
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """See Linears.derived."""
+        key = (name, make.__name__)
+        if key not in self._tensors:
+            self._tensors[key] = self._source.derived(name, make)
+        return self._tensors[key]
+
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""
         if self._head is None:
@@ -101,6 +108,10 @@ class RankWeights:
         """See Linears.read."""
         source = self._dense if self._dense.has(modules) else self._routed
         return source.read(modules, has_bias)
+
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """See Linears.derived. What is made of a tensor that is no product is dense."""
+        return self._dense.derived(name, make)
 
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""

@@ -68,6 +68,11 @@ class Linears(Protocol):
         """Return one layer for modules of the same input, their outputs stacked in this order."""
         ...
 
+    def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `make`, whose name says what it is, computes of the tensor `name`. Processes
+        that share weights compute it once."""
+        ...
+
     def head(self, tied: Tensor | None) -> Linear:
         """Return the head, the product over the vocabulary; its weight is rounded if so configured.
         `tied`: the embedding [vocab, H] that the head shares; None = the head's own weight is

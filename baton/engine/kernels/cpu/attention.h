@@ -32,7 +32,7 @@ constexpr int64_t kStretches = 32;   // of a row, at most
 
 struct DecodeArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
-  bf16* out;              // [.., query_heads, v_dim], rows without gaps
+  bf16* out;              // [.., query_heads, v_dim]: row and head strides below
   const bf16* keys;       // of this layer: block, token and head strides below
   const bf16* values;
   const int64_t* tables;  // [spans, width] block ids
@@ -41,7 +41,7 @@ struct DecodeArgs {
   const int64_t* tokens;  // [count] keys that exist, the new token's included
   const int64_t* first;   // [count] block that a table begins with
   const float* sinks;     // [query_heads], or null
-  int64_t count, width, q_stride;
+  int64_t count, width, q_stride, out_row, out_head;
   int64_t key_block, key_token, key_head, value_block, value_token, value_head;
   int64_t query_heads, kv_heads, k_dim, v_dim, block_size, window;
   float scale, softcap;  // softcap 0: none
@@ -127,7 +127,7 @@ class DecodeRow {
 
   // What all stretches come to.
   void finish(const Running* states) const {
-    bf16* out = a_.out + a_.rows[index_] * a_.query_heads * a_.v_dim;
+    bf16* out = a_.out + a_.rows[index_] * a_.out_row;
     for (int64_t query = first_; query < last_; ++query) {
       const Running& state = states[(query - first_) / kLanes];
       const int64_t lane = (query - first_) % kLanes;
@@ -135,7 +135,7 @@ class DecodeRow {
       store(total, state.total);
       const Floats share = broadcast(1.0f / total[lane]);
       for (int64_t d = 0; d < a_.v_dim; d += 32) {
-        store_interleaved(out + query * a_.v_dim + d, load(state.sum[lane] + d) * share,
+        store_interleaved(out + query * a_.out_head + d, load(state.sum[lane] + d) * share,
                           load(state.sum[lane] + d + 16) * share);
       }
     }

@@ -1,5 +1,4 @@
-"""The experts of a mixture layer in one compiled call (experts.h): their weights, and the call;
-and the choice of experts in another.
+"""The experts of a mixture layer in one compiled call (experts.h): their weights, and the call.
 
 Not here: which mixture layers use them (models/experts.py).
 """
@@ -8,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import ChoiceRule, StepLinear, StepLinears
+from baton.engine.kernels.cpu.step_linears import StepLinear, StepLinears
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -27,41 +28,23 @@ class _ExpertsArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("y", "scratch")),
         *((name, _SIZE) for name in ("rows", "hidden", "inner", "per_token")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
+        *((name, _POINTER) for name in ("shared", "shared_gate")),
     )
 
 
-class _ChoiceArgs(ctypes.Structure):
-    """ChoiceArgs of experts.h."""
+@dataclass(frozen=True, slots=True)
+class SharedAnswers:
+    """What the expert says that all rows share, `rows` [T, H], and the weight `gate` [1, H] of its
+    gate: the answers are multiplied by sigmoid(hidden . gate). None = they count as they are."""
 
-    _fields_ = (
-        *((name, _POINTER) for name in ("logits", "weights", "chosen")),
-        *((name, _SIZE) for name in ("rows", "experts", "per_token", "normalized")),
-        ("scaling", ctypes.c_float),
-    )
+    rows: Tensor
+    gate: Tensor | None = None
 
-
-class ChoiceKernel:
-    """A softmax gate's choice of experts, in one call. Safe from any thread."""
-
-    def __init__(self, kernels: CpuKernels, rule: ChoiceRule) -> None:
-        self.rule = rule
-        self._call = kernels.library.baton_choose_experts
-        self._call.restype = None
-
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights [T, K] bfloat16 and the numbers [T, K] int64 of the experts of
-        greatest logits [T, E] bfloat16, the greatest first; of equals the first one goes first.
-        """
-        rule, logits = self.rule, logits.contiguous()
-        rows = logits.shape[0]
-        weights = torch.empty(rows, rule.per_token, dtype=torch.bfloat16)
-        chosen = torch.empty(rows, rule.per_token, dtype=torch.int64)
-        args = _ChoiceArgs(
-            logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), rows, rule.experts,
-            rule.per_token, rule.normalized, rule.scaling,
-        )  # fmt: skip
-        self._call(ctypes.byref(args))
-        return weights, chosen
+    def gated(self, hidden: Tensor) -> Tensor:
+        """Return the answers times what the gate says of hidden [T, H], by torch."""
+        if self.gate is None:
+            return self.rows
+        return functional.linear(hidden, self.gate).sigmoid() * self.rows
 
 
 class ExpertKernels:
@@ -95,23 +78,41 @@ class ExpertKernels:
         self._run(hidden, chosen, None, y)
         return y
 
-    def summed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return each row's results, weighted and summed in the order of its choices, [T, H].
+    def summed(
+        self,
+        hidden: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        shared: SharedAnswers | None = None,
+    ) -> Tensor:
+        """Return each row's results, weighted and summed in the order of its choices, [T, H], and
+        what is `shared` added.
 
         weights is [T, K] bfloat16; the others are as in __call__.
         """
         y = torch.empty(hidden.shape, dtype=torch.bfloat16)
-        self._run(hidden, chosen, weights.contiguous(), y)
+        self._run(hidden, chosen, weights.contiguous(), y, shared)
         return y
 
-    def _run(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, y: Tensor) -> None:
+    def _run(
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor | None,
+        y: Tensor,
+        shared: SharedAnswers | None = None,
+    ) -> None:
         hidden, chosen = hidden.contiguous(), chosen.contiguous()
         (rows, size), per_token = hidden.shape, chosen.shape[1]
+        added = None if shared is None else shared.rows.contiguous()
+        gate = None if shared is None or shared.gate is None else shared.gate.contiguous()
         room = torch.empty(rows * per_token * (2 * size + 3 * self.inner), dtype=torch.bfloat16)
         args = _ExpertsArgs(
             self.gate_ups.address, self.downs.address, hidden.data_ptr(), chosen.data_ptr(),
             None if weights is None else weights.data_ptr(), y.data_ptr(), room.data_ptr(),
             rows, size, self.inner, per_token, *(self.clamped or (0.0, 0.0)),
+            None if added is None else added.data_ptr(),
+            None if gate is None else gate.data_ptr(),
         )  # fmt: skip
         self._call(ctypes.byref(args))
 

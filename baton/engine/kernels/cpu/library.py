@@ -32,7 +32,7 @@ from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 10  # of the structs below
+VERSION: Final = 12  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
@@ -46,6 +46,7 @@ class _LinearArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("x", "w", "bias", "y")),
         *((name, _SIZE) for name in ("rows", "inputs", "outputs")),
         ("wide", _POINTER),
+        ("stride", _SIZE),
     )
 
 
@@ -66,7 +67,7 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = (
         *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "rows", "spans")),
         *((n, _POINTER) for n in ("tokens", "first", "sinks")),
-        *((n, _SIZE) for n in ("count", "width", "q_stride")),
+        *((n, _SIZE) for n in ("count", "width", "q_stride", "out_row", "out_head")),
         *LAYER_FIELDS,
     )
 
@@ -184,14 +185,16 @@ class CpuKernels:
             function.restype = None
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Pack weight [outputs, inputs] bfloat16, with an even number of inputs, into panels for
-        `linear`.
+        """Pack weight [.., outputs, inputs] bfloat16, with an even number of inputs, into panels
+        for `linear`: each matrix into its own.
         """
         weight = weight.contiguous()
-        outputs, inputs = weight.shape
-        shape = (-(-outputs // self._panel), inputs // 2, self._panel, 2)
+        *several, outputs, inputs = weight.shape
+        shape = (*several, -(-outputs // self._panel), inputs // 2, self._panel, 2)
         panels = huge_pages.zeros(*shape, dtype=torch.bfloat16)
-        self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
+        matrices, to = weight.view(-1, outputs, inputs), panels.view(-1, *shape[-4:])
+        for matrix, packed in zip(matrices, to, strict=True):
+            self._pack(matrix.data_ptr(), packed.data_ptr(), outputs, inputs)
         return panels
 
     def ask_every(self, lines: int) -> None:
@@ -319,7 +322,8 @@ def decode_args(q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows) -
         batch.tables.data_ptr(), batch.rows.data_ptr(), batch.spans.data_ptr(),
         batch.tokens.data_ptr(), batch.first.data_ptr(),
         None if layer.sinks is None else layer.sinks.data_ptr(),
-        batch.rows.shape[0], batch.tables.shape[1], q.stride(0), *layer_values(q, layer),
+        batch.rows.shape[0], batch.tables.shape[1], q.stride(0), *out.stride()[:2],
+        *layer_values(q, layer),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ struct LinearArgs {
   bf16* y;           // [rows, outputs]
   int64_t rows, inputs, outputs;
   float* wide = nullptr;  // [rows, outputs], instead of y
+  int64_t stride = 0;     // numbers from a row of y to the next; 0: outputs
 };
 
 // Weights that come next, asked of memory while these are multiplied: `lines` cache lines with
@@ -59,16 +60,16 @@ struct Slab {
 // 16 outputs from `at` on, of any row: sums with their bias.
 struct Outputs {
   const LinearArgs& a;
-  const int64_t at;
+  const int64_t at, stride;
   const Lanes lanes;
   const Floats bias;
 
   Outputs(const LinearArgs& args, int64_t first)
-      : a(args), at(first), lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
+      : a(args), at(first), stride(a.stride == 0 ? a.outputs : a.stride), lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
         bias(a.bias != nullptr ? load_wide(a.bias + at, lanes) : broadcast(0.0f)) {}
 
   void store(int64_t row, Floats sum) const {
-    store_output(a, row * a.outputs + at, sum + bias, lanes);
+    store_output(a, row * stride + at, sum + bias, lanes);
   }
 };
 

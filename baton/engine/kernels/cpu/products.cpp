@@ -7,6 +7,8 @@
 #include <cerrno>
 
 #include "experts.h"
+#include "gates.h"
+#include "latent.h"
 #include "linear.h"
 #include "quantized.h"
 #include "step.h"
@@ -17,7 +19,7 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 10; }
+int baton_kernels_version() { return 12; }
 
 // Asks the kernel for what this process may only use once it has: AMX's tiles, for all its threads. 0,
 // or an errno.
@@ -64,6 +66,10 @@ void baton_w8a8_linear(const baton::W8A8Args* args) { baton::w8a8_linear(*args);
 void baton_choose_experts(const baton::ChoiceArgs* args) { baton::choose_experts(*args); }
 
 void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }
+
+void baton_latent_queries(const baton::LatentQueriesArgs* args) { baton::latent_queries(*args); }
+
+void baton_latent_values(const baton::LatentValuesArgs* args) { baton::latent_values(*args); }
 
 void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
 }

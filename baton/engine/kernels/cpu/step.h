@@ -4,12 +4,14 @@
 //   norm | qkv | rotate, store, attend | output | norm | gate, up | gate | down       x layers, norm
 //
 // Gated attention has a phase more: what heads attended to, by their gates. In a layer with linear
-// attention the delta rule over the sequences' states takes the place of heads. In a mixture the
-// products behind the second norm are a router's, and those of the experts that rows choose.
+// attention the delta rule over the sequences' states takes the place of heads; in one with latent
+// attention queries are made to meet latents, and heads of these (latent.h). In a mixture the
+// router and the choice of experts stand behind the second norm; then the products are those of the
+// expert that all rows share, if there is one, and those of the experts that rows choose.
 //
 // The phases are the other headers' own functions over the same units: a step's numbers are those
 // of their calls one by one, bit for bit. What is constant lies in StepLayer (the model's) and
-// StepPool (the pool's), made once. One new token per row; no LoRA, no experts, no hooks.
+// StepPool (the pool's), made once. One new token per row; no LoRA, no hooks.
 #pragma once
 
 #include <omp.h>
@@ -21,6 +23,8 @@
 #include "delta_args.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "gates.h"
+#include "latent.h"
 #include "linear.h"
 #include "step_integers.h"
 #include "team.h"
@@ -33,15 +37,32 @@ struct StepDelta {
   float epsilon;
 };
 
+// Latent attention's weights. `query_norm` and `query_up`: of queries of a low rank, or null.
+struct StepLatent {
+  const bf16* query_norm;
+  const StepLinear* query_up;
+  LatentWeights by;
+};
+
+// A mixture's weights: of its router, panels and the bias of its choice, or null; of its experts; of
+// the gate of the one that all rows share, or null.
+struct StepMixture {
+  const bf16* router;
+  const float* bias;
+  const StepLinear *gate_ups, *downs;
+  const bf16* shared_gate;
+};
+
 struct StepLayer {
   // The last four may be null; those of outputs lie between a product and its sum with the residual.
   const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm, *attention_output_norm,
       *mlp_output_norm;
   StepLinear qkv, output, gate_up, down;
-  int64_t rotation;        // which of StepArgs' it takes
-  const StepDelta* delta;  // of a layer with linear attention: `qkv` makes its inputs
-  // Of a mixture, without `gate_up` and `down`: see ChoiceArgs and ExpertsArgs; else null.
-  const StepLinear *router, *expert_gate_ups, *expert_downs;
+  int64_t rotation;  // which of StepArgs' it takes
+  int64_t inner;     // of `gate_up` and `down`; 0: there are none
+  const StepDelta* delta;      // of a layer with linear attention: `qkv` makes its inputs
+  const StepLatent* latent;    // of one with latent attention: the same
+  const StepMixture* mixture;  // or null. Then `gate_up` and `down` are what all rows share
 };
 
 // cos, sin [rows, rotated / 2].
@@ -82,15 +103,20 @@ struct StepArgs {
   const int64_t *slots, *begins;  // [rows]: see DeltaArgs; null without linear attention
   bf16* residual;            // [rows, hidden]: embeddings, overwritten
   bf16* out;                 // [rows, hidden]: the final norm's
-  // [rows, widest product + widest input of one + hidden], and, if heads are gated, [rows, qkv
-  // without gates].
-  bf16* scratch;
-  bf16* expert_scratch;  // ExpertsArgs', or null without mixtures
-  int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;
+  bf16* scratch;  // [rows, wide + narrow + hidden], and, if heads are gated, [rows, qkv]
+  bf16* expert_scratch;  // ExpertsArgs', of mixtures
+  // Of latent attention: [rows, heads, nope + key + rank], and, if queries have a low rank, [rows,
+  // heads, nope + rope].
+  bf16* latent_scratch;
+  // Numbers of a row: the most that a product makes and takes, but for those of size `hidden`; what
+  // `qkv` makes, and `output` takes, where layers attend.
+  int64_t wide, narrow, qkv, attended;
+  int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;  // the widest inner
   int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
   int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
-  int64_t experts, per_token, expert_inner, normalized;          // of mixtures, or 0
-  float scaling;
+  int64_t expert_inner;  // of mixtures, or 0
+  ChoiceRule choice;     // the same
+  LatentSizes latent;    // of latent attention, or 0
   NormRule norms;
 };
 
@@ -98,17 +124,20 @@ class Step {
  public:
   Step(const StepArgs& args, int64_t threads)
       : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim),
-        qkv_((a_.gated ? a_.heads * a_.dim : 0) + width_), values_(a_.value_heads * a_.value_dim),
+        values_(a_.value_heads * a_.value_dim),
         inputs_(2 * (a_.key_heads * a_.key_dim + values_ + a_.value_heads)), wide_(a_.scratch),
-        narrow_(wide_ + a_.rows * std::max({qkv_, inputs_, 2 * a_.inner, a_.experts})),
-        delta_(narrow_ + a_.rows * std::max({a_.heads * a_.dim, values_, a_.inner})),
+        narrow_(wide_ + a_.rows * a_.wide), delta_(narrow_ + a_.rows * a_.narrow),
         turned_(a_.gated ? delta_ + a_.rows * a_.hidden : wide_), rows_(a_.rows),
         tokens_(a_.rows), ones_(a_.rows, 1), team_(threads),
-        integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, values_, a_.inner})),
-        chosen_(a_.rows * a_.per_token), weights_(a_.rows * a_.per_token),
+        integers_(a_.rows, std::max(a_.hidden, a_.narrow)),
+        chosen_(a_.rows * a_.choice.per_token), weights_(chosen_.size()),
         experts_{nullptr, nullptr, a_.out, chosen_.data(), weights_.data(), delta_,
-                 a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.per_token, 0.0f, 0.0f},
-        mixture_(experts_), choices_(a_.num_layers) {
+                 a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.choice.per_token},
+        mixture_(experts_), choices_(a_.num_layers),
+        latents_(a_.latent, a_.rows, a_.latent_scratch),
+        queries_(a_.latent_scratch + a_.rows * a_.latent.heads * a_.latent.nope),
+        attended_(queries_ + a_.rows * a_.latent.heads * (a_.latent.rank + a_.latent.rope)),
+        low_(attended_ + a_.rows * a_.latent.heads * a_.latent.rank) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
@@ -133,16 +162,18 @@ class Step {
     Delta delta{};
     for (int64_t index = 0; index < a_.num_layers; ++index) {
       const StepLayer& layer = a_.layers[index];
-      const bool heads = layer.delta == nullptr;
-      const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, heads ? qkv_ : inputs_};
-      const Product output{layer.output, narrow_, delta_, heads ? a_.heads * a_.dim : values_,
+      const bool attends = layer.delta == nullptr;
+      const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, attends ? a_.qkv : inputs_};
+      const Product output{layer.output, narrow_, delta_, attends ? a_.attended : values_,
                            a_.hidden};
-      const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner};
-      const Product down{layer.down, narrow_, delta_, a_.inner, a_.hidden};
+      const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * layer.inner};
+      const Product down{layer.down, narrow_, delta_, layer.inner, a_.hidden};
       norm(me, delta, layer.input_norm, coming(me, qkv));
       multiply(me, qkv);
-      if (!heads) {
+      if (!attends) {
         share_delta_rule(me, rule(index), coming(me, output));
+      } else if (layer.latent != nullptr) {
+        attend_latents(me, index, own.data());
       } else if (a_.gated) {
         attend(me, index, own.data(), {});
         gate_attended(me, coming(me, output));
@@ -152,14 +183,23 @@ class Step {
       multiply(me, output);
       const Delta attended{delta_, layer.attention_output_norm};
       delta = {delta_, layer.mlp_output_norm};
-      if (layer.router != nullptr) {
-        mix(me, attended, layer, choices_[index]);
-        continue;
+      const StepMixture* mixture = layer.mixture;
+      if (mixture == nullptr) {
+        norm(me, attended, layer.mlp_norm, coming(me, gate_up));
+      } else {
+        const LinearArgs router = routing(*mixture);
+        norm(me, attended, layer.mlp_norm, coming(me, router.w, router.inputs, router.outputs));
+        share_linear(me, router);
+        choose(me, router.wide, mixture->bias, choices_[index]);
       }
-      norm(me, attended, layer.mlp_norm, coming(me, gate_up));
-      multiply(me, gate_up);
-      gate(me, coming(me, down));
-      multiply(me, down);
+      if (layer.inner > 0) {
+        multiply(me, gate_up);
+        gate(me, layer.inner, coming(me, down));
+        multiply(me, down);
+      }
+      if (mixture != nullptr)
+        mixture_.run(me, choices_[index], mixture->gate_ups, mixture->downs,
+                     {layer.inner > 0 ? delta_ : nullptr, mixture->shared_gate});
     }
     norm(me, delta, a_.final_norm, {});
   }
@@ -171,8 +211,6 @@ class Step {
     const bf16* x;
     bf16* y;
     int64_t inputs, outputs;
-
-    const bf16* panel(int64_t index) const { return by.panels + index * inputs * kPanel; }
   };
 
   // What is added to the residual, none before the first layer; `norm`, unless null, of it first.
@@ -203,25 +241,30 @@ class Step {
     }
   }
 
-  // Norm, router, choice, experts.
-  void mix(Team::Member& me, Delta attended, const StepLayer& layer, Choices& choices) {
-    const Product router{*layer.router, a_.out, wide_, a_.hidden, a_.experts};
-    norm(me, attended, layer.mlp_norm, coming(me, router));
-    multiply(me, router);
+  // The product that makes a mixture's logits, in float32.
+  LinearArgs routing(const StepMixture& mixture) const {
+    return {a_.out, mixture.router, nullptr, nullptr, a_.rows, a_.hidden, a_.choice.experts,
+            reinterpret_cast<float*>(wide_)};
+  }
+
+  void choose(Team::Member& me, const float* logits, const float* bias, Choices& choices) {
     me.share(1, [&](int64_t, int64_t) {
-      const ChoiceArgs choosing{wide_, weights_.data(), chosen_.data(), a_.rows, a_.experts,
-                                a_.per_token, a_.normalized, a_.scaling};
+      const ChoiceArgs choosing{logits, bias, weights_.data(), chosen_.data(), a_.rows, a_.choice};
       for (int64_t row = 0; row < a_.rows; ++row) choose_of_row(choosing, row);
-      choices.sort(chosen_.data(), a_.rows * a_.per_token);
+      choices.sort(chosen_.data(), a_.rows * a_.choice.per_token);
     });
-    mixture_.run(me, choices, layer.expert_gate_ups, layer.expert_downs);
   }
 
   // The panel that this thread multiplies first.
+  static Coming coming(const Team::Member& me, const bf16* panels, int64_t inputs,
+                       int64_t outputs) {
+    const bf16* panel = panels + me.first_of(panels_of(outputs)) * inputs * kPanel;
+    return {reinterpret_cast<const char*>(panel), 2 * inputs * kPanel};
+  }
+
   static Coming coming(const Team::Member& me, const Product& of) {
     if (of.by.integers != nullptr) return {};  // its rows come first
-    const bf16* panel = of.panel(me.first_of(panels_of(of.outputs)));
-    return {reinterpret_cast<const char*>(panel), 2 * of.inputs * kPanel};
+    return coming(me, of.by.panels, of.inputs, of.outputs);
   }
 
   // Some KV heads of a row and their query heads: rotated, stored, attended. Of a row that several
@@ -247,6 +290,34 @@ class Step {
     me.share(tasks.count(), work, coming);
   }
 
+  // Queries that meet latents, a row's latent to its slot; what the heads attend to, and their values
+  // of it.
+  void attend_latents(Team::Member& me, int64_t index, Running* own) {
+    const StepLatent& latent = *a_.layers[index].latent;
+    const StepRotation& rotation = a_.rotations[a_.layers[index].rotation];
+    const int64_t first = a_.qkv - a_.latent.rank - a_.latent.rope;
+    LatentRows from{wide_, wide_ + first, rotation.cos, rotation.sin, a_.rows, a_.qkv, a_.qkv};
+    if (latent.query_norm != nullptr) {
+      from.q = low_;
+      from.q_stride = a_.latent.heads * (a_.latent.nope + a_.latent.rope);
+      const Product up{*latent.query_up, narrow_, low_, first, from.q_stride};
+      const auto work = [&](int64_t row, int64_t) {
+        normalize(wide_ + row * a_.qkv, latent.query_norm, narrow_ + row * first, first,
+                  {latent.by.epsilon, 0.0f});
+      };
+      me.share(a_.rows, work, coming(me, up));
+      multiply(me, up);
+    }
+    latents_.before(me, from, latent.by, queries_, [&](int64_t row) { return key_of(index, row); });
+    const DecodeArgs attending = attention(index);
+    const PlainPool pool{attending};
+    DecodeTasks& tasks = *tasks_of(attending.window);
+    me.share(tasks.count(), [&](int64_t task, int64_t next) {
+      tasks.run(pool, task, next, states_, own);
+    });
+    latents_.after(me, attended_, latent.by, narrow_);
+  }
+
   DecodeTasks* tasks_of(int64_t window) {
     for (DecodeTasks& tasks : tasks_)
       if (tasks.window() == window) return &tasks;
@@ -269,15 +340,22 @@ class Step {
     const int64_t block = slot / a_.block_size, token = slot % a_.block_size;
     const int64_t from = kv.first * a_.dim, bytes = 2 * (kv.last - kv.first) * a_.dim;
     const bf16* keys = turned_ + row * width_ + a_.heads * a_.dim + from;
-    std::memcpy(pool.keys + block * pool.key_block + token * pool.key_token + from, keys, bytes);
+    std::memcpy(key_of(index, row) + from, keys, bytes);
     std::memcpy(pool.values + block * pool.value_block + token * pool.value_token + from,
                 keys + a_.kv_heads * a_.dim, bytes);
+  }
+
+  // Where a row's keys lie.
+  bf16* key_of(int64_t index, int64_t row) const {
+    const StepPool& pool = a_.pools[index];
+    const int64_t slot = a_.tables[pool.group].slots[row];
+    return pool.keys + slot / a_.block_size * pool.key_block + slot % a_.block_size * pool.key_token;
   }
 
   // Those KV heads of a row and their query heads without the gates between them.
   void take_queries(int64_t row, HeadRange kv) {
     const int64_t dim = a_.dim, group = a_.heads / a_.kv_heads, bytes = 2 * dim;
-    const bf16* from = wide_ + row * qkv_;
+    const bf16* from = wide_ + row * a_.qkv;
     bf16* to = turned_ + row * width_;
     for (int64_t head = kv.first * group; head < kv.last * group; ++head)
       std::memcpy(to + head * dim, from + 2 * head * dim, bytes);
@@ -288,7 +366,7 @@ class Step {
 
   void gate_attended(Team::Member& me, Coming coming) {
     const GateHeadsArgs gating{narrow_, wide_ + a_.dim, a_.rows,  a_.heads,
-                               a_.dim,  qkv_,           2 * a_.dim};
+                               a_.dim,  a_.qkv,         2 * a_.dim};
     const int64_t group = a_.heads / a_.kv_heads;
     const auto work = [&](int64_t unit, int64_t) {
       const int64_t first = unit % a_.kv_heads * group;
@@ -311,8 +389,9 @@ class Step {
     const StepPool& pool = a_.pools[index];
     const StepTable& table = a_.tables[pool.group];
     DecodeArgs args{};
-    args.q = turned_;
-    args.out = narrow_;
+    const bool latents = a_.latent.heads > 0;
+    args.q = latents ? queries_ : turned_;
+    args.out = latents ? attended_ : narrow_;
     args.keys = pool.keys;
     args.values = pool.values;
     args.tables = table.blocks;
@@ -322,7 +401,11 @@ class Step {
     args.sinks = pool.sinks;
     args.count = a_.rows;
     args.width = table.width;
-    args.q_stride = width_;
+    args.q_stride = latents ? a_.heads * a_.dim : width_;
+    // What a head attends to of latents lies row by row: its values are made of that.
+    args.v_dim = latents ? a_.latent.rank : a_.dim;
+    args.out_row = latents ? args.v_dim : a_.heads * a_.dim;
+    args.out_head = latents ? a_.rows * args.v_dim : a_.dim;
     args.key_block = pool.key_block;
     args.key_token = pool.key_token;
     args.key_head = pool.key_head;
@@ -331,7 +414,7 @@ class Step {
     args.value_head = pool.value_head;
     args.query_heads = a_.heads;
     args.kv_heads = a_.kv_heads;
-    args.k_dim = args.v_dim = a_.dim;
+    args.k_dim = a_.dim;
     args.block_size = a_.block_size;
     args.window = pool.window;
     args.scale = pool.scale;
@@ -339,15 +422,15 @@ class Step {
     return args;
   }
 
-  void gate(Team::Member& me, Coming coming) {
+  void gate(Team::Member& me, int64_t inner, Coming coming) {
     if (a_.gelu)
-      share_gated<true>(me, wide_, narrow_, a_.rows, a_.inner, coming);
+      share_gated<true>(me, wide_, narrow_, a_.rows, inner, coming);
     else
-      share_gated(me, wide_, narrow_, a_.rows, a_.inner, coming);
+      share_gated(me, wide_, narrow_, a_.rows, inner, coming);
   }
 
   const StepArgs& a_;
-  const int64_t width_, qkv_;      // of queries, keys and values; the same with gates
+  const int64_t width_;            // of queries, keys and values without gates
   const int64_t values_, inputs_;  // of linear attention: what it makes of a row, and takes
   bf16 *const wide_, *const narrow_, *const delta_, *const turned_;
   std::vector<int64_t> rows_, tokens_, ones_;
@@ -360,6 +443,9 @@ class Step {
   const ExpertsArgs experts_;
   Mixture mixture_;
   std::vector<Choices> choices_;  // of each layer: late threads still read those of layers before
+  Latents latents_;
+  // Queries that meet latents, what these attended to by head, and the queries of a low rank.
+  bf16 *const queries_, *const attended_, *const low_;
 };
 
 inline void decode_step(const StepArgs& args) {

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
+from baton.engine.kernels.cpu.gates import NO_CHOICE, ChoiceFields, ChoiceRule
+from baton.engine.kernels.cpu.latent import (
+    NO_LATENTS,
+    CompiledLatents,
+    LatentFields,
+    LatentSizes,
+    LatentWeights,
+)
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms, NormRule
-from baton.engine.kernels.cpu.quantized import PackedInt8, PackedIntegers
+from baton.engine.kernels.cpu.step_linears import LinearFields, StepLinear, StepLinears
 from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, Rotation
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
-
-
-class _StepLinear(ctypes.Structure):
-    """StepLinear of step_integers.h."""
-
-    _fields_ = tuple((name, _POINTER) for name in ("panels", "bias", "integers"))
 
 
 class _StepDelta(ctypes.Structure):
@@ -39,15 +41,33 @@ class _StepDelta(ctypes.Structure):
     )
 
 
+class _StepLatent(ctypes.Structure):
+    """StepLatent of step.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query_norm", "query_up")),
+        ("by", LatentWeights),
+    )
+
+
+class _StepMixture(ctypes.Structure):
+    """StepMixture of step.h."""
+
+    _fields_ = tuple(
+        (name, _POINTER) for name in ("router", "bias", "gate_ups", "downs", "shared_gate")
+    )
+
+
 class _StepLayer(ctypes.Structure):
     """StepLayer of step.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, _POINTER) for name in ("attention_output_norm", "mlp_output_norm")),
-        ("linears", _StepLinear * 4),  # qkv, output, gate_up, down
+        ("linears", LinearFields * 4),  # qkv, output, gate_up, down
         ("rotation", _SIZE),
-        *((name, _POINTER) for name in ("delta", "router", "expert_gate_ups", "expert_downs")),
+        ("inner", _SIZE),
+        *((name, _POINTER) for name in ("delta", "latent", "mixture")),
     )
 
 
@@ -55,16 +75,6 @@ class _StepRotation(ctypes.Structure):
     """step.h's StepRotation."""
 
     _fields_ = (("cos", _POINTER), ("sin", _POINTER))
-
-
-class _StepIntegers(ctypes.Structure):
-    """StepIntegers of step_integers.h."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("panels", "scales", "extra")),
-        *((name, _SIZE) for name in ("groups", "bits", "has_zeros", "outputs", "stride")),
-        ("next", _POINTER),
-    )
 
 
 class _StepPool(ctypes.Structure):
@@ -102,82 +112,52 @@ class _StepArgs(ctypes.Structure):
         ("rotations", _StepRotation * 2),
         *((name, _POINTER) for name in ("positions", "slots", "begins")),
         *((name, _POINTER) for name in ("residual", "out", "scratch", "expert_scratch")),
+        ("latent_scratch", _POINTER),
+        *((name, _SIZE) for name in ("wide", "narrow", "qkv", "attended")),
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
         *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
         *((name, _SIZE) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
-        *((name, _SIZE) for name in ("experts", "per_token", "expert_inner", "normalized")),
-        ("scaling", ctypes.c_float),
+        ("expert_inner", _SIZE),
+        ("choice", ChoiceFields),
+        ("latent", LatentFields),
         ("norms", NormRule),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class StepLinear:
-    """The weights of a product, in bfloat16 (CpuKernels.pack) or integers, and its bias.
-
-    Several PackedIntegers have outputs side by side and differ in format; experts have one. The
-    bias is [outputs] bfloat16, or None.
-    """
-
-    weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...]
-    bias: Tensor | None
-
-
-class StepLinears:
-    """The weights of several products as C structs, one StepLinear after the other at `address`.
-    None stands where a layer has no such product.
-    """
-
-    def __init__(self, linears: Sequence[StepLinear | None]) -> None:
-        self._kept = tuple(linears)
-        self._integers = [None if each is None else _integers(each.weights) for each in linears]
-        self.array = (_StepLinear * len(linears))(*map(self._pointers, linears, self._integers))
-        self.address = ctypes.addressof(self.array)
-
-    @staticmethod
-    def _pointers(
-        linear: StepLinear | None, integers: ctypes.Array[_StepIntegers] | None
-    ) -> _StepLinear:
-        if linear is None:
-            return _StepLinear()
-        weights, bias = linear.weights, linear.bias
-        return _StepLinear(
-            weights.data_ptr() if isinstance(weights, Tensor) else None,
-            None if bias is None else bias.data_ptr(),
-            ctypes.addressof(integers) if integers else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceRule:
-    """How a mixture's rows choose experts by the softmax of a router's logits: the numbers of
-    models/layers/gates.py's SoftmaxGate, without groups."""
-
-    experts: int
-    per_token: int
-    normalized: bool
-    scaling: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class StepExperts:
-    """A mixture's weights: the router's product, and what ExpertKernels hold. `inner`: of an
-    expert."""
+    """A mixture's weights: the router's panels, the bias of its choice [E] float32, what
+    ExpertKernels hold, and the gate [H] of the expert that all rows share. `inner`: of an expert.
+    """
 
-    router: StepLinears  # one
+    router: Tensor
+    bias: Tensor | None
     gate_ups: StepLinears
     downs: StepLinears
     inner: int
     rule: ChoiceRule
+    shared_gate: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLatents:
+    """Latent attention's weights between the products whose inputs and outputs have the size
+    `hidden`. `query_norm` [R] and `query_up` (one): of queries of a low rank R, or None."""
+
+    latents: CompiledLatents
+    query_norm: Tensor | None
+    query_up: StepLinears | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
     """Weights of a layer; norms [hidden] bfloat16. `rotation`: which of the step's it takes.
 
-    `delta`: linear attention's weights, whose inputs `qkv` makes; None = attention over heads.
-    `gate_up` and `down` are None in a mixture, which has `experts`.
+    `delta`, `latents`: linear or latent attention's weights, whose inputs `qkv` makes; None =
+    attention over heads.
+    `gate_up` and `down`, of `inner` gates, are the MLP's; in a mixture, which has `experts`, those
+    of the expert that all rows share, or None.
     """
 
     input_norm: Tensor
@@ -187,22 +167,25 @@ class StepLayer:
     mlp_norm: Tensor
     gate_up: StepLinear | None
     down: StepLinear | None
+    inner: int
     attention_output_norm: Tensor | None = None
     mlp_output_norm: Tensor | None = None
     rotation: int = 0
     delta: CompiledDeltaRule | None = None
+    latents: StepLatents | None = None
     experts: StepExperts | None = None
 
 
 NO_DELTA: Final = DeltaSizes(0, 0, 0, 0, 0)
-NO_CHOICE: Final = ChoiceRule(0, 0, normalized=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (of the gate) multiples
-    of 16, `dim` of 32. `gelu`: gates are GELU's. `gated`: each query head has a gate behind it.
-    `delta`: of the layers with linear attention. `choice`, `expert_inner`: of mixtures."""
+    """Sizes of a decoder, and what all its layers do: `hidden` and `inner` (the most gates of a
+    layer) multiples of 16, `dim` of 32. `gelu`: gates are GELU's. `gated`: each query head has a
+    gate behind it. `delta`: of the layers with linear attention. `latents`: of latent attention,
+    whose keys are `kv_heads` 1 of `dim`, and the rank of its queries, or 0. `choice`,
+    `expert_inner`: of mixtures."""
 
     hidden: int
     inner: int
@@ -214,18 +197,43 @@ class StepSizes:
     gelu: bool = False
     gated: bool = False
     delta: DeltaSizes = NO_DELTA
+    latents: LatentSizes = NO_LATENTS
+    query_rank: int = 0
     choice: ChoiceRule = NO_CHOICE
     expert_inner: int = 0
 
     @property
+    def qkv(self) -> int:
+        """How many numbers the first product makes of a row where it attends."""
+        latents = self.latents
+        if latents.heads:
+            return (self.query_rank or latents.queries) + latents.key
+        return (self.heads * (2 if self.gated else 1) + 2 * self.kv_heads) * self.dim
+
+    @property
+    def attended(self) -> int:
+        """How many numbers the second product takes of a row where it attends."""
+        return self.latents.outputs or self.heads * self.dim
+
+    @property
+    def wide(self) -> int:
+        """The most numbers that a product makes of a row, but for those of size `hidden`."""
+        return max(self.qkv, 2 * self.inner, self.delta.inputs, 2 * self.choice.experts)
+
+    @property
+    def narrow(self) -> int:
+        """The most numbers that a product takes of a row, but for those of size `hidden`."""
+        return max(self.attended, self.inner, self.delta.values, self.query_rank)
+
+    @property
     def scratch(self) -> int:
         """Return how many numbers of scratch space a row needs."""
-        attended = self.heads * self.dim
-        turned = attended + 2 * self.kv_heads * self.dim
-        gates = attended if self.gated else 0
-        wide = max(turned + gates, 2 * self.inner, self.delta.inputs, self.choice.experts)
-        narrow = max(attended, self.inner, self.delta.values)
-        return wide + narrow + self.hidden + (turned if self.gated else 0)
+        return self.wide + self.narrow + self.hidden + (self.qkv if self.gated else 0)
+
+    @property
+    def latent_scratch(self) -> int:
+        """Return how many numbers of scratch space the latent attention of a row needs."""
+        return self.latents.scratch + (self.latents.queries if self.query_rank else 0)
 
     @property
     def expert_scratch(self) -> int:
@@ -263,7 +271,7 @@ class StepPools:
     def __init__(self, layers: Mapping[int, DecodeLayer], group_of: Sequence[int]) -> None:
         """Take the layers that attend, all of one shape, by their index, and in `group_of` the
         layer group of each layer."""
-        _, self.block_size, self.kv_heads, self.dim = next(iter(layers.values())).keys.shape
+        _, self.block_size, *self.shape = next(iter(layers.values())).keys.shape
         self._kept = dict(layers)
         self.pointers = (_StepPool * len(group_of))()
         for index, layer in layers.items():
@@ -277,10 +285,14 @@ class StepPools:
     @staticmethod
     def suit(layers: Sequence[DecodeLayer | None]) -> bool:
         """Whether all layers that attend are bfloat16 and of one shape, with keys as long as
-        values."""
-        shapes = {(x.keys.shape[1:], x.values.shape[1:]) for x in layers if x is not None}
-        plain = all(x is not None and x.keys.dtype == torch.bfloat16 for x in layers)
-        return plain and len(shapes) == 1 and all(keys == values for keys, values in shapes)
+        values, or latents, of which a value is a part."""
+        known = [x for x in layers if x is not None and x.keys.dtype == torch.bfloat16]
+        shapes = {(x.keys.shape[1:], x.values.shape[1:]) for x in known}
+        whole = all(
+            x.keys.shape == x.values.shape or x.keys.data_ptr() == x.values.data_ptr()
+            for x in known
+        )
+        return len(known) == len(layers) and len(shapes) == 1 and whole
 
 
 class StepStates:
@@ -307,15 +319,16 @@ class StepModel:
         sizes: StepSizes,
     ) -> None:
         self.sizes = sizes
-        self._kept = (tuple(layers), final_norm)
+        self._weights = tuple(layers)
+        self._kept = final_norm
         self._final_norm = final_norm.data_ptr()
         self._linears = [
             StepLinears((layer.qkv, layer.output, layer.gate_up, layer.down)) for layer in layers
         ]
         self._deltas = [_delta(layer.delta) for layer in layers]
-        self._layers = (_StepLayer * len(layers))(
-            *map(self._pointers, layers, self._linears, self._deltas)
-        )
+        self._latents = [_latents(layer.latents) for layer in layers]
+        self._mixtures = [_mixture(layer.experts) for layer in layers]
+        self._layers = (_StepLayer * len(layers))(*map(self._pointers, range(len(layers))))
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
@@ -324,9 +337,9 @@ class StepModel:
         pool, and advance `states`, which layers with linear attention need.
         """
         sizes, residual = self.sizes, inputs.residual
-        delta, choice = sizes.delta, sizes.choice
+        delta = sizes.delta
         rows = residual.shape[0]
-        assert (pools.kv_heads, pools.dim) == (sizes.kv_heads, sizes.dim)
+        assert pools.shape == [sizes.kv_heads, sizes.dim]
         filled = [
             _StepTable(
                 table.slots.data_ptr(),
@@ -342,6 +355,7 @@ class StepModel:
         out = torch.empty_like(residual)
         scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
         of_experts = torch.empty(rows * sizes.expert_scratch, dtype=torch.bfloat16)
+        of_latents = torch.empty(rows * sizes.latent_scratch, dtype=torch.bfloat16)
         args = _StepArgs(
             ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
             None if states is None else ctypes.addressof(states.pointers),
@@ -349,19 +363,21 @@ class StepModel:
             (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
             _pointer(inputs.slots), _pointer(inputs.begins),
             residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), of_experts.data_ptr(),
+            of_latents.data_ptr(), sizes.wide, sizes.narrow, sizes.qkv, sizes.attended,
             len(self._layers), rows, sizes.hidden, sizes.inner,
             sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
             first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps,
-            choice.experts, choice.per_token, sizes.expert_inner, choice.normalized, choice.scaling,
+            sizes.expert_inner, sizes.choice.fields, sizes.latents.fields,
             NormRule(sizes.epsilon, sizes.norm_offset),
         )  # fmt: skip
         self._call(ctypes.byref(args))
         return out
 
-    @staticmethod
-    def _pointers(layer: StepLayer, linears: StepLinears, delta: _StepDelta | None) -> _StepLayer:
-        norms, experts = layer.head_norms, layer.experts
+    def _pointers(self, index: int) -> _StepLayer:
+        layer = self._weights[index]
+        norms, linears = layer.head_norms, self._linears[index]
+        parts = (self._deltas[index], self._latents[index], self._mixtures[index])
         return _StepLayer(
             layer.input_norm.data_ptr(),
             layer.mlp_norm.data_ptr(),
@@ -371,11 +387,25 @@ class StepModel:
             _pointer(layer.mlp_output_norm),
             linears.array,
             layer.rotation,
-            None if delta is None else ctypes.addressof(delta),
-            *(None, None, None)
-            if experts is None
-            else (experts.router.address, experts.gate_ups.address, experts.downs.address),
+            layer.inner,
+            *(None if part is None else ctypes.addressof(part) for part in parts),
         )
+
+
+def _latents(of: StepLatents | None) -> _StepLatent | None:
+    if of is None:
+        return None
+    up = None if of.query_up is None else of.query_up.address
+    return _StepLatent(_pointer(of.query_norm), up, of.latents.weights)
+
+
+def _mixture(experts: StepExperts | None) -> _StepMixture | None:
+    if experts is None:
+        return None
+    return _StepMixture(
+        experts.router.data_ptr(), _pointer(experts.bias),
+        experts.gate_ups.address, experts.downs.address, _pointer(experts.shared_gate),
+    )  # fmt: skip
 
 
 def _delta(rule: CompiledDeltaRule | None) -> _StepDelta | None:
@@ -387,30 +417,3 @@ def _delta(rule: CompiledDeltaRule | None) -> _StepDelta | None:
 
 def _pointer(weight: Tensor | None) -> int | None:
     return None if weight is None else weight.data_ptr()
-
-
-def _integers(
-    weights: Tensor | PackedInt8 | tuple[PackedIntegers, ...],
-) -> ctypes.Array[_StepIntegers] | None:
-    """The parts of a product, each of which points to the one behind it."""
-    if isinstance(weights, Tensor):
-        return None
-    if isinstance(weights, PackedInt8):
-        panels, outputs = weights.panels.data_ptr(), weights.scales.shape[0]
-        part = _StepIntegers(
-            panels, weights.scales.data_ptr(), weights.extra.data_ptr(), 1, 8, 0, outputs, outputs
-        )
-        return (_StepIntegers * 1)(part)
-    stride = sum(part.peaks.shape[0] for part in weights)
-    parts = (_StepIntegers * len(weights))(
-        *(
-            _StepIntegers(
-                part.panels.data_ptr(), part.peaks.data_ptr(), None,
-                part.groups, part.bits, part.has_zeros, part.peaks.shape[0], stride,
-            )
-            for part in weights
-        )
-    )  # fmt: skip
-    for index in range(len(weights) - 1):
-        parts[index].next = ctypes.addressof(parts[index + 1])
-    return parts

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.kernels.cpu.experts import ChoiceKernel
+from baton.engine.kernels.cpu.gates import ChoiceKernel, ChoiceRule
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.step import ChoiceRule
 from baton.engine.quantization.linear import PanelLinear
 
 
@@ -81,31 +80,6 @@ class SoftmaxGate:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledSoftmaxGate:
-    """A SoftmaxGate without groups in two compiled calls: bfloat16, on a CPU. Of equal logits the
-    first expert goes first; its weights are rounded to bfloat16."""
-
-    router: Tensor
-    product: PanelLinear  # [H] -> [E]
-    choice: ChoiceKernel
-
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See ExpertGate."""
-        return self.choice(self.product(hidden))
-
-
-def compiled_gate(gate: SoftmaxGate, kernels: CpuKernels) -> SoftmaxGate | CompiledSoftmaxGate:
-    """Return `gate` in compiled calls; `gate` itself if it has groups or another dtype."""
-    router = gate.router
-    count, inputs = router.shape
-    if gate.groups is not None or router.dtype != torch.bfloat16 or inputs % 2:
-        return gate
-    rule = ChoiceRule(count, gate.per_token, gate.normalized, gate.scaling)
-    product = PanelLinear(kernels, router, None)
-    return CompiledSoftmaxGate(router, product, ChoiceKernel(kernels, rule))
-
-
-@dataclass(frozen=True, slots=True)
 class ChosenGate:
     """The gate `chosen`, see above. `bias` [E]: the router's."""
 
@@ -143,3 +117,38 @@ class SigmoidGate:
         if self.normalized:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self.scaling, chosen
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGate:
+    """A SoftmaxGate or a SigmoidGate in two compiled calls: in a bfloat16 model on a CPU. Of equal
+    scores the first expert goes first; its weights are rounded to bfloat16."""
+
+    router: Tensor
+    product: PanelLinear  # [H] -> [E]
+    choice: ChoiceKernel
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See ExpertGate."""
+        return self.choice(self.product.wide(hidden))
+
+
+def compiled_gate(
+    gate: SoftmaxGate | SigmoidGate, kernels: CpuKernels
+) -> SoftmaxGate | SigmoidGate | CompiledGate:
+    """Return `gate`, of a bfloat16 model, in compiled calls; `gate` itself if the sizes of its
+    router do not allow it.
+
+    A router in float32 holds numbers of bfloat16: products of these are exact in the kernel, too.
+    """
+    count, inputs = gate.router.shape
+    if inputs % 2:
+        return gate
+    router, groups = gate.router.bfloat16(), gate.groups or ExpertGroups(1, 1)
+    rule = ChoiceRule(
+        count, gate.per_token, gate.normalized, gate.scaling, groups.count, groups.kept,
+        isinstance(gate, SigmoidGate), gate.router.dtype == torch.bfloat16,
+    )  # fmt: skip
+    bias = gate.bias.float().contiguous() if isinstance(gate, SigmoidGate) else None
+    product = PanelLinear(kernels, router, None)
+    return CompiledGate(router, product, ChoiceKernel(kernels, rule, bias))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.engine.kernels.cpu.delta_rule import CompiledDeltaRule
+from baton.engine.kernels.cpu.latent import CompiledLatents
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
 from baton.engine.kernels.delta_rule import DeltaWeights
@@ -22,7 +23,7 @@ from baton.engine.models.experts import (
     SharedExpert,
     compiled_experts,
 )
-from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
+from baton.engine.models.layers.attention import HeadAttention
 from baton.engine.models.layers.delta import DeltaAttention, choose_rule
 from baton.engine.models.layers.gates import (
     ChosenGate,
@@ -32,8 +33,16 @@ from baton.engine.models.layers.gates import (
     SoftmaxGate,
     compiled_gate,
 )
+from baton.engine.models.layers.latent import (
+    EPSILON,
+    LatentAttention,
+    Latents,
+    LowRankQueries,
+    TorchLatents,
+    latent_kernels,
+)
 from baton.engine.models.layers.projection import Mlp, Projection
-from baton.engine.models.mla import absorb
+from baton.engine.models.mla import Absorbed, absorb
 from baton.engine.quantization.linear import Linears
 
 # Reads a checkpoint's tensor by its name, in the model's dtype and on its device. With several
@@ -61,32 +70,39 @@ class DecoderLayer:
         return [*self.attention.projections, *self.mlp.projections]
 
     def step_layer(self) -> StepLayer | None:
-        """Return the layer in the form of the compiled step. None if the layer has latent
-        attention, linear attention that is not compiled, or experts that the step does not support,
-        or if the step does not support the format of a weight."""
+        """Return the layer in the form of the compiled step. None if the layer has linear or latent
+        attention that is not compiled, or experts that the step does not support, or if the step
+        does not support the format of a weight."""
         attention, mlp = self.attention, self.mlp
-        if isinstance(attention, LatentAttention):
-            return None
-        head_norms, delta, experts = None, None, None
+        head_norms, delta, latents, experts = None, None, None, None
         if isinstance(attention, HeadAttention):
             head_norms = attention.head_norms
-        elif isinstance(attention.rule, CompiledDeltaRule) and not attention.by_head:
+        elif isinstance(attention, DeltaAttention):
+            if not isinstance(attention.rule, CompiledDeltaRule) or attention.by_head:
+                return None
             delta = attention.rule
-        else:
-            return None
-        products = attention.projections
         if isinstance(mlp, Mlp):
-            products += mlp.projections
+            dense = mlp
         elif (experts := mlp.step_experts()) is None:
             return None
+        else:
+            dense = None if mlp.shared is None else mlp.shared.mlp
+        products = attention.projections + ([] if dense is None else dense.projections)
         linears = step_linears([projection.linear for projection in products])
         if linears is None:
             return None
-        qkv, output, *dense = linears
-        gate_up, down = dense or (None, None)
+        count = len(attention.projections)
+        qkv, *up, output = linears[:count]
+        gate_up, down = linears[count:] or (None, None)
+        if isinstance(attention, LatentAttention):
+            latents = attention.step_latents(up)
+            if latents is None:
+                return None
+        inner = 0 if dense is None else dense.down.num_inputs
         return StepLayer(
-            self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down,
-            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta, experts,
+            self.input_norm, qkv, head_norms, output, self.mlp_norm, gate_up, down, inner,
+            self.attention_output_norm, self.mlp_output_norm, self.rotation, delta, latents,
+            experts,
         )  # fmt: skip
 
 
@@ -190,18 +206,35 @@ class LayerBuilder:
             first: latent.query_rank or queries,
             "kv_a_proj_with_mqa": latent.rank + latent.rope_dim,
         }
-        weight = self.read(prefix + "kv_b_proj.weight")  # widened, if stored as integers
         return LatentAttention(
             layer=index,
-            rope_dim=latent.rope_dim,
+            key_dim=latent.rank + latent.rope_dim,
             inputs=self._projection(prefix, inputs, config.hidden_size, config.qkv_bias),
-            queries=up,
-            latent_norm=self.read(prefix + "kv_a_layernorm.weight"),
-            absorbed=absorb(weight, latent.nope_dim, latent.value_dim),
+            low=up,
+            latents=self._latents(latent, prefix),
             output=self._output(prefix, config.num_heads * latent.value_dim),
-            pairs=latent.pairs,
             between=self.between,
         )
+
+    def _latents(self, latent: LatentConfig, prefix: str) -> Latents:
+        norm, name = self.read(prefix + "kv_a_layernorm.weight"), prefix + "kv_b_proj.weight"
+        sizes = latent.sizes(self.config.num_heads)
+        kernels = latent_kernels(sizes, self.between)
+
+        def halves(weight: Tensor) -> Absorbed:  # widened, if stored as integers
+            return absorb(weight, latent.nope_dim, latent.value_dim)
+
+        if kernels is None:
+            return TorchLatents(halves(self.read(name)), norm, latent.pairs, self.between)
+
+        def keys(weight: Tensor) -> Tensor:
+            return kernels.pack(halves(weight).key.transpose(1, 2))
+
+        def values(weight: Tensor) -> Tensor:
+            return kernels.pack(halves(weight).value)
+
+        key, value = (self.linears.derived(name, make) for make in (keys, values))
+        return CompiledLatents(kernels, sizes, norm, key, value, EPSILON)
 
     def _output(self, prefix: str, inputs: int) -> Projection:
         """Read the product that follows attention (o_proj)."""
@@ -258,19 +291,18 @@ class LayerBuilder:
             return ChosenGate(router, self.read(prefix + "bias"), config.per_token)
         groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
         per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
-        if not gate.sigmoid:
-            softmax = SoftmaxGate(router, per_token, normalized, groups, scaling)
-            if self.fixed_shapes or not isinstance(self.between, CompiledElementwise):
-                return softmax
-            return compiled_gate(softmax, self.between.kernels)
-        bias = self.read(prefix + "e_score_correction_bias")
-        return SigmoidGate(router, bias, per_token, normalized, groups, scaling)
+        if gate.sigmoid:
+            bias = self.read(prefix + "e_score_correction_bias")
+            found = SigmoidGate(router, bias, per_token, normalized, groups, scaling)
+        else:
+            found = SoftmaxGate(router, per_token, normalized, groups, scaling)
+        if self.fixed_shapes or not isinstance(self.between, CompiledElementwise):
+            return found
+        return compiled_gate(found, self.between.kernels)
 
-    def _shared(self, config: ExpertsConfig, prefix: str) -> SharedExpert | Mlp:
-        if not config.shared_gated:
-            return self._mlp(prefix + ".", config.shared_size)
-        expert = self._expert(config, prefix + ".")
-        return SharedExpert(expert, self.read(prefix + "_gate.weight"))
+    def _shared(self, config: ExpertsConfig, prefix: str) -> SharedExpert:
+        gate = self.read(prefix + "_gate.weight") if config.shared_gated else None
+        return SharedExpert(self._mlp(prefix + ".", config.shared_size), gate)
 
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
         gate, up, down = (prefix + part for part in config.parts)

@@ -189,6 +189,13 @@ async def test_two_requests_beside_each_other() -> None:
         assert await tab.page.locator(".gantt").count() == 2
 
 
+async def test_who_went_away_is_no_failure() -> None:
+    async with console(view="requests") as tab:
+        ends = tab.page.locator("tbody td:last-child")
+        told = dict(await ends.evaluate_all("all => all.map((it) => [it.innerText, it.className])"))
+    assert told == {"finished": "", "cancelled": "", "failed": "bad"}
+
+
 async def test_an_id_is_found_by_search() -> None:
     async with console() as tab:
         await tab.page.keyboard.press("2")

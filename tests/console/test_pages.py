@@ -271,6 +271,15 @@ async def test_the_playground_streams_and_colours() -> None:
         assert "Schema" in await tab.page.inner_text("[role=alert]")
 
 
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+async def test_every_fault_is_in_sight(viewport: dict[str, int]) -> None:
+    async with console(view="break", viewport=viewport) as tab:
+        place = tab.page.locator("[aria-label='Nodes to break']")
+        hidden = await place.evaluate("place => place.scrollWidth - place.clientWidth")
+        assert await place.locator("button").count() > 0
+    assert hidden <= 0
+
+
 async def test_a_broken_node_is_asked_for() -> None:
     fake = FakeConsole()
     async with console(fake, "break") as tab:

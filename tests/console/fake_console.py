@@ -319,7 +319,7 @@ def perfetto(name: str) -> dict[str, Any]:
 
 
 def event(number: int) -> dict[str, Any]:
-    kinds = ("node-joined", "retry", "node-lost", "migration", "drain", "planner", "store")
+    kinds = ("node-joined", "retry", "node-lost", "migration", "drain", "quarantine", "store")
     kind = kinds[number % len(kinds)]
     return {
         "seq": number, "at": START - 30 + number, "kind": kind, "node": f"d{number % 2}",

@@ -35,16 +35,18 @@ TEXT: Final = "/v1/completions"
 TOKENS: Final = 24
 WORDS: Final = ("prefill", "decode", "cache", "block", "token", "request", "node", "step", "lane")
 MOST_HOLE_MS: Final = 1.0
+RESUMABLE: Final = "x-baton-resumable: 60\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ClockKind:
-    """One kind of request: the path, and the fields of its body beside the prompt."""
+    """One kind of request: the path, the fields of its body beside the prompt, more headers."""
 
     name: str
     path: str
     fields: dict[str, Any]
     words: int = 40
+    headers: str = ""
 
     def body(self, index: int) -> bytes:
         """Return the body of the request number `index`; no two prompts begin alike."""
@@ -69,6 +71,7 @@ KINDS: Final = (
     ClockKind("one token", TEXT, {"max_tokens": 1}),
     ClockKind("stop text, streamed", TEXT, {"stream": True, "stop": ["e ", "a "]}),
     ClockKind("embeddings", "/v1/embeddings", {}),
+    ClockKind("resumable, streamed", TEXT, {"stream": True}, headers=RESUMABLE),
 )
 
 
@@ -95,10 +98,10 @@ async def ask(host: str, port: int, kind: ClockKind, index: int) -> ClientTimes:
     name, body = f"clock-{index}", kind.body(index)
     head = (
         f"POST {kind.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        f"x-request-id: {name}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"x-request-id: {name}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
     )
     began = perf_counter()
-    writer.write(head.encode() + body)
+    writer.write(f"{head}{kind.headers}\r\n".encode() + body)
     answer = await reader.readuntil(b"\r\n\r\n")
     first = await reader.read(1)
     first_ms = (perf_counter() - began) * 1000

@@ -178,7 +178,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the timeline as JSON")
     text = "write it for ui.perfetto.dev and chrome://tracing"
     parser.add_argument("--chrome", type=Path, metavar="FILE", help=text)
-    _add_server(parser)
+    _add_server(parser, f"the newest `baton up`, as its operator; else {DEFAULT_URL}")
+    parser.set_defaults(url=None)
     add_trust(parser)
     parser.set_defaults(handler=run_trace)
 
@@ -203,9 +204,10 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=run_doctor)
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
+def _add_server(parser: argparse.ArgumentParser, default: str = DEFAULT_URL) -> None:
+    """`default`: what the help says of it."""
     add_config(parser)
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"server (default: {DEFAULT_URL})")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"server (default: {default})")
     parser.add_argument(
         "--api-key", default=os.environ.get("BATON_API_KEY"), help="the server's key"
     )
@@ -354,10 +356,17 @@ def run_console(arguments: argparse.Namespace) -> int:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Run `baton trace`. Without an id, list the requests that ended last, or the slowest."""
+    """Run `baton trace`. Without an id, list the requests that ended last, or the slowest.
+
+    Without --url, of the newest `baton up`."""
+    from deploy.console_feed import console_address, newest_console
     from deploy.trace import TimelineSource, requests_table, view
 
-    source = TimelineSource(arguments.url, arguments.api_key, trust_of(arguments))
+    url, key = arguments.url or DEFAULT_URL, arguments.api_key
+    if arguments.url is None and (page := newest_console(os.environ)) is not None:
+        address = console_address(page, None, os.environ)
+        url, key = address.origin, address.key
+    source = TimelineSource(url, key, trust_of(arguments))
     console, name = Console(), arguments.request
     if name is None and (arguments.list is not None or not arguments.slowest):
         listed = source.requests(arguments.slowest, arguments.list or LISTED)

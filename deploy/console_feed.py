@@ -47,7 +47,10 @@ def console_address(
 
     `key`: for a URL without `#key=...`. Raises ConfigError.
     """
-    url = given or _of_newest_run(environ)
+    url = given or newest_console(environ)
+    if url is None:
+        text = "no `baton up` runs here: give the URL http://HOST:ADMIN_PORT/console"
+        raise ConfigError(text, field="url")
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"{url!r} is not the URL of a console", field="url")
@@ -55,13 +58,11 @@ def console_address(
     return ConsoleAddress(f"{parts.scheme}://{parts.netloc}", in_url or key or "")
 
 
-def _of_newest_run(environ: Mapping[str, str]) -> str:
+def newest_console(environ: Mapping[str, str]) -> str | None:
+    """Return the console's URL, with its key, of the newest `baton up` here; None: none runs."""
     files = sorted(cache_folder("runs", environ).glob(f"*/{URL_FILE}"))
     files = [file for file in files if still_runs(file.parent)]
-    if not files:
-        text = "no `baton up` runs here: give the URL http://HOST:ADMIN_PORT/console"
-        raise ConfigError(text, field="url")
-    return files[-1].read_text().split()[0]  # several workers have one each
+    return files[-1].read_text().split()[0] if files else None  # workers have one each
 
 
 def still_runs(folder: Path) -> bool:

@@ -33,6 +33,8 @@ TEXT: dict[str, Any] = {
 }
 START = 1_790_000_000.0
 KV_BLOCKS = 400
+# Of summaries that did not finish: outcome and error.
+ENDS = {3: ("cancelled", "cancelled"), 4: ("failed", "no decode node is healthy")}
 MOST_FLOWS = 200
 SLOW_REQUEST = "chatcmpl-00000000000000000000000000000007"
 PARTS = (
@@ -228,10 +230,11 @@ def live(number: int, second: int) -> dict[str, Any]:
 
 def summary(number: int) -> dict[str, Any]:
     slow = number == 7
+    outcome, error = ENDS.get(number, ("finished", None))
     return {
         "request_id": f"chatcmpl-{number:032d}", "arrived_at": START - 40 + number,
         "total_ms": 8210.0 if slow else 640.0 + 31 * (number % 13), "ttft_ms": 92.0 + number % 17,
-        "outcome": "stop", "error": None, "tenant": None, "prompt_tokens": 180 + number,
+        "outcome": outcome, "error": error, "tenant": None, "prompt_tokens": 180 + number,
         "cached_tokens": 64, "output_tokens": 98,
         "prefill_node": "p1" if slow else f"p{number % 2}",
         "decode_node": "d1" if slow else f"d{number % 2}", "retries": int(slow), "migrations": 0,
@@ -316,7 +319,7 @@ def perfetto(name: str) -> dict[str, Any]:
 
 
 def event(number: int) -> dict[str, Any]:
-    kinds = ("node-joined", "retry", "node-lost", "migration", "drain", "planner", "store")
+    kinds = ("node-joined", "retry", "node-lost", "migration", "drain", "quarantine", "store")
     kind = kinds[number % len(kinds)]
     return {
         "seq": number, "at": START - 30 + number, "kind": kind, "node": f"d{number % 2}",

@@ -189,6 +189,13 @@ async def test_two_requests_beside_each_other() -> None:
         assert await tab.page.locator(".gantt").count() == 2
 
 
+async def test_who_went_away_is_no_failure() -> None:
+    async with console(view="requests") as tab:
+        ends = tab.page.locator("tbody td:last-child")
+        told = dict(await ends.evaluate_all("all => all.map((it) => [it.innerText, it.className])"))
+    assert told == {"finished": "", "cancelled": "", "failed": "bad"}
+
+
 async def test_an_id_is_found_by_search() -> None:
     async with console() as tab:
         await tab.page.keyboard.press("2")
@@ -262,6 +269,15 @@ async def test_the_playground_streams_and_colours() -> None:
         await tab.page.fill("textarea >> nth=1", "{no json")
         await tab.page.click("text=Send")
         assert "Schema" in await tab.page.inner_text("[role=alert]")
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+async def test_every_fault_is_in_sight(viewport: dict[str, int]) -> None:
+    async with console(view="break", viewport=viewport) as tab:
+        place = tab.page.locator("[aria-label='Nodes to break']")
+        hidden = await place.evaluate("place => place.scrollWidth - place.clientWidth")
+        assert await place.locator("button").count() > 0
+    assert hidden <= 0
 
 
 async def test_a_broken_node_is_asked_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,7 +16,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from baton.protocol.errors import BatonError, Unavailable
+from deploy import cli
 from deploy.cli import main
+from deploy.console_feed import URL_FILE
 from deploy.trace import TimelineSource, bar, part_name, requests_table, view
 
 TIMELINE: dict[str, Any] = {
@@ -212,3 +215,17 @@ def test_the_command(router: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*asked, "--list", "1"]) == 0
     assert "chatcmpl-7" in capsys.readouterr().out
     assert main([*asked, "other"]) != 0
+
+
+def test_without_a_url_the_newest_run_is_asked(
+    router: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cli, "DEFAULT_URL", "http://127.0.0.1:1")
+    assert main(["trace", "mine"]) == 1, "no run here, and nobody at the usual address"
+    folder = tmp_path / "baton" / "runs" / f"20260101-{os.getpid()}"
+    folder.mkdir(parents=True)
+    (folder / URL_FILE).write_text(f"{router}/console#key=k\n")
+    assert main(["trace", "mine"]) == 0
+    assert "hand-over" in capsys.readouterr().out
+    assert main(["trace", "mine", "--url", "http://127.0.0.1:1"]) == 1

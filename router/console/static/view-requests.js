@@ -74,7 +74,7 @@ const EndedTable = ({ rows, chosen, choose }) => html`
         <td><${RequestLink} id=${each.request_id} whole /></td><td class="num">${clock(each.arrived_at)}</td>
         <td class="r">${millis(each.total_ms)}</td><td class="r">${millis(each.ttft_ms)}</td><td class="r">${count(each.prompt_tokens)}</td><td class="r">${count(each.cached_tokens)}</td><td class="r">${count(each.output_tokens)}</td>
         <td><${NodeLink} id=${each.prefill_node} /></td><td><${NodeLink} id=${each.decode_node} /></td>
-        <td class=${`r${each.retries ? " warn" : ""}`}>${each.retries}</td><td class=${each.error ? "bad" : ""} title=${each.error ?? ""}>${each.error ? "error" : each.outcome.toLowerCase()}</td>
+        <td class=${`r${each.retries ? " warn" : ""}`}>${each.retries}</td><td class=${each.outcome === "failed" ? "bad" : ""} title=${each.error ?? ""}>${each.outcome}</td>
       </tr>`)}</tbody>
   </table></div>`;
 
@@ -153,7 +153,7 @@ function Timeline({ timeline, end, consoleKey }) {
         <${Figure} name="Migrations">${timeline.migrations}<//>
         <${Figure} name="Preemptions">${timeline.preemptions}<//>
         ${timeline.log && html`<${Figure} name="Log appends" note=${` ${millis(timeline.log.total_ms)}`}>${count(timeline.log.appends)}<//>`}
-        <${Figure} name="Outcome"><span class=${timeline.error ? "bad" : ""}>${timeline.error ?? timeline.outcome.toLowerCase()}</span><//>
+        <${Figure} name="Outcome"><span class=${timeline.outcome === "failed" ? "bad" : ""}>${timeline.error ?? timeline.outcome}</span><//>
         <${Figure} name="Arrived">${clock(timeline.arrived_at)}<//>
       </dl>
       ${troubles.map((trouble, index) => html`

@@ -141,8 +141,17 @@ test("an axis has round steps", () => {
 
 test("flows: width follows bytes per second", () => {
   const flows = [{ from: "p0", to: "d0", bytes_per_s: 100 }, { from: "p0", to: "d1", bytes_per_s: 50 }, { from: "p9", to: "d0", bytes_per_s: 900 }];
-  const lines = model.flowLines(flows, new Map([["p0", 0]]), new Map([["d0", 0], ["d1", 1]]), 16);
+  const lines = model.flowLines(flows, new Map([["p0", 0]]), new Map([["d0", 0], ["d1", 1]]), 16, 60);
   assert.deepEqual(lines.map((line) => [line.from, line.to, line.width]), [[0, 0, 16], [0, 1, 8]]);
+  assert.deepEqual(lines.map((line) => [line.fromShift, line.toShift]), [[-4, 0], [8, 0]]);
+});
+
+test("lines of one node lie beside each other, in the order of their other ends, within its card", () => {
+  const flows = [["p1", "d0", 4], ["p0", "d0", 4], ["p0", "d1", 4]].map(([from, to, bytes_per_s]) => ({ from, to, bytes_per_s }));
+  const ends = [new Map([["p0", 0], ["p1", 1]]), new Map([["d0", 0], ["d1", 1]])];
+  const shifts = (room) => model.flowLines(flows, ...ends, 16, room).map((line) => [line.flow.from + line.flow.to, line.fromShift, line.toShift]);
+  assert.deepEqual(shifts(60), [["p1d0", 0, 8], ["p0d0", -8, -8], ["p0d1", 8, 0]]);
+  assert.deepEqual(shifts(16), [["p1d0", 0, 4], ["p0d0", -4, -4], ["p0d1", 4, 0]]);
 });
 
 test("the matrix keeps the busiest rows and columns, in order", () => {
@@ -161,7 +170,7 @@ test("a pair with two lanes: the sum of both, and the times of the busier one", 
   for (const listed of [flows, [...flows].reverse()]) {
     const cell = model.matrix(listed, 4).cell("p0", "d0");
     assert.deepEqual([cell.bytes_per_s, cell.ms_p99, cell.lanes.map((each) => each.lane), cell.fellFrom], [100, 90, ["shm", "grpc"], []]);
-    assert.equal(model.flowLines(listed, new Map([["p0", 0]]), new Map([["d0", 0]]), 16).length, 1);
+    assert.equal(model.flowLines(listed, new Map([["p0", 0]]), new Map([["d0", 0]]), 16, 60).length, 1);
   }
 });
 

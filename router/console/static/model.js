@@ -137,16 +137,34 @@ export function busiest(nodes, flows, most) {
   return [...chosen];
 }
 
-/** Lines between cards: `rows` maps node id to its row. Widths are linear in bytes/s, 1 to `widest`. */
-export function flowLines(flows, left, right, widest) {
+/** Lines between cards: `left` and `right` map node id to row. Widths are linear in bytes/s, 1 to `widest`. */
+export function flowLines(flows, left, right, widest, room) {
   const shown = pairsOf(flows).filter((pair) => left.has(pair.from) && right.has(pair.to));
   const most = Math.max(1, ...shown.map((flow) => flow.bytes_per_s));
-  return shown.map((flow) => ({
+  const lines = shown.map((flow) => ({
     flow,
     from: left.get(flow.from),
     to: right.get(flow.to),
     width: Math.max(1, (widest * flow.bytes_per_s) / most),
   }));
+  besideEachOther(lines, "from", "to", room);
+  besideEachOther(lines, "to", "from", room);
+  return lines;
+}
+
+/** Sets `fromShift` or `toShift` of lines: how far from the middle of a node's card a line meets it. Lines
+ * of one node lie beside each other in the order of their other ends, within `room` pixels. */
+function besideEachOther(lines, end, other, room) {
+  for (const row of new Set(lines.map((line) => line[end]))) {
+    const mine = lines.filter((line) => line[end] === row).sort((a, b) => a[other] - b[other]);
+    const total = mine.reduce((sum, line) => sum + line.width, 0);
+    const scale = Math.min(1, room / total);
+    let at = (-total * scale) / 2;
+    for (const line of mine) {
+      line[`${end}Shift`] = at + (line.width * scale) / 2;
+      at += line.width * scale;
+    }
+  }
 }
 
 /** The flows of each pair of nodes as one, with their sums: [{from, to, lanes, bytes_per_s, faults,

@@ -6,6 +6,7 @@ import { Bar, Chart, Empty, Figure, html, Panel, State, useMemo, useState } from
 const CARD_HEIGHT = 92; // with its gap; console.css has the same
 const MOST_CARDS = 24; // of a role; more nodes are shown as squares, with cards for the busiest
 const GROUP_CARDS = 8;
+const CARD_GAP = 24; // lines keep clear of a card's ends
 const WIDEST = 16;
 const NONE = [];
 
@@ -75,7 +76,7 @@ function Nodes({ nodes, flows }) {
   const [left, right] = sides;
   const unknown = byRole(found, null).slice(0, MOST_CARDS);
   const rows = (side) => new Map(side.cards.map((node, index) => [node.id, index]));
-  const lines = flowLines(flows, rows(left), rows(right), WIDEST);
+  const lines = flowLines(flows, rows(left), rows(right), WIDEST, CARD_HEIGHT - CARD_GAP);
   const moved = flows.reduce((sum, flow) => sum + flow.bytes_per_s, 0);
   const away = nodes.filter((node) => !isWell(node)).length;
   const aside = html`
@@ -130,14 +131,16 @@ function Lines({ lines, tall }) {
     <div class="lines">
       <h3>${lines.length ? html`widest <span class="num">${bytes(widest)}/s</span>` : "no KV moves"}</h3>
       <svg height=${tall} viewBox=${`0 0 100 ${tall}`} preserveAspectRatio="none" role="img" aria-label=${said}>
-        ${lines.map(({ flow, from, to, width }) => html`
+        ${lines.map(({ flow, from, to, width, fromShift, toShift }) => html`
           <path key=${`${flow.from} ${flow.to}`} class=${flow.faults ? "fault" : ""} stroke-width=${width} vector-effect="non-scaling-stroke"
-            d=${`M0 ${y(from)} C 45 ${y(from)}, 55 ${y(to)}, 100 ${y(to)}`}>
+            d=${curve(y(from) + fromShift, y(to) + toShift)}>
             <title>${`${flow.from} → ${flow.to}: ${bytes(flow.bytes_per_s)}/s by ${lanesOf(flow)}${flow.faults ? `, ${flow.faults} faults` : ""}`}</title>
           </path>`)}
       </svg>
     </div>`;
 }
+
+const curve = (from, to) => `M0 ${from} C 45 ${from}, 55 ${to}, 100 ${to}`;
 
 /** All nodes of a role as squares, the darker the fuller: a thousand fit on one screen. */
 function Squares({ side }) {

@@ -223,6 +223,9 @@ def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
 
 
 def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
+    published = run(GPT_OSS)  # its config states no dtype
+    assert (published.dtype, published.quantization) == ("bfloat16", "mxfp4 (experts)")
+    assert 12e9 < published.weight_bytes < 16e9
     deepseek = run(DEEPSEEK)
     assert deepseek.quantization is None
     assert deepseek.weight_bytes == 2 * 671_026_404_352

@@ -97,7 +97,7 @@ def test_the_name_of_the_stored_quantization_changes_nothing(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"--quantization awq: .* is gptq") as caught:
         as_stored(EngineConfig(model=model, quantization="awq"))
     assert caught.value.field == "quantization"
-    with pytest.raises(ConfigError, match="--quantization fp8: .* is gptq"):
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .* is gptq"):
         as_stored(EngineConfig(model=model, quantization="fp8"))
 
 

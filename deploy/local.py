@@ -51,6 +51,7 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LAST_LINES = 25
 SOCKET_PREFIX = "baton-up-"
+REFUSED = 2  # status of a process that refuses its options or its model
 CANNOT_BIND = "cannot bind"  # the router's error for a port that is taken
 
 
@@ -184,7 +185,7 @@ class Cluster:
         """Start everything; return when every process is ready.
 
         `variables` are secrets for the environment of the processes. Raises StartFailed,
-        StopRequested.
+        StopRequested; ConfigError if a process refuses its options or its model.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         self._start_breaker()
@@ -275,7 +276,8 @@ class Cluster:
             if isinstance(event, Ready):
                 self._note_ready(event)
             elif not self._moves_router(event):
-                raise StartFailed(last_words(event))
+                kind = ConfigError if event.status == REFUSED else StartFailed
+                raise kind(last_words(event))
 
     def _next_event(self, timeout_s: float | None) -> Ready | Exited:
         """Return the next event. Raises Empty, StopRequested, or the error of `fail`."""

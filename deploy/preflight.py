@@ -6,6 +6,7 @@ Each of these errors would stop the start later, too, but in the log of some pro
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from baton.engine.checkpoint.checkpoint import (
     parse_modules,
 )
 from baton.engine.checkpoint.kinds import GGUF_KEPT_BYTES
+from baton.engine.checkpoint.weight_folder import FOLDER, LEAST_BYTES
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.memory.available_memory import available_memory
 from baton.node.config import NodeConfig
@@ -65,7 +67,7 @@ def check_machine(options: UpOptions, flags: Mapping[str, object]) -> None:
             available = available_memory()
         except ConfigError:
             return  # the kernel does not report available memory, so nothing is checked
-        check_memory(engine, options.num_prefill + options.decode, available)
+        check_memory(as_stored(engine), options.num_prefill + options.decode, available)
 
 
 def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
@@ -88,25 +90,41 @@ def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
 def check_memory(engine: EngineConfig, nodes: int, available: int) -> None:
     """Raise ConfigError if `available` bytes are too few for weights and KV of `nodes` nodes.
 
-    Each node has its own weights and the KV that was asked for.
+    Each node has the KV that was asked for, and weights of its own unless the host holds them once.
     """
-    weights = weight_bytes(open_checkpoint(engine.model), engine)
+    checkpoint = open_checkpoint(engine.model)
+    weights = weight_bytes(checkpoint, engine)
     asked = engine.kv_cache_memory
     kv = 0 if asked is None else parse_bytes(asked, field="kv_cache_memory")
-    if nodes * (weights + kv) <= available:
+    copies = 1 if held_once(checkpoint, weights, engine) else nodes
+    needed = copies * weights + nodes * kv
+    if needed <= available:
         return
-    parts = f"{_gb(weights)} of weights" + (f" + {_gb(kv)} of KV" if kv else "")
+    parts = f"{nodes} x ({_gb(weights)} of weights" + (f" + {_gb(kv)} of KV)" if kv else ")")
+    if copies < nodes:
+        parts = f"{_gb(weights)} of weights, held once, + {nodes} x {_gb(kv)} of KV"
     ways = [
-        *(["fewer nodes"] if nodes > 1 else []),
+        *(["fewer nodes"] if nodes > 1 and (copies > 1 or kv) else []),
         *(["--quantization int8"] if engine.quantization == "none" else []),
         *(["a smaller --kv-cache-memory"] if kv else []),
     ]
     advice = f"; try {', '.join(ways)}" if ways else ""
     raise ConfigError(
-        f"{nodes} x ({parts}) = {_gb(nodes * (weights + kv))}, but only {_gb(available)} of memory"
-        f" are available{advice}",
-        field="kv_cache_memory" if nodes * weights <= available else "model",
+        f"{parts} = {_gb(needed)}, but only {_gb(available)} of memory are available{advice}",
+        field="kv_cache_memory" if copies * weights <= available else "model",
     )
+
+
+def held_once(checkpoint: Checkpoint, weights: int, engine: EngineConfig) -> bool:
+    """Return whether all nodes of this host map one copy of `weights` bytes, as far as can be told
+    before they start."""
+    stored = sum(path.stat().st_size for path in checkpoint.weight_files)
+    if not engine.shared_weights or stored < LEAST_BYTES:
+        return False
+    try:
+        return shutil.disk_usage(FOLDER).free >= weights
+    except OSError:
+        return False
 
 
 def weight_bytes(checkpoint: Checkpoint, engine: EngineConfig) -> int:

@@ -177,7 +177,7 @@ def up(
             pass  # the ordinary end
         except (BatonError, StreamError, httpx.HTTPError) as error:
             console.print(Text(str(error), style="red"), soft_wrap=True)
-            status = 1
+            status = 2 if isinstance(error, ConfigError) else 1
         finally:
             interrupts.begin_stop()
             console.print("stopping ...", style="dim")

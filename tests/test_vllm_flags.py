@@ -36,6 +36,7 @@ def up(*words: str) -> argparse.Namespace:
     [
         (["-tp", "2"], "tensor_parallel_size", 2),
         (["-q", "gptq_marlin"], "quantization", "gptq"),
+        (["-q", "modelopt_fp4"], "quantization", "modelopt"),
         (["--quantization", "compressed-tensors"], "quantization", "compressed-tensors"),
         (["--dtype", "half"], "dtype", "float16"),
         (["--dtype", "float"], "dtype", "float32"),
@@ -96,6 +97,15 @@ def test_the_name_of_the_stored_quantization_changes_nothing(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"--quantization awq: .* is gptq") as caught:
         as_stored(EngineConfig(model=model, quantization="awq"))
     assert caught.value.field == "quantization"
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .* is gptq"):
+        as_stored(EngineConfig(model=model, quantization="fp8"))
+
+
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "mxfp4", "modelopt", "bitsandbytes"])
+def test_so_do_the_names_of_widened_formats(method: Any, tmp_path: Path) -> None:
+    stored: dict[str, Any] = {"quantization_config": {"quant_method": method}}
+    model = str(make_tiny_model("llama", tmp_path, **stored))
+    assert as_stored(EngineConfig(model=model, quantization=method)) == EngineConfig(model=model)
 
 
 def test_the_class_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,11 +21,12 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SpeculativeMethod = Literal["none", "ngram", "draft", "mtp", "eagle3"]
-# "widened": integers of a GGUF file and 8-bit floats are not kept. The last four: as it is stored
-# (checkpoint.py).
+# "widened": integers of a GGUF file and 8-bit floats are not kept. Those behind it: as it is
+# stored (checkpoint.py).
 Quantization = Literal[
-    "none", "int8", "w8a8", "int4", "widened", "compressed-tensors", "gptq", "awq", "gguf"
-]
+    "none", "int8", "w8a8", "int4", "widened", "compressed-tensors", "gptq", "awq", "gguf", "fp8",
+    "fbgemm_fp8", "mxfp4", "modelopt", "bitsandbytes",
+]  # fmt: skip
 HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -91,7 +92,9 @@ class EngineConfig:
         "none",
         "round the weights when loading (a quantized checkpoint says so itself); widened: a GGUF "
         "file's, and 8-bit floats, in the model's dtype",
-        choices=spelled(get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq"),
+        choices=spelled(
+            get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq", modelopt_fp4="modelopt"
+        ),
         also=("-q",),
     )
     lm_head_quantization: HeadQuantization = option(

@@ -36,6 +36,7 @@ AUTO: Final = "auto"  # shm where there is room for the pool, then stream and gr
 # Rows of images are sent in frames: nobody reads the memory in which they lie.
 ROW_LANES: Final = ("stream", "grpc")
 # The distance of a lane's port from that of the stream lane.
+_NO_POOL: Final = "this node has none that it could read (tensor_parallel_size above 1 has several)"
 AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}
 
 
@@ -188,7 +189,8 @@ def _dist(settings: LaneSettings) -> Lane:
 def _shm(settings: LaneSettings) -> Lane:
     pool, shared = settings.pool, settings.shared
     if pool is None or shared is None:
-        raise ConfigError("KV lane shm needs a KV pool in main memory", field="kv_lanes")
+        message = "KV lane shm reads one KV pool in main memory: " + _NO_POOL
+        raise ConfigError(message, field="kv_lanes")
     return ShmLane(
         _inner(settings, SHM),
         shared,
@@ -198,7 +200,7 @@ def _shm(settings: LaneSettings) -> Lane:
 
 def _nixl(settings: LaneSettings) -> Lane:
     if settings.pool is None:
-        raise ConfigError("KV lane nixl needs a KV pool", field="kv_lanes")
+        raise ConfigError(f"KV lane nixl reads one KV pool: {_NO_POOL}", field="kv_lanes")
     if settings.shared is not None:
         memory = settings.shared.memory()
     else:  # the whole allocation of the pool

@@ -412,7 +412,7 @@ async def _run(
 
     try:
         log.info("loading %s", engine_config.model)
-        node = await _load(load, life.first, node_of)
+        node = await load_node(load, life.first, node_of)
         if node is None:
             log.info("stopped before the model was loaded")
             return 0
@@ -467,14 +467,14 @@ async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
         raise outcome
 
 
-async def _load(
+async def load_node(
     load: Callable[[], EngineParts],
     stop: asyncio.Event,
     node_of: Callable[[EngineParts], NodeProcess],
 ) -> NodeProcess | None:
     """Return the node over the parts that `load` returns on a thread; None if `stop` came first.
 
-    Raises what `load` raises.
+    Raises what `load` raises, unless `stop` came first.
     """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[EngineParts] = loop.create_future()
@@ -494,4 +494,7 @@ async def _load(
     waiter = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loaded, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()
-    return node_of(loaded.result()) if loaded.done() else None
+    if loaded.done():
+        return node_of(loaded.result())
+    loaded.add_done_callback(asyncio.Future.exception)  # seen, so that nothing logs it
+    return None

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.socket_folder import SocketFolder, remove_stale
-from deploy import local, up
+from deploy import cli, local, up
 from deploy.local import (
     Cluster,
     Report,
@@ -29,7 +29,14 @@ from deploy.local import (
     ready_details,
     router_ports,
 )
-from deploy.plan import DEFAULT_GRPC_PORT, DEFAULT_PORT, ClusterPlan, NodePlan, UpOptions
+from deploy.plan import (
+    DEFAULT_GRPC_PORT,
+    DEFAULT_PORT,
+    DEMO_MODEL,
+    ClusterPlan,
+    NodePlan,
+    UpOptions,
+)
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
 # A process as the launcher sees it: READY on stdout, words on stderr, a clean end on SIGTERM.
@@ -47,6 +54,8 @@ print("loading", file=sys.stderr, flush=True)
 if behaviour == "broken":
     print("no such model", file=sys.stderr, flush=True)
     sys.exit(7)
+if behaviour == "refuses":
+    sys.exit(2)
 if behaviour == "late" and sys.argv[4:] != ["0", "0"]:
     print("router: cannot bind 127.0.0.1:50051: in use", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -164,6 +173,22 @@ def test_who_dies_at_start_is_quoted_and_the_others_stop(stage: Stage) -> None:
     assert stage.lines("stopped") == stage.lines("started")
 
 
+def test_who_refuses_at_start_makes_the_launcher_refuse(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.behaviours["decode-0"] = "refuses"
+    refused = r"decode-0 ended \(status 2\)"
+    with pytest.raises(ConfigError, match=refused), stage.cluster(UpOptions(port=0)) as cluster:
+        cluster.start({})
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("decode-0 ended (status 2)")
+
+    monkeypatch.setattr(Cluster, "start", refuse)
+    words = ["up", str(DEMO_MODEL), "--run-dir", str(tmp_path / "run"), "--port", "0"]
+    assert cli.main(words) == 2
+
+
 def test_a_killed_node_is_started_again(
     stage: Stage, supervised: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +233,7 @@ def test_a_default_port_that_is_taken_meanwhile_is_given_up(
 def test_a_port_that_was_asked_for_is_not_given_up(stage: Stage) -> None:
     stage.behaviours["router"] = "late"
     with (
-        pytest.raises(StartFailed, match="cannot bind"),
+        pytest.raises(ConfigError, match="cannot bind"),
         stage.cluster(UpOptions(port=0, grpc_port=free_port())) as cluster,
     ):
         cluster.start({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError
-from deploy import cli, local
+from deploy import cli, local, preflight
 from deploy.plan import DEMO_MODEL
 from deploy.preflight import check_memory, weight_bytes
 from tests.tiny_models import make_tiny_model
@@ -88,6 +89,24 @@ def test_memory_is_counted_for_every_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"try fewer nodes, --quantization int8$") as caught:
         check_memory(EngineConfig(model), 3, 3 * weights - 1)
     assert caught.value.field == "model"
+
+
+def test_weights_that_nodes_share_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(make_tiny_model("llama", tmp_path))
+    monkeypatch.setattr(preflight, "LEAST_BYTES", 0)
+    monkeypatch.setattr(preflight, "FOLDER", tmp_path)
+    shared = EngineConfig(model, kv_cache_memory="1GB")
+    weights = weight_bytes(open_checkpoint(model), shared)
+    check_memory(shared, 2, weights + 2 * GB)
+    told = r"GB of weights, held once, \+ 2 x 1.00 GB of KV = 2.00 GB.*; try fewer nodes"
+    with pytest.raises(ConfigError, match=told):
+        check_memory(shared, 2, weights + 2 * GB - 1)
+    for alone in (replace(shared, shared_weights=False), shared):
+        with pytest.raises(ConfigError, match=r"2 x \("):
+            check_memory(alone, 2, weights + 2 * GB)
+        monkeypatch.setattr(preflight, "FOLDER", tmp_path / "nowhere")  # no room to share in
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from baton.engine.loading.model_shape import ModelShape, model_shape
 from baton.engine.loading.stored_weights import StoredWeights, stored_weights
 from baton.engine.performance.device_share import kv_token_bytes
-from baton.engine.performance.estimate import main, read_config, rows, sized, stored_bytes
+from baton.engine.performance.estimate import RANKS, main, read_config, rows, sized, stored_bytes
 from baton.engine.performance.ideal import (
     Estimate,
     EstimateOptions,
@@ -151,7 +151,8 @@ def test_kv_in_one_byte_and_split_over_devices() -> None:
     assert kv_token_bytes(spec, "int8") == 8 * 256 + 8 * 2 * 4
     assert run(LLAMA, tensor_parallel_size=4).kv_bytes_per_token == 131_072 // 4
     assert run(LLAMA, tensor_parallel_size=16).kv_bytes_per_token == 131_072 // 8  # no half heads
-    assert run(DEEPSEEK, tensor_parallel_size=16).kv_bytes_per_token == 61 * 576 * 2
+    assert (split := run(DEEPSEEK, tensor_parallel_size=16)).kv_bytes_per_token == 61 * 576 * 2
+    assert ("ranks", RANKS) in rows(split)
 
 
 def test_multi_head_attention_stores_every_head() -> None:
@@ -223,6 +224,9 @@ def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
 
 
 def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
+    published = run(GPT_OSS)  # its config states no dtype
+    assert (published.dtype, published.quantization) == ("bfloat16", "mxfp4 (experts)")
+    assert 12e9 < published.weight_bytes < 16e9
     deepseek = run(DEEPSEEK)
     assert deepseek.quantization is None
     assert deepseek.weight_bytes == 2 * 671_026_404_352
@@ -455,7 +459,7 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
     [
         ({}, {}, None),
         ({}, {"quantization": "int4", "kv_cache_dtype": "bfloat16", "context": 1}, None),
-        ({}, {"quantization": "fp8"}, "quantization must be one of none, int8, w8a8, int4"),
+        ({}, {"quantization": "fp8"}, "is not quantized"),
         ({}, {"kv_cache_dtype": "float32"}, "kv_cache_dtype must be one of auto, int8, fp8"),
         ({}, {"context": 100_000}, "100000 exceeds the model's own 8192 positions"),
         ({}, {"quantization": "w8a8", "tensor_parallel_size": 2}, None),

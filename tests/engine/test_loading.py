@@ -129,6 +129,8 @@ def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:
         edit_json(path / "config.json", torch_dtype=stored)
         assert choose_dtype("auto", open_checkpoint(str(path)).config) == expected
         assert choose_dtype("float32", open_checkpoint(str(path)).config) == "float32"
+    published = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    assert choose_dtype("auto", published) == "bfloat16"
     edit_json(path / "config.json", dtype="torch.bfloat16")
     assert choose_dtype("auto", open_checkpoint(str(path)).config) == "bfloat16"
     edit_json(path / "config.json", dtype="float8_e4m3fn")

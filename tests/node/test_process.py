@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 import httpx
 import pytest
 
-from baton.node.main import main
+from baton.node.main import LOADER, load_node, main
+from baton.protocol.errors import ModelRefused
 from baton.protocol.messages import SessionHello, session_metadata
 from baton.protocol.wire import node_message_from_wire, router_message_to_wire
 from decode_node.__main__ import PROGRAM
@@ -102,6 +106,27 @@ async def test_a_signal_is_heard_while_the_model_loads(tmp_path: Path) -> None:
             running.send_signal(signal.SIGTERM)
             assert await running.wait() == 0
             assert await running.stdout.read() == b""
+
+
+async def test_a_load_that_fails_behind_a_stop_is_not_logged() -> None:
+    """As of a data-parallel rank that rank 0 has stopped, because it refuses the same model."""
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    stop, go = asyncio.Event(), threading.Event()
+    stop.set()
+
+    def load() -> NoReturn:
+        go.wait()
+        raise ModelRefused("8 experts cannot be split over 3 ranks", field="data_parallel_size")
+
+    assert await load_node(load, stop, lambda _: pytest.fail("it was loaded")) is None
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == LOADER:
+            await asyncio.to_thread(thread.join)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not told
 
 
 def test_a_bad_option_stops_the_start_by_name(

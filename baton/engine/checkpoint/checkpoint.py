@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -93,7 +93,14 @@ def as_stored(config: EngineConfig) -> EngineConfig:
     """
     if config.quantization in ROUNDED:
         return config
-    stored = open_checkpoint(config.model).config.get("quantization_config") or {}
+    return stored_as_named(config, open_checkpoint(config.model).config)
+
+
+def stored_as_named(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:
+    """As `as_stored`, of a checkpoint whose config.json has `values`. Raises ConfigError."""
+    if config.quantization in ROUNDED:
+        return config
+    stored = values.get("quantization_config") or {}
     method = str(stored.get("quant_method") or "not quantized")
     if method != config.quantization:
         text = f"--quantization {config.quantization}: {config.model} is {method}"

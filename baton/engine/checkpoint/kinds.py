@@ -83,6 +83,13 @@ def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:
     return None if find is None else find(config)
 
 
+def unstated_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype of a model whose config.json states none. gpt-oss is published so: experts
+    in MXFP4, all other tensors in bfloat16."""
+    quantized = config.get("quantization_config") or {}
+    return "bfloat16" if quantized.get("quant_method") == "mxfp4" else "float32"
+
+
 def _float8(config: Mapping[str, Any]) -> Kind:
     return "fp8"
 

@@ -25,22 +25,19 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile
-from baton.engine.checkpoint.weight_folder import WeightFolder, wait_for
+from baton.engine.checkpoint.weight_folder import FOLDER, WeightFolder, wait_for
 from baton.engine.kernels.cpu.library import product_kernels_for
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.quantization.linear import Linear, Linears, RankSums
 from baton.runtime import heap
 
 log = logging.getLogger(__name__)
-
-LEAST_BYTES: Final = 64 << 20  # smaller checkpoints are not shared: nothing is gained
-FOLDER: Final = Path("/dev/shm")
 
 
 class WeightSource(Linears, Protocol):

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+FOLDER: Final = Path("/dev/shm")
+LEAST_BYTES: Final = 64 << 20  # smaller checkpoints are not shared: nothing is gained
 LOCK: Final = "lock"  # a file; each byte of it is a lock
 _CLEANING: Final = 1 << 60  # the byte of whoever cleans up; keys have those below
 SUFFIX: Final = ".weights"

@@ -24,13 +24,13 @@ from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoi
 from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.seeing import as_served, family_of, processor_digest
 from baton.engine.checkpoint.shared_weights import (
-    LEAST_BYTES,
     WeightsKey,
     WeightSource,
     WeightsPart,
     shared_file,
     shared_weights,
 )
+from baton.engine.checkpoint.weight_folder import LEAST_BYTES
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig

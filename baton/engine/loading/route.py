@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from baton.engine.checkpoint.checkpoint import text_config
-from baton.engine.checkpoint.kinds import Kind, rounded_inputs
+from baton.engine.checkpoint.kinds import Kind, rounded_inputs, unstated_dtype
 from baton.engine.checkpoint.seeing import family_of
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
@@ -121,8 +121,8 @@ def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> Non
 
 
 def choose_dtype(name: str, values: dict[str, Any]) -> str:
-    """Return the configured dtype; for "auto" the checkpoint's own, float32 if it states none.
-    Raises ModelRefused for a dtype of the checkpoint that is not served."""
+    """Return the configured dtype; for "auto" the checkpoint's own (`unstated_dtype` if it states
+    none). Raises ModelRefused for a dtype of the checkpoint that is not served."""
     if name != "auto":
         return name
     for part in (text_config(values), values):
@@ -132,7 +132,7 @@ def choose_dtype(name: str, values: dict[str, Any]) -> str:
             if stored not in DTYPES:
                 raise ModelRefused(f"weights of dtype {stored} are not served", field="dtype")
             return stored
-    return "float32"
+    return unstated_dtype(values)
 
 
 def choose_length(requested: int | None, known: int | None) -> int:

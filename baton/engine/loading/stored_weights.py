@@ -15,6 +15,7 @@ from baton.engine.checkpoint.kinds import (
     MXFP4_KEPT_BYTES,
     WIDENED_BITS,
     rounded_inputs,
+    unstated_dtype,
     widened_kind,
 )
 from baton.protocol.errors import ModelRefused
@@ -52,8 +53,9 @@ class StoredWeights:
 
 
 def stored_dtype(c: dict[str, Any]) -> str:
-    """Return the checkpoint's own dtype; float32 if its config states none."""
-    return str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch.")
+    """Return the checkpoint's own dtype (`unstated_dtype` if its config states none)."""
+    stated = c.get("dtype") or c.get("torch_dtype") or unstated_dtype(c)
+    return str(stated).removeprefix("torch.")
 
 
 def stored_weights(c: dict[str, Any]) -> StoredWeights | None:

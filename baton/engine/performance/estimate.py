@@ -34,6 +34,7 @@ from baton.text.tokenizer import read_json
 
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
+RANKS: Final = "served on the CPU of one host; refused on GPUs, where ranks have not been proven"
 _ASKED: Final = (  # options that EngineConfig has under the same name
     "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size",
     "data_parallel_size", "enable_expert_parallel", "block_size", "gpu_memory_utilization",
@@ -98,7 +99,7 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
     """
     try:
         # Late imports: these modules need torch, the arithmetic does not.
-        from baton.engine.checkpoint.checkpoint import open_checkpoint
+        from baton.engine.checkpoint.checkpoint import open_checkpoint, stored_as_named
         from baton.engine.loading.route import choose_route
     except ImportError:
         return "not known: torch is not installed here"
@@ -112,7 +113,7 @@ def refusal(options: EstimateOptions, result: Estimate) -> str | None:
         values = _served(options)
         if options.quantization == widened_kind(values.get("quantization_config")) == "fp8":
             asked["quantization"] = "none"  # as it is stored, on a GPU that multiplies it
-        engine = EngineConfig(str(model), **asked)
+        engine = stored_as_named(EngineConfig(str(model), **asked), values)
         if is_encoder(values):
             from baton.engine.encoders.encoder import refuse  # lazy: transformers takes seconds
 
@@ -214,7 +215,8 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         lines.append(("MBU", "bytes read per step / (measured TPOT x bandwidth)"))
     if r.mbu is not None:
         lines.append(("MBU of the measured TPOT", f"{r.mbu:.1%}"))
-    for name, text in (("note", r.note), ("refused by Baton", r.refused)):
+    ranks = RANKS if several else None
+    for name, text in (("note", r.note), ("ranks", ranks), ("refused by Baton", r.refused)):
         lines += [(name, text)] if text else []
     return lines
 

@@ -472,7 +472,8 @@ def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int, dr
             f"nothing is left for KV: {options.gpu_memory_utilization:g} x {options.memory} is "
             f"{_gb(share)}; {_gb(weight_bytes)} of weights{draft} and about {_gb(activations)} of "
             f"activations leave {_gb(left)}; "
-            "quantize, or raise tensor_parallel_size",
+            f"quantize, or raise {'data' if options.data_parallel_size > 1 else 'tensor'}"
+            "_parallel_size",
             field="memory",
         )
     return left

@@ -21,6 +21,8 @@ VIEWS: Final = {
     f"requests/{SLOW_REQUEST}/vs/{OTHER}": ".gantt rect", "node/d1": ".blocks canvas",
     "transfer": ".flow-cell", "events": "tbody tr", "playground": ".ask", "break": "progress",
 }  # fmt: skip
+# Preact runs effects, here the painting, in a timer of the frame after a change.
+EFFECTS: Final = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
 PAINTED: Final = """(() => {
   const shown = document.querySelector('.blocks canvas');
   const copy = new OffscreenCanvas(shown.width, shown.height);
@@ -220,6 +222,7 @@ async def test_a_node_of_many_and_its_blocks() -> None:
         for by in ("State", "Request", "Age"):
             await tab.page.click(f"[aria-label='Colours of blocks'] >> text={by}")
             await tab.page.wait_for_selector(f"button[aria-pressed=true]:has-text('{by}')")
+            await tab.page.evaluate(EFFECTS)
             painted[by] = await tab.page.evaluate(PAINTED)
         legend = await tab.page.inner_text("section[aria-label=Blocks] .legend")
         assert "evicted next" in legend

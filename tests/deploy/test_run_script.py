@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -85,7 +86,20 @@ def installer(run: ModuleType, monkeypatch: pytest.MonkeyPatch, root: Path) -> l
     monkeypatch.setattr(run, "detect_torch", lambda: run.choose_torch(False, False, True))
     monkeypatch.setattr(run, "pip_install", lambda what, arguments: calls.append([*arguments]))
     monkeypatch.setattr(run, "pip_check", lambda: calls.append(["check"]))
+    monkeypatch.setattr(run, "compiling_torch", contextlib.nullcontext)
     return calls
+
+
+def test_torch_is_imported_while_the_rest_is_installed(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\nexit 1\n")  # which may fail
+    python.chmod(0o755)
+    monkeypatch.setattr(run, "PYTHON", python)
+    with run.compiling_torch():
+        pass
+    assert (tmp_path / "asked").read_text() == "-c import torch\n"
 
 
 def test_the_stamp_skips_pip(

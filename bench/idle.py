@@ -20,7 +20,7 @@ from typing import Final
 from bench.cluster import cluster
 from bench.start_up import answer, processes
 
-QUIET_S: Final = 5.0  # after the answer: leases end, threads of pools fall asleep
+QUIET_S: Final = 12.0  # after the answer: leases end, threads fall asleep, no node is awaited
 # A word of the command line -> the process's name here; the first that is found counts.
 NAMES: Final[Mapping[str, str]] = {
     "redis-server": "redis", "prefill_node": "prefill", "decode_node": "decode",

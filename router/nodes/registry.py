@@ -1,7 +1,7 @@
 """NodeRegistry: the nodes that this router knows, their sessions, and snapshots for the policy.
 
-Addresses of nodes come from the directory (Redis records, read at each heartbeat) or from the
-command line. A node is used only after its Hello. While the directory is away, the known nodes
+Addresses of nodes come from the directory (Redis records, read at least at each heartbeat) or from
+the command line. A node is used only after its Hello. While the directory is away, the known nodes
 stay. The life: start() -> run() as a task -> stop().
 """
 

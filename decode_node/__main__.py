@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from baton.node.main import NodeProgram, main
-from baton.protocol.handles import Role
-from decode_node.role import DecodeRole
+from baton.runtime.collector import importing
+
+with importing():
+    from baton.node.main import NodeProgram, main
+    from baton.protocol.handles import Role
+    from decode_node.role import DecodeRole
 
 PROGRAM = NodeProgram(Role.DECODE, "Baton decode node: KV blocks in, tokens out.", DecodeRole)
 

@@ -17,10 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
-from redis.exceptions import RedisError
-
 from baton.protocol.errors import ConfigError
-from baton.runtime.redis.connections import connect
 from baton.runtime.redis.urls import without_password
 from baton.runtime.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
@@ -62,6 +59,10 @@ def socket_url(socket: Path) -> str:
 
 def require_answer(url: str) -> None:
     """Raise ConfigError, naming the URL, unless the server there answers a PING."""
+    # Imported for a given URL only: redis-py takes a quarter of the launcher's own start.
+    from redis.exceptions import RedisError
+
+    from baton.runtime.redis.connections import connect
 
     async def ping() -> None:
         client = connect(url, PING_TIMEOUT_S, retries=0)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from baton.engine.core.assembly import load_tower_parts
-from baton.node.main import NodeProgram, main
-from baton.protocol.handles import Role
-from encode_node.role import EncodeRole
+from baton.runtime.collector import importing
+
+with importing():
+    from baton.engine.core.assembly import load_tower_parts
+    from baton.node.main import NodeProgram, main
+    from baton.protocol.handles import Role
+    from encode_node.role import EncodeRole
 
 PROGRAM = NodeProgram(
     Role.ENCODE,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from router.main import main
+from baton.runtime.collector import importing
+
+with importing():
+    from router.main import main
 
 
 def run() -> int:

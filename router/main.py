@@ -31,6 +31,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.handles import Role
 from baton.runtime import config as options
 from baton.runtime import log as logs
+from baton.runtime.collector import settle
 from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
@@ -65,7 +66,6 @@ from router.request.tracing import tracing_of
 from router.resumable.adoption import Adopter
 from router.resumable.runs import RunParts, Runs
 from router.server.app import create_app
-from router.server.collector import settle
 from router.server.http_guard import HttpLimits, uvicorn_settings
 from router.server.listeners import HttpServer, bind, join, listen, release
 from router.services import RouterServices

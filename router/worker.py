@@ -7,8 +7,11 @@ from __future__ import annotations
 import os
 import sys
 
-from router.main import main
-from router.workers import end_with_stdin
+from baton.runtime.collector import importing
+
+with importing():
+    from router.main import main
+    from router.workers import end_with_stdin
 
 if __name__ == "__main__":
     end_with_stdin()

@@ -113,12 +113,18 @@ async def test_it_looks_again_and_again() -> None:
             looked.set()
         return True
 
-    async with health_port(health, "127.0.0.1", None):
-        assert health.port is None
+    async with health_port(health, "127.0.0.1", 0):
         health.started(gets_on, lambda: True)
         looked.clear()
         async with asyncio.timeout(PATIENCE_S):
             await looked.wait()
+
+
+async def test_without_a_port_nothing_looks() -> None:
+    before = asyncio.all_tasks()
+    async with health_port(health := Health(SystemClock(), 60.0), "127.0.0.1", None):
+        assert health.port is None
+        assert asyncio.all_tasks() == before
 
 
 async def test_a_port_that_is_taken_is_named() -> None:

@@ -186,6 +186,7 @@ async def _client(plan: Plan) -> AsyncGenerator[Client, None]:
     """A client of a cluster that serves HTTP."""
     async with cluster(plan) as parts:
         server = http_server(parts.router.config, create_app(parts.router.services))
+        server.date_s = FAR_S
         listener = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve([listener]))
         await server.began.wait()

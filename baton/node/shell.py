@@ -87,9 +87,8 @@ class NodeShell:
         self._group = parts.group
         self.tracing = parts.tracing
         self.connector = parts.make_connector(self._on_released)
-        self.metrics = NodeMetrics(
-            parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
-        )
+        self._model = parts.engine.config.model_name  # looks at the disk: not at each heartbeat
+        self.metrics = NodeMetrics(self._model, parts.node_id, parts.role.value, self.scrape)
         self.rows = RowFetches(parts.make_row_connector)
         self.role = parts.make_role(
             RoleContext(
@@ -200,7 +199,7 @@ class NodeShell:
             boot_id=self.boot_id,
             role=self.kind,
             address=self._address,
-            model=config.model_name,
+            model=self._model,
             model_digest=info.digest,
             block_size=self.engine.pool.block_size,
             max_model_len=info.max_model_len,

@@ -93,23 +93,23 @@ class Health:
 
 @asynccontextmanager
 async def health_port(health: Health, host: str, port: int | None) -> AsyncGenerator[None, None]:
-    """Run `health`, and serve it on `port` (None: nowhere), while the block runs.
+    """Run `health` and serve it on `port` while the block runs. With None do neither.
 
     Raises ConfigError if the port cannot be bound.
     """
-    server = None
-    if port is not None:
-        try:
-            server = RunningServer.start(health.page, host, port)
-        except OSError as error:
-            text = f"cannot bind the health port {host}:{port}: {error}"
-            raise ConfigError(text, field="health_port") from error
-        health.port = server.port
-        log.info("health port: %d", server.port)
+    if port is None:
+        yield
+        return
+    try:
+        server = RunningServer.start(health.page, host, port)
+    except OSError as error:
+        text = f"cannot bind the health port {host}:{port}: {error}"
+        raise ConfigError(text, field="health_port") from error
+    health.port = server.port
+    log.info("health port: %d", server.port)
     looking = asyncio.create_task(health.run(), name="health port")
     try:
         yield
     finally:
         looking.cancel()
-        if server is not None:
-            await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.stop)

@@ -1,6 +1,6 @@
 """Rates and percentiles of the last 30 s, from differences of a router's counters.
 
-Once a second the counters are read; no request does anything for it.
+The counters are read once a second, less often while nobody watches; no request does anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CounterSample:
 
 
 class LoadRates:
-    """The counters of the last 30 s. Call `sample` about once a second."""
+    """The counters of the last 30 s. Call `sample` every few seconds, at most once a second."""
 
     def __init__(self, metrics: RouterMetrics, dispatcher: Dispatcher) -> None:
         self._metrics = metrics

@@ -1,7 +1,8 @@
 """StateFeed: one producer of states for all consoles that watch this router.
 
-The life: made -> run() as a task. Once a second it reads the counters. Only while somebody watches
-it also makes the state, and sends each watcher the one delta that it has encoded. The state is made
+The life: made -> run() as a task. It reads the counters: once a second while somebody watches, less
+often otherwise. While somebody watches it also makes the state, and sends each watcher the one
+delta that it has encoded. The state is made
 in parts, with a turn of the event loop between them. A watcher that does not read is dropped; it
 may ask again and begins with a whole snapshot.
 """
@@ -9,6 +10,7 @@ may ask again and begins with a whole snapshot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from router.request.timeline import TimelineRing
 from router.services import RouterServices
 
 INTERVAL_S: Final = 1.0
+REST_S: Final = 4.0  # added while nobody watches; the rates of the last 30 s need no more samples
 PART_NODES: Final = 100  # made in one turn of the event loop
 MOST_WATCHERS: Final = 32
 UNREAD: Final = 8  # deltas; a watcher that has more is dropped
@@ -68,6 +71,7 @@ class StateFeed:
         self._watchers: set[ConsoleWatcher] = set()
         self._told: ConsoleSnapshot | None = None  # what all watchers have; None: nobody watches
         self._turn = asyncio.Lock()  # a watcher joins between two deltas
+        self._joined = asyncio.Event()  # set while somebody watches
         self._seq = 0
 
     @property
@@ -75,16 +79,20 @@ class StateFeed:
         return len(self._watchers)
 
     async def run(self) -> None:
-        """Produce a delta each second, until cancelled."""
+        """Produce a delta each second while somebody watches, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self.tick()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REST_S):
+                    await self._joined.wait()
 
     async def tick(self) -> None:
         """Read the counters, and tell all watchers what has changed."""
         self._rates.sample(self._services.clock.monotonic())
         if not self._watchers:
             self._told = None
+            self._joined.clear()
             return
         async with self._turn:
             if self._told is None:
@@ -109,6 +117,7 @@ class StateFeed:
                     self._told = await self.snapshot()
                 watcher.offer(frame(self._told))
                 self._watchers.add(watcher)
+                self._joined.set()
             while (data := await watcher.frames.get()) is not None:
                 yield data
         finally:

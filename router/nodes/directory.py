@@ -44,6 +44,7 @@ class RedisDirectory:
         self._redis = client
         self._timeout_s = timeout_s
         self._unreadable: set[bytes] = set()
+        self._read_last: dict[bytes, NodeRecord] = {}  # by the bytes: an idle node's stay the same
 
     async def records(self) -> list[NodeRecord]:
         try:
@@ -51,17 +52,18 @@ class RedisDirectory:
                 keys, values = await self._read()
         except (RedisError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
-        found: list[NodeRecord] = []
+        found: dict[bytes, NodeRecord] = {}
         for key, value in zip(keys, values, strict=True):
             if value is None:
                 continue  # expired in between
             try:
-                found.append(wire.record_from_bytes(value))
+                found[value] = self._read_last.get(value) or wire.record_from_bytes(value)
             except InvalidRequest as error:
                 if key not in self._unreadable:  # logged once, not at each heartbeat
                     logger.error("the record %s cannot be read: %s", key, error.message)
                 self._unreadable.add(key)
-        return found
+        self._read_last = found
+        return list(found.values())
 
     async def _read(self) -> tuple[list[bytes], list[Any]]:
         keys: list[bytes] = [

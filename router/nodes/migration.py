@@ -121,8 +121,10 @@ class Migrator:
 
     def round(self) -> None:
         """Begin the moves that are due, without waiting for their ends."""
-        nodes = [node for node in self._parts.snapshots() if node.role is Role.DECODE]
         candidates = self._parts.requests.candidates()
+        if not candidates:
+            return
+        nodes = [node for node in self._parts.snapshots() if node.role is Role.DECODE]
         draining = {node.boot_id for node in nodes if node.load.draining}
         for candidate in candidates:
             if candidate.boot_id in draining and has_partner(candidate.boot_id, nodes):

@@ -1,7 +1,7 @@
 """NodeRegistry: the nodes that this router knows, their sessions, and snapshots for the policy.
 
-Addresses of nodes come from the directory (Redis records, read at each heartbeat) or from the
-command line. A node is used only after its Hello. While the directory is away, the known nodes
+Addresses of nodes come from the directory (Redis records, read at least at each heartbeat) or from
+the command line. A node is used only after its Hello. While the directory is away, the known nodes
 stay. The life: start() -> run() as a task -> stop().
 """
 
@@ -36,6 +36,8 @@ from router.nodes.session import NodeSession, SessionContext, StepLog
 
 logger = logging.getLogger(__name__)
 STOP_S: Final = 2.0
+RESTLESS: Final = 10  # heartbeats after a change of the nodes in which others may follow
+LOOKS: Final = 5  # reads of the directory in a heartbeat meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class NodeRegistry:
         self._links: _Links | None = None  # None: a session came up or went down since
         self._directory_away = False
         self._doubtful_until = 0.0  # until then records of living nodes may be missing
+        self._restless_until = 0.0  # until then more nodes may come
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._expected = ExpectedNodes(parts.clock, parts.node_wait_s, parts.model_of)
@@ -140,10 +143,20 @@ class NodeRegistry:
         await self.refresh()
 
     async def run(self) -> None:
-        """Read the directory each heartbeat until cancelled."""
+        """Read the directory each heartbeat until cancelled; more often while nodes may be
+        starting."""
         while True:
-            await asyncio.sleep(self._parts.timing.heartbeat_s)
+            await asyncio.sleep(self._pause_s())
             await self.refresh()
+
+    def _pause_s(self) -> float:
+        """Return the seconds until the directory is read again.
+
+        Nodes may be starting while none can serve, and soon after a change: a cluster's nodes come
+        and go together."""
+        heartbeat_s, now = self._parts.timing.heartbeat_s, self._parts.clock.monotonic()
+        settled = self._directory_away or (self.can_serve() and now >= self._restless_until)
+        return heartbeat_s if settled else heartbeat_s / LOOKS
 
     async def stop(self) -> None:
         """Close all sessions; the nodes abort this router's requests. May be called twice."""
@@ -433,6 +446,8 @@ class NodeRegistry:
             watcher()
 
     def _notify(self) -> None:
+        timing, now = self._parts.timing, self._parts.clock.monotonic()
+        self._restless_until = now + RESTLESS * timing.heartbeat_s
         self._links = None
         self._changed.set()
         self._changed = asyncio.Event()

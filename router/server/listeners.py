@@ -87,11 +87,33 @@ def join(host: str, port: int) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """`began` is set when it serves. uvicorn offers only inheritance to change this."""
+    """`began` is set when it serves. It sleeps until `should_exit` is set; uvicorn's own loop would
+    look ten times a second. uvicorn offers only inheritance to change this."""
 
     def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
         self.began = asyncio.Event()
+        self.date_s = 1.0  # between two looks at the clock, for the header Date
+        self._leaving = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the server must end; to be set on the event loop."""
+        return self._leaving.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._leaving.set()
+        else:
+            self._leaving.clear()
+
+    async def main_loop(self) -> None:
+        """Keep the header Date right until the server must end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.date_s):
+                    await self._leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

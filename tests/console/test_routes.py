@@ -21,6 +21,7 @@ from baton.protocol.messages import ControlNode, SubmitPrefill
 from router.admin.server import create_admin_app
 from router.api.http.web_errors import on_baton_error
 from router.config import RouterConfig
+from router.console import stream
 from router.console.deltas import after
 from router.console.nodes import NodeInspection
 from router.console.pages import POLICY, ConsolePages
@@ -270,6 +271,23 @@ async def test_rates_count_what_ended_and_what_runs() -> None:
         assert found.output_tokens_per_s == 8.0
         assert found.ttft_ms.p50 is not None
         assert found.tpot_ms.p50 is None
+
+
+async def test_a_feed_that_rests_wakes_for_a_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(stream, "REST_S", 1e6)
+    async with console("p", "d") as here:
+
+        async def has_looked() -> bool:
+            return bool(here.feed._rates._samples)
+
+        feeding = asyncio.create_task(here.feed.run())
+        await eventually(has_looked)  # from now on it rests
+        watcher = here.feed.watch()
+        frames = [await anext(watcher) for _ in range(3)]
+        assert [b"snapshot" in each for each in frames] == [True, False, False]
+        await watcher.aclose()
+        feeding.cancel()
 
 
 def test_the_ring_of_a_router_without_timelines_is_empty() -> None:

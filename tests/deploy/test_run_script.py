@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -85,7 +87,24 @@ def installer(run: ModuleType, monkeypatch: pytest.MonkeyPatch, root: Path) -> l
     monkeypatch.setattr(run, "detect_torch", lambda: run.choose_torch(False, False, True))
     monkeypatch.setattr(run, "pip_install", lambda what, arguments: calls.append([*arguments]))
     monkeypatch.setattr(run, "pip_check", lambda: calls.append(["check"]))
+    monkeypatch.setattr(run, "in_background", contextlib.nullcontext)
     return calls
+
+
+def test_what_runs_in_the_background_is_silent_and_may_fail(
+    run: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with run.in_background(["/bin/sh", "-c", f"echo heard; echo done > {tmp_path}/file; exit 1"]):
+        pass
+    assert (tmp_path / "file").read_text() == "done\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_kernels_of_this_machine_are_compiled_without_any_package(run: ModuleType) -> None:
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r});"]
+    command[-1] += f"from {run.KERNELS[1]} import __main__ as it; it.main(['build', '--help'])"
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert run.KERNELS[3] in said
 
 
 def test_the_stamp_skips_pip(

@@ -62,6 +62,25 @@ def test_every_set_is_built_whatever_this_processor_has(
     assert capsys.readouterr().out.count("was there") == len(NAMES)
 
 
+@pytest.mark.parametrize(
+    ("lacks", "made"), [((), "avx512bf16"), (("avx512_bf16",), "avx512"), (("fma",), None)]
+)
+def test_here_only_what_nodes_on_this_processor_take_is_built(
+    compiler: Compiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lacks: tuple[str, ...],
+    made: str | None,
+) -> None:
+    compiler('echo >"$out"')
+    monkeypatch.setattr(command, "missing", set(lacks).intersection)
+    monkeypatch.setattr(command, "is_slow", lambda each: False)
+    folder = tmp_path / "image"
+    folder.mkdir()
+    assert command.main(["build", "--here", "--dir", str(folder)]) == 0
+    assert [path.name.split("-")[2] for path in folder.iterdir()] == ([made] if made else [])
+
+
 def test_they_are_found_where_there_is_no_compiler(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,9 +26,10 @@ async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def started() -> tuple[HttpServer, asyncio.Task[None], tuple[str, int]]:
+async def started(date_s: float = 1.0) -> tuple[HttpServer, asyncio.Task[None], tuple[str, int]]:
     settings = uvicorn_settings(HttpLimits())
     server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
+    server.date_s = date_s
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listener]))
     await server.began.wait()
@@ -101,3 +102,14 @@ async def test_a_connection_that_asks_nothing_does_not_hold_the_server() -> None
     server.should_exit = True
     await serving
     assert await answer(client) == b""
+
+
+@on_each_loop
+async def test_it_sleeps_until_it_must_end() -> None:
+    server, serving, address = await started(date_s=1e6)  # only the wish to end wakes it
+    client = connect(address)
+    client.sendall(REQUEST)
+    assert b"\r\ndate: " in await asyncio.get_running_loop().sock_recv(client, 4096)
+    client.close()
+    server.should_exit = True
+    await serving

@@ -16,9 +16,11 @@ from baton.protocol.handles import NodeLoad, Role
 from baton.runtime.redis.connections import connect
 from baton.runtime.redis.keys import node_key
 from router.metrics.parts import WatchedParts, watch_failures
+from router.nodes import registry as registry_file
 from router.nodes.directory import RedisDirectory
 from router.request.retry_budget import RetryBudget
 from tests.router.fakes import (
+    FAST,
     PATIENCE_S,
     FakeDirectory,
     FakeNode,
@@ -96,6 +98,24 @@ async def test_nodes_come_and_go_with_their_records() -> None:
         assert len(registry.statuses()) == 2
         await registry.refresh()
         assert [status.address for status in registry.statuses()] == [d1.address]
+
+
+@pytest.mark.parametrize(("restless", "looks"), [(1e6, registry_file.LOOKS), (0, 1)])
+async def test_while_nodes_may_be_starting_the_directory_is_read_more_often(
+    monkeypatch: pytest.MonkeyPatch, restless: float, looks: int
+) -> None:
+    monkeypatch.setattr(registry_file, "RESTLESS", restless)
+    directory, often_s = FakeDirectory(), FAST.heartbeat_s / registry_file.LOOKS
+    async with fake_nodes("d") as (d,), running_router([], directory=directory) as router:
+        registry = router.registry
+        assert registry._pause_s() == often_s, "no node can serve"
+        directory.known = [d.record]
+        await registry.refresh()
+        await router.until(registry.can_serve)
+        assert registry._pause_s() == FAST.heartbeat_s / looks
+        directory.away = True
+        await registry.refresh()
+        assert registry._pause_s() == FAST.heartbeat_s, "a directory that is away is let alone"
 
 
 async def test_a_node_may_go_while_the_router_stops() -> None:

@@ -1,8 +1,9 @@
 """`baton kernels build`: compiles the CPU kernels of every instruction set in advance.
 
 It serves images and machines without a compiler. It makes the library of each instruction set, even
-of those that this processor lacks; build.py finds them where they run. It needs a C++ compiler, but
-no package of PyPI.
+of those that this processor lacks; build.py finds them where they run. With `--here` it makes the
+one that nodes on this machine take; `./run` does so while it installs packages. It needs a C++
+compiler, but no package of PyPI.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from baton.engine.kernels.cpu.build import (
     CannotBuild,
     InstructionSet,
     compiled,
+    is_slow,
     library_name,
+    missing,
 )
 from baton.runtime.cache_folder import cache_folder
 
@@ -38,17 +41,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build = commands.add_parser("build", help="compile those that are not there yet")
     text = f"folder of the libraries (default: ${BUILT}, else the user's cache)"
     build.add_argument("--dir", default=os.environ.get(BUILT), help=text)
-    given = parser.parse_args(arguments).dir
-    folder = Path(given) if given else cache_folder("kernels")
+    build.add_argument("--here", action="store_true", help="only what this processor's nodes take")
+    given = parser.parse_args(arguments)
+    folder = Path(given.dir) if given.dir else cache_folder("kernels")
+    wanted = here() if given.here else INSTRUCTION_SETS
     if platform.machine() not in MACHINES:
         sys.stdout.write(f"there are none for {platform.machine()}: torch's own serve\n")
         return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(lambda each: build_one(each, folder), INSTRUCTION_SETS))
-    for instructions, (_, outcome) in zip(INSTRUCTION_SETS, outcomes, strict=True):
+        outcomes = list(pool.map(lambda each: build_one(each, folder), wanted))
+    for instructions, (_, outcome) in zip(wanted, outcomes, strict=True):
         sys.stdout.write(f"{instructions.name:<11} {outcome}\n")
     sys.stdout.write(f"in {folder}\n")
     return 0 if all(done for done, _ in outcomes) else 1
+
+
+def here() -> tuple[InstructionSet, ...]:
+    """Return the instruction set that nodes on this processor choose by themselves; none if it has
+    none."""
+    usable = (
+        each
+        for each in INSTRUCTION_SETS
+        if not (each.by_name or is_slow(each) or missing(each.cpu_flags))
+    )
+    return tuple(usable)[:1]
 
 
 def build_one(instructions: InstructionSet, folder: Path) -> tuple[bool, str]:

@@ -109,11 +109,13 @@ class _StepArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "pools", "states", "tables", "final_norm")),
+        ("head", _POINTER),
         ("rotations", _StepRotation * 2),
         *((name, _POINTER) for name in ("positions", "slots", "begins")),
-        *((name, _POINTER) for name in ("residual", "out", "scratch", "expert_scratch")),
-        ("latent_scratch", _POINTER),
+        *((name, _POINTER) for name in ("residual", "out", "logits", "scratch")),
+        *((name, _POINTER) for name in ("expert_scratch", "latent_scratch")),
         *((name, _SIZE) for name in ("wide", "narrow", "qkv", "attended")),
+        ("vocabulary", _SIZE),
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
         *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
@@ -242,12 +244,20 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class StepHead:
+    """The product over the vocabulary, of `outputs` numbers."""
+
+    linear: StepLinear
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepTable:
-    """Where a layer group's KV of a step lies, all int64: slots [T], blocks [T, W], first [T]."""
+    """Where a layer group's KV of a step lies: slots [T], blocks [T, W] int64, first [T]."""
 
     slots: Tensor
     blocks: Tensor
-    first: Tensor
+    first: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +265,7 @@ class StepInputs:
     """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
     one or two rotations in bfloat16, alike but for their numbers, positions [T] int64, a table per
     layer group. With linear attention int64 [T]: the slot of each row's state, and 1 where a row is
-    a sequence's first."""
+    a sequence's first. `logits`: those of all rows are wanted."""
 
     residual: Tensor
     rotations: Sequence[Rotation]
@@ -263,6 +273,7 @@ class StepInputs:
     tables: Sequence[StepTable]
     slots: Tensor | None = None
     begins: Tensor | None = None
+    logits: bool = False
 
 
 class StepPools:
@@ -317,8 +328,12 @@ class StepModel:
         layers: Sequence[StepLayer],
         final_norm: Tensor,
         sizes: StepSizes,
+        head: StepHead | None = None,
     ) -> None:
+        """`head`: None = logits are made elsewhere."""
         self.sizes = sizes
+        self._head = None if head is None else StepLinears([head.linear])
+        self._vocabulary = 0 if head is None else head.outputs
         self._weights = tuple(layers)
         self._kept = final_norm
         self._final_norm = final_norm.data_ptr()
@@ -332,38 +347,45 @@ class StepModel:
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
-    def run(self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None) -> Tensor:
-        """Return the hidden states [T, hidden] after the final norm. Write the step's KV to the
-        pool, and advance `states`, which layers with linear attention need.
+    def run(
+        self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [T, hidden] after the final norm, and the logits [T, vocabulary]
+        float32 if they are wanted and there is a head. Write the step's KV to the pool, and advance
+        `states`, which layers with linear attention need.
         """
         sizes, residual = self.sizes, inputs.residual
+        head = self._head if inputs.logits else None
         delta = sizes.delta
         rows = residual.shape[0]
         assert pools.shape == [sizes.kv_heads, sizes.dim]
+        firsts = [(_SIZE * rows)(*table.first) for table in inputs.tables]
         filled = [
             _StepTable(
                 table.slots.data_ptr(),
                 table.blocks.data_ptr(),
-                table.first.data_ptr(),
+                ctypes.addressof(first),
                 table.blocks.shape[1],
             )
-            for table in inputs.tables
+            for table, first in zip(inputs.tables, firsts, strict=True)
         ]
         tables = (_StepTable * len(filled))(*filled)
         turned = [_StepRotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in inputs.rotations]
         first = inputs.rotations[0]
         out = torch.empty_like(residual)
+        logits = None if head is None else torch.empty(rows, self._vocabulary)
         scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
         of_experts = torch.empty(rows * sizes.expert_scratch, dtype=torch.bfloat16)
         of_latents = torch.empty(rows * sizes.latent_scratch, dtype=torch.bfloat16)
         args = _StepArgs(
             ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
             None if states is None else ctypes.addressof(states.pointers),
-            ctypes.addressof(tables), self._final_norm,
+            ctypes.addressof(tables), self._final_norm, None if head is None else head.address,
             (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
             _pointer(inputs.slots), _pointer(inputs.begins),
-            residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), of_experts.data_ptr(),
-            of_latents.data_ptr(), sizes.wide, sizes.narrow, sizes.qkv, sizes.attended,
+            residual.data_ptr(), out.data_ptr(), _pointer(logits), scratch.data_ptr(),
+            of_experts.data_ptr(), of_latents.data_ptr(),
+            sizes.wide, sizes.narrow, sizes.qkv, sizes.attended, self._vocabulary,
             len(self._layers), rows, sizes.hidden, sizes.inner,
             sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
             first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
@@ -372,7 +394,7 @@ class StepModel:
             NormRule(sizes.epsilon, sizes.norm_offset),
         )  # fmt: skip
         self._call(ctypes.byref(args))
-        return out
+        return out, logits
 
     def _pointers(self, index: int) -> _StepLayer:
         layer = self._weights[index]

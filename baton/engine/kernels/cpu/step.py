@@ -344,6 +344,7 @@ class StepModel:
         self._latents = [_latents(layer.latents) for layer in layers]
         self._mixtures = [_mixture(layer.experts) for layer in layers]
         self._layers = (_StepLayer * len(layers))(*map(self._pointers, range(len(layers))))
+        self._constant = self._constants()
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
@@ -356,45 +357,54 @@ class StepModel:
         """
         sizes, residual = self.sizes, inputs.residual
         head = self._head if inputs.logits else None
-        delta = sizes.delta
         rows = residual.shape[0]
         assert pools.shape == [sizes.kv_heads, sizes.dim]
         firsts = [(_SIZE * rows)(*table.first) for table in inputs.tables]
-        filled = [
-            _StepTable(
-                table.slots.data_ptr(),
-                table.blocks.data_ptr(),
-                ctypes.addressof(first),
-                table.blocks.shape[1],
-            )
-            for table, first in zip(inputs.tables, firsts, strict=True)
-        ]
-        tables = (_StepTable * len(filled))(*filled)
-        turned = [_StepRotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in inputs.rotations]
-        first = inputs.rotations[0]
+        tables = (_StepTable * len(firsts))()
+        for at, table in enumerate(inputs.tables):
+            tables[at] = _StepTable(
+                table.slots.data_ptr(), table.blocks.data_ptr(),
+                ctypes.addressof(firsts[at]), table.blocks.shape[1],
+            )  # fmt: skip
         out = torch.empty_like(residual)
-        logits = None if head is None else torch.empty(rows, self._vocabulary)
-        scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
-        of_experts = torch.empty(rows * sizes.expert_scratch, dtype=torch.bfloat16)
-        of_latents = torch.empty(rows * sizes.latent_scratch, dtype=torch.bfloat16)
-        args = _StepArgs(
-            ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
-            None if states is None else ctypes.addressof(states.pointers),
-            ctypes.addressof(tables), self._final_norm, None if head is None else head.address,
-            (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
-            _pointer(inputs.slots), _pointer(inputs.begins),
-            residual.data_ptr(), out.data_ptr(), _pointer(logits), scratch.data_ptr(),
-            of_experts.data_ptr(), of_latents.data_ptr(),
-            sizes.wide, sizes.narrow, sizes.qkv, sizes.attended, self._vocabulary,
-            len(self._layers), rows, sizes.hidden, sizes.inner,
-            sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
-            first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
-            delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps,
-            sizes.expert_inner, sizes.choice.fields, sizes.latents.fields,
-            NormRule(sizes.epsilon, sizes.norm_offset),
-        )  # fmt: skip
+        logits = None if head is None else torch.empty(rows, self._vocabulary, dtype=torch.float32)
+        scratch = _room(rows * sizes.scratch)
+        of_experts, of_latents = (
+            _room(rows * each) for each in (sizes.expert_scratch, sizes.latent_scratch)
+        )
+        args = _StepArgs.from_buffer_copy(self._constant)
+        args.pools = ctypes.addressof(pools.pointers)
+        args.states = None if states is None else ctypes.addressof(states.pointers)
+        args.tables = ctypes.addressof(tables)
+        args.head = None if head is None else head.address
+        for at, rotation in enumerate(inputs.rotations):
+            args.rotations[at] = _StepRotation(rotation.cos.data_ptr(), rotation.sin.data_ptr())
+        first = inputs.rotations[0]
+        args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
+        args.positions = inputs.positions.data_ptr()
+        args.slots, args.begins = _pointer(inputs.slots), _pointer(inputs.begins)
+        args.residual, args.out = residual.data_ptr(), out.data_ptr()
+        args.logits, args.scratch = _pointer(logits), _pointer(scratch)
+        args.expert_scratch, args.latent_scratch = _pointer(of_experts), _pointer(of_latents)
+        args.rows, args.block_size = rows, pools.block_size
         self._call(ctypes.byref(args))
         return out, logits
+
+    def _constants(self) -> _StepArgs:
+        """The arguments that are those of every step."""
+        sizes, delta = self.sizes, self.sizes.delta
+        return _StepArgs(
+            layers=ctypes.addressof(self._layers), final_norm=self._final_norm,
+            wide=sizes.wide, narrow=sizes.narrow, qkv=sizes.qkv, attended=sizes.attended,
+            vocabulary=self._vocabulary, num_layers=len(self._layers),
+            hidden=sizes.hidden, inner=sizes.inner,
+            heads=sizes.heads, kv_heads=sizes.kv_heads, dim=sizes.dim,
+            gelu=sizes.gelu, gated=sizes.gated,
+            key_heads=delta.key_heads, value_heads=delta.value_heads,
+            key_dim=delta.key_dim, value_dim=delta.value_dim, taps=delta.taps,
+            expert_inner=sizes.expert_inner, choice=sizes.choice.fields,
+            latent=sizes.latents.fields, norms=NormRule(sizes.epsilon, sizes.norm_offset),
+        )  # fmt: skip
 
     def _pointers(self, index: int) -> _StepLayer:
         layer = self._weights[index]
@@ -437,5 +447,9 @@ def _delta(rule: CompiledDeltaRule | None) -> _StepDelta | None:
     return _StepDelta(*(each.data_ptr() for each in tensors), rule.epsilon)
 
 
-def _pointer(weight: Tensor | None) -> int | None:
-    return None if weight is None else weight.data_ptr()
+def _room(numbers: int) -> Tensor | None:
+    return torch.empty(numbers, dtype=torch.bfloat16) if numbers else None
+
+
+def _pointer(of: Tensor | None) -> int | None:
+    return None if of is None else of.data_ptr()

@@ -33,7 +33,7 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
 from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
-from baton.engine.state.batch import Step, flatten
+from baton.engine.state.batch import Step, StepLogits, flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from tests.engine.quantized_models import make_quantized
@@ -69,6 +69,7 @@ class RandomWeights:
 
     shapes: dict[str, tuple[int, ...]]
     plain_outputs: bool = False  # products whose format the compiled step does not know
+    plain_head: bool = False  # the same of the product over the vocabulary
     scheme: Scheme | None = None  # of rounded products
     shared_size: int = 0  # of the expert that all rows share
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
@@ -101,6 +102,10 @@ class RandomWeights:
 
     def head(self, tied: Tensor | None) -> Linear:
         assert tied is not None
+        if self.plain_head:
+            return PlainLinear(tied, None)
+        if self.scheme is not None:
+            return QuantizedFormat(torch.bfloat16, CPU)(quantize(tied, self.scheme), None)
         return PanelLinear(serving(), tied, None)
 
 
@@ -119,7 +124,7 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
         names = LayerNames("pre_norm", "attention_norm", "mlp_output_norm")
         return replace(
             config, names=names, norm_offset=1.0, activation="gelu_tanh", embedding_scale=9.8,
-            scale=0.2, softcap=4.0, local_rope=RopeRule("default", 500.0),
+            scale=0.2, softcap=4.0, logit_softcap=2.0, local_rope=RopeRule("default", 500.0),
         )  # fmt: skip
     if kind == "phi 3":
         names = LayerNames(fused_qkv=True, fused_gate_up=True)
@@ -152,7 +157,11 @@ def like(kind: str, config: DecoderConfig) -> DecoderConfig:
 
 
 def decoder_of(
-    config: DecoderConfig, *, plain_outputs: bool = False, scheme: Scheme | None = None
+    config: DecoderConfig,
+    *,
+    plain_outputs: bool = False,
+    plain_head: bool = False,
+    scheme: Scheme | None = None,
 ) -> Decoder:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, kv = config.num_heads * dim, config.num_kv_heads * dim
@@ -177,6 +186,7 @@ def decoder_of(
             **({} if config.latent is None else latent_shapes(config, config.latent)),
         },
         plain_outputs,
+        plain_head,
         scheme,
         0 if config.experts is None else config.experts.shared_size,
     )  # fmt: skip
@@ -249,6 +259,22 @@ def hidden_of(decoder: Decoder, step: Step, by_layer: bool = False) -> Tensor:
         return decoder.forward(step.token_ids, step.positions, batch)
 
 
+def answers_of(decoder: Decoder, step: Step, by_layer: bool = False) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits, of one call or of two."""
+    wanted = StepLogits()
+    hidden = hidden_of(decoder, replace(step, batch=replace(step.batch, logits=wanted)), by_layer)
+    assert (wanted.made is None) == by_layer
+    if wanted.made is not None:
+        return hidden, wanted.made
+    with torch.inference_mode():
+        return hidden, decoder.logits(hidden)
+
+
+def same_answers(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> bool:
+    assert not any(each.isnan().any() for each in want)
+    return all(map(torch.equal, got, want))
+
+
 @settings(max_examples=15)
 @given(
     starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=9),
@@ -266,12 +292,11 @@ def test_a_whole_step_is_its_layers_one_by_one(
     decoder = decoder_of(config, scheme=scheme)
     assert decoder.step is not None
     ours, plain = Pool(config, starts), Pool(config, starts)
-    got = hidden_of(decoder, ours.step())
+    got = answers_of(decoder, ours.step())
     assert decoder.step.num_steps == 1
-    want = hidden_of(decoder, plain.step(), by_layer=True)
+    want = answers_of(decoder, plain.step(), by_layer=True)
     assert decoder.step.num_steps == 1
-    assert not want.isnan().any()
-    assert torch.equal(got, want)
+    assert same_answers(got, want)
     assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
@@ -294,11 +319,10 @@ def test_families_take_whole_steps(
     decoder = decoder_of(config, scheme=scheme)
     assert decoder.step is not None
     ours, plain = Pool(config, starts), Pool(config, starts)
-    got = hidden_of(decoder, ours.step())
+    got = answers_of(decoder, ours.step())
     assert decoder.step.num_steps == 1
-    want = hidden_of(decoder, plain.step(), by_layer=True)
-    assert not want.isnan().any()
-    assert torch.equal(got, want)
+    want = answers_of(decoder, plain.step(), by_layer=True)
+    assert same_answers(got, want)
     assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 
@@ -312,11 +336,11 @@ def test_late_threads_change_nothing(kind: str) -> None:
     decoder = decoder_of(config)
     assert decoder.step is not None
     threads, starts = torch.get_num_threads(), [3, 48, 17, 0, 90, 33, 20]
-    want = hidden_of(decoder, Pool(config, starts).step(), by_layer=True)
+    want = answers_of(decoder, Pool(config, starts).step(), by_layer=True)
     try:
         for count in (2, 3, 8) * 60:
             torch.set_num_threads(count)
-            assert torch.equal(hidden_of(decoder, Pool(config, starts).step()), want)
+            assert same_answers(answers_of(decoder, Pool(config, starts).step()), want)
     finally:
         torch.set_num_threads(threads)
 
@@ -327,14 +351,14 @@ def test_threads_do_not_change_a_step(scheme: Scheme | None) -> None:
     config = config_of(window=20)
     decoder = decoder_of(config, scheme=scheme)
     threads = torch.get_num_threads()
-    found: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor]] = []
     try:
         for count in (1, 2, 3, 5):  # more than there are cores: barriers sleep, too
             torch.set_num_threads(count)
-            found += [hidden_of(decoder, Pool(config, [3, 480, 17]).step()) for _ in range(3)]
+            found += [answers_of(decoder, Pool(config, [3, 480, 17]).step()) for _ in range(3)]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(same_answers(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w8a16", "w4a16", "gptq-asymmetric", "awq"])
@@ -396,3 +420,22 @@ def test_other_formats_go_layer_by_layer() -> None:
     decoder = decoder_of(config, plain_outputs=True)
     assert decoder.step is None
     assert hidden_of(decoder, Pool(config, [3, 40]).step()).shape == (2, config.hidden_size)
+
+
+def test_a_head_of_another_format_is_multiplied_behind_the_step() -> None:
+    config = config_of()
+    decoder = decoder_of(config, plain_head=True)
+    assert decoder.step is not None
+    wanted, step = StepLogits(), Pool(config, [3, 40]).step()
+    hidden = hidden_of(decoder, replace(step, batch=replace(step.batch, logits=wanted)))
+    assert decoder.step.num_steps == 1
+    assert wanted.made is None
+    assert decoder.logits(hidden).shape == (2, config.vocab_size)
+
+
+def test_a_step_makes_no_logits_that_nobody_wants() -> None:
+    """Of hidden states alone: the same as those beside logits."""
+    config = config_of()
+    decoder = decoder_of(config)
+    hidden = hidden_of(decoder, Pool(config, [3, 40]).step())
+    assert torch.equal(hidden, answers_of(decoder, Pool(config, [3, 40]).step())[0])

@@ -20,6 +20,7 @@ from baton.engine.state.interface import SequenceChunk
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
+from tests.engine import running
 from tests.engine.decoding import Sample, decode, load
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
 
@@ -88,6 +89,42 @@ def test_logprobs_are_transformers_log_softmax(
         assert len(one.prompt_logprobs) == first - 1
         for i, told in enumerate(one.prompt_logprobs):
             assert_tells(told, one.prompt[i + 1], rows[i], one.params.prompt_logprobs)
+
+
+def test_the_logits_of_a_whole_step_come_with_its_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = running.load(make_tiny_model("qwen3", tmp_path, head_dim=32), dtype="bfloat16")
+    decoder = loaded.model
+    assert isinstance(decoder, Decoder)
+    step = decoder.step
+    if step is None:
+        pytest.skip("no compiled steps here")
+    calls: list[int] = []
+    logits = Decoder.logits
+
+    def counting(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.shape[0])
+        return logits(self, hidden)
+
+    def told() -> list[object]:
+        samples = [
+            Sample(prompt, SamplingParams(
+                seed=i, temperature=0.7 * (i % 2), max_tokens=NEW_TOKENS, logprobs=2,
+                prompt_logprobs=1, repetition_penalty=1.0 + 0.3 * (i % 2),
+            ))
+            for i, prompt in enumerate(prompts())
+        ]  # fmt: skip
+        decode(loaded, samples)
+        return [(one.tokens, one.logprobs, one.prompt_logprobs) for one in samples]
+
+    monkeypatch.setattr(Decoder, "logits", counting)
+    whole = told()
+    beside = len(calls)
+    decoder.step = None
+    assert told() == whole
+    assert step.num_steps > 0
+    assert len(calls) - beside == beside + step.num_steps
 
 
 def test_prompt_logprobs_hold_few_logits_at_once(

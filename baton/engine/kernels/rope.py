@@ -227,12 +227,19 @@ class Rotation:
 
     @classmethod
     def at(
-        cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+        cls,
+        positions: Tensor,
+        frequencies: Tensor,
+        dtype: torch.dtype,
+        factor: float = 1.0,
+        pairs: PairRotation = PairRotation.HALVES,
     ) -> Rotation:
         """positions [T] int64, frequencies [R / 2] float32; see attention_factor."""
-        angles = positions[:, None].float() * frequencies
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        return cls(cos.to(dtype)[:, None], sin.to(dtype)[:, None])
+        angles = positions[:, None, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return cls(cos.to(dtype), sin.to(dtype), pairs)
 
     @property
     def rotated(self) -> int:
@@ -274,5 +281,4 @@ class Frequencies:
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions [T] int64 -> cos and sin of these."""
-        rotation = Rotation.at(positions, self.each, dtype, self.factor)
-        return Rotation(rotation.cos, rotation.sin, self.pairs)
+        return Rotation.at(positions, self.each, dtype, self.factor, self.pairs)

@@ -3,6 +3,7 @@
 A step is one call if each row is one new token, no row wants an adapter, no caller waits for single
 layers (`Batch.on_layer`), and the compiled attention supports every layer that attends. All other
 steps run layer by layer (decoder.py). The kernels are the same, so are the results, bit for bit.
+Logits that the batch wants of every row are made in the same call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from baton.engine.kernels.cpu.gates import NO_CHOICE
 from baton.engine.kernels.cpu.latent import NO_LATENTS
 from baton.engine.kernels.cpu.step import (
     NO_DELTA,
+    StepHead,
     StepInputs,
     StepLayer,
     StepModel,
@@ -63,12 +65,14 @@ class CompiledStep:
         rotations: Sequence[Rotation],
         batch: Batch,
         pools: StepPools,
-    ) -> Tensor:
-        """Run residual [T, H], positions [T] -> hidden [T, H]. Overwrites `residual`; writes KV,
-        and advances the sequences' states."""
-        tables = [StepTable(t.slots, t.blocks, torch.tensor(t.first)) for t in batch.tables]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run residual [T, H], positions [T] -> hidden [T, H], and logits [T, vocab] float32 if the
+        batch wants them and the head is of a known format. Overwrites `residual`; writes KV, and
+        advances the sequences' states."""
+        tables = [StepTable(t.slots, t.blocks, t.first) for t in batch.tables]
         self.num_steps += 1
-        inputs, states = StepInputs(residual, rotations, positions, tables), None
+        wanted, states = batch.logits is not None, None
+        inputs = StepInputs(residual, rotations, positions, tables, logits=wanted)
         if self._linear:
             states = self._states_of(batch)
             slots = torch.tensor([span.state_slot for span in batch.spans])
@@ -109,6 +113,15 @@ def step_linears(linears: Sequence[Linear]) -> list[StepLinear] | None:
     return held
 
 
+def _step_head(head: Linear) -> StepHead | None:
+    """Return the product over the vocabulary; None if the step does not support its format."""
+    held = step_linears([head])
+    if held is None or not isinstance(head, PanelLinear | IntegerPanels | W8A8Panels):
+        return None
+    of = head if isinstance(head, PanelLinear) else head.packed
+    return StepHead(held[0], of.outputs)
+
+
 def _side_by_side(linear: Linear) -> tuple[IntegerPanels, ...] | None:
     """Return the integer panels of a product, in the order of its outputs; None if any part of the
     product has another format."""
@@ -122,8 +135,10 @@ def compile_step(
     layers: Sequence[StepLayer | None],
     final_norm: Tensor,
     between: Elementwise,
+    head: Linear,
 ) -> CompiledStep | None:
-    """Return the decoder's layers as one call; None if a layer or a size does not allow it."""
+    """Return the decoder's layers as one call; None if a layer or a size does not allow it. `head`
+    joins them if its format allows it."""
     held = [layer for layer in layers if layer is not None]
     if not isinstance(between, CompiledElementwise) or len(held) < len(layers):
         return None
@@ -147,4 +162,4 @@ def compile_step(
         choice=NO_CHOICE if mixture is None else mixture.rule,
         expert_inner=0 if mixture is None else mixture.inner,
     )
-    return CompiledStep(StepModel(between.kernels, held, final_norm, sizes), held)
+    return CompiledStep(StepModel(between.kernels, held, final_norm, sizes, _step_head(head)), held)

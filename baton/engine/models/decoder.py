@@ -113,8 +113,8 @@ class Decoder:
         # Runs a decode step in one call; None = all steps run layer by layer. With `shards` they
         # do: the ranks sum or exchange within each layer.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
-        self.step = compile_step(config, parts, self._final_norm, self._between)
         self._head = linears.head(self._embedding if config.tied_embeddings else None)
+        self.step = compile_step(config, parts, self._final_norm, self._between, self._head)
         self._frequencies = [
             Frequencies.of(rule, config.turned, config.pairs, place.device) for rule in config.ropes
         ]
@@ -176,14 +176,18 @@ class Decoder:
                 projection.deltas.pop(id_, None)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool."""
+        """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool, and
+        make `batch.logits` where one call makes both."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = self.embed(token_ids)
         rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         if self.step is not None and not groups and not batch.taps:
             pools = self.step.pools(batch, token_ids.shape[0])
             if pools is not None:
-                return self.step.run(residual, positions, rotations, batch, pools)
+                hidden, logits = self.step.run(residual, positions, rotations, batch, pools)
+                if batch.logits is not None and logits is not None:
+                    batch.logits.made = self._capped(logits)
+                return hidden
         between, reduce, delta = self._between, self._shards.reduce, None
         for index, layer in enumerate(self._layers):
             if index in batch.taps:  # a copy: add_norm may overwrite `residual`
@@ -215,7 +219,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
-        logits = self._shards.gather(in_float32(self._head, hidden))
+        return self._capped(self._shards.gather(in_float32(self._head, hidden)))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self._config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

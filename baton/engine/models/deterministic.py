@@ -160,4 +160,5 @@ def _part(batch: Batch, rows: slice, last: bool) -> Batch:
         on_layer=batch.on_layer if last else None,
         plans={},
         tapped={},
+        logits=None,  # products over the vocabulary are made in tiles, too
     )

@@ -113,6 +113,11 @@ class PanelLinear:
         self.panels = kernels.pack(weight)
         self.bias = bias
 
+    @property
+    def outputs(self) -> int:
+        """Width of the product."""
+        return self._outputs
+
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return self._kernels.linear(x, self.panels, self.bias, self._outputs)

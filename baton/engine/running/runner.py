@@ -27,7 +27,7 @@ from baton.engine.running.cuda_graphs import choose_graphs
 from baton.engine.sampling import logprobs, penalties
 from baton.engine.sampling.sampler import Draw, prepare, sample
 from baton.engine.state.attention import KVViews
-from baton.engine.state.batch import Span, States, Step, flatten
+from baton.engine.state.batch import Batch, Span, States, Step, flatten
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
 from baton.protocol.events import TokenLogprob
 
@@ -98,7 +98,7 @@ class ModelRunner:
         if self._taps:
             step = replace(step, batch=replace(step.batch, taps=self._taps))
         hidden = self._forward(step)
-        sampled = self._sample(chunks, step.batch.spans, hidden)
+        sampled = self._sample(chunks, step.batch, hidden)
         if self._drafts is not None:
             sampled = self._drafts.run(chunks, step.batch, hidden, sampled)
         prompts = self._prompt_logprobs(chunks, step.batch.spans, hidden)
@@ -114,7 +114,7 @@ class ModelRunner:
         return hidden
 
     def _sample(
-        self, chunks: Sequence[SequenceChunk], spans: Sequence[Span], hidden: Tensor
+        self, chunks: Sequence[SequenceChunk], batch: Batch, hidden: Tensor
     ) -> dict[int, Sampled]:
         """Return what each sampling chunk yields, by the chunk's index."""
         rows: list[int] = []
@@ -123,16 +123,17 @@ class ModelRunner:
             if chunk.sample is None:
                 continue
             draws = draws_of(chunk)
-            end = spans[index].first_row + spans[index].num_rows
+            end = batch.spans[index].first_row + batch.spans[index].num_rows
             asked[index] = Asked(chunk, len(rows), draws)
             rows.extend([end - 1] * len(draws) if chunk.fan_out else range(end - len(draws), end))
         if not asked:
             return {}
-        if rows != list(range(hidden.shape[0])):
-            hidden = _rows(hidden, rows)
-        outcomes = choose(
-            self._loaded.logits(hidden), list(asked.values()), self._loaded.info.eos_token_ids
-        )
+        logits = None if batch.logits is None else batch.logits.made
+        if logits is None:
+            if rows != list(range(hidden.shape[0])):
+                hidden = _rows(hidden, rows)
+            logits = self._loaded.logits(hidden)
+        outcomes = choose(logits, list(asked.values()), self._loaded.info.eos_token_ids)
         return dict(zip(asked, outcomes, strict=True))
 
     def _prompt_logprobs(

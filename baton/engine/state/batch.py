@@ -78,6 +78,14 @@ class States(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class StepLogits:
+    """A wish for the logits of all rows of a step, which a model may make together with their
+    hidden states. `made` [T, vocab] float32; None = `CausalModel.logits` has to make them."""
+
+    made: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Layout of one step: the spans of its rows, and a table per layer group.
@@ -85,7 +93,8 @@ class Batch:
     `on_layer(layer)` is called after the KV of each layer is written. `plans` is scratch space of
     the attention backend: index tensors that it computes at the first layer of a step. `states`:
     None for a model without recurrent state. `tapped` gets what goes into the layers `taps`,
-    [T, H] each, for a draft head. `images`: None if no sequence of the step has images.
+    [T, H] each, for a draft head. `images`: None if no sequence of the step has images. `logits`:
+    None unless each row's are wanted.
     """
 
     spans: tuple[Span, ...]
@@ -97,6 +106,7 @@ class Batch:
     taps: tuple[int, ...] = ()
     tapped: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     images: StepImages | None = None
+    logits: StepLogits | None = None
 
     @property
     def mutual(self) -> bool:
@@ -172,8 +182,16 @@ def flatten(
         [(chunk.images, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True)],
         device,
     )
-    batch = Batch(tuple(spans), tuple(tables), attention, on_layer, states=states, images=seen)
+    batch = Batch(
+        tuple(spans), tuple(tables), attention, on_layer, states=states, images=seen,
+        logits=StepLogits() if all(map(_samples_its_row, chunks)) else None,
+    )  # fmt: skip
     return Step(_int64(token_ids).to(device), position.to(device), batch)
+
+
+def _samples_its_row(chunk: SequenceChunk) -> bool:
+    """Whether the chunk has one row, and one draw that needs its logits."""
+    return chunk.sample is not None and len(chunk.token_ids) == 1 and not chunk.fan_out
 
 
 def _int64(numbers: Sequence[int]) -> Tensor:

@@ -74,6 +74,11 @@ class PackedIntegers:
     bits: Literal[-4, 4, 6, 8]
     has_zeros: bool
 
+    @property
+    def outputs(self) -> int:
+        """Width of the product."""
+        return self.peaks.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
@@ -83,6 +88,11 @@ class PackedInt8:
     extra: Tensor  # [outputs] int32
     scales: Tensor  # [outputs] float32
     inputs: int
+
+    @property
+    def outputs(self) -> int:
+        """Width of the product."""
+        return self.scales.shape[0]
 
 
 class IntegerKernels:
@@ -136,7 +146,7 @@ class IntegerKernels:
         See quantized.h.
         """
         x = x.contiguous()
-        rows, outputs = x.shape[0], weight.peaks.shape[0]
+        rows, outputs = x.shape[0], weight.outputs
         y = torch.empty(rows, outputs, dtype=dtype)
         args = _IntegerArgs(
             x.data_ptr(), weight.panels.data_ptr(), weight.peaks.data_ptr(),
@@ -171,7 +181,7 @@ class IntegerKernels:
         Return [T, outputs] as bfloat16, or unrounded as float32. See w8a8.h.
         """
         x = x.contiguous()
-        rows, outputs, quads = x.shape[0], weight.scales.shape[0], weight.panels.shape[1]
+        rows, outputs, quads = x.shape[0], weight.outputs, weight.panels.shape[1]
         y = torch.empty(rows, outputs, dtype=dtype)
         rounded = torch.empty(rows, quads, QUAD, dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)

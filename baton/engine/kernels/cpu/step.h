@@ -3,6 +3,8 @@
 //
 //   norm | qkv | rotate, store, attend | output | norm | gate, up | gate | down       x layers, norm
 //
+// Where every row's logits are wanted, the head's product is one phase more.
+//
 // Gated attention has a phase more: what heads attended to, by their gates. In a layer with linear
 // attention the delta rule over the sequences' states takes the place of heads; in one with latent
 // attention queries are made to meet latents, and heads of these (latent.h). In a mixture the
@@ -98,11 +100,13 @@ struct StepArgs {
   const StepState* states;  // [layers], unused for heads
   const StepTable* tables;  // by layer group
   const bf16* final_norm;
+  const StepLinear* head;  // null: no logits are wanted
   StepRotation rotations[2];
   const int64_t* positions;  // [rows]
   const int64_t *slots, *begins;  // [rows]: see DeltaArgs; null without linear attention
   bf16* residual;            // [rows, hidden]: embeddings, overwritten
   bf16* out;                 // [rows, hidden]: the final norm's
+  float* logits;             // [rows, vocabulary]: the head's
   bf16* scratch;  // [rows, wide + narrow + hidden], and, if heads are gated, [rows, qkv]
   bf16* expert_scratch;  // ExpertsArgs', of mixtures
   // Of latent attention: [rows, heads, nope + key + rank], and, if queries have a low rank, [rows,
@@ -111,6 +115,7 @@ struct StepArgs {
   // Numbers of a row: the most that a product makes and takes, but for those of size `hidden`; what
   // `qkv` makes, and `output` takes, where layers attend.
   int64_t wide, narrow, qkv, attended;
+  int64_t vocabulary;
   int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;  // the widest inner
   int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
   int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
@@ -201,16 +206,20 @@ class Step {
         mixture_.run(me, choices_[index], mixture->gate_ups, mixture->downs,
                      {layer.inner > 0 ? delta_ : nullptr, mixture->shared_gate});
     }
-    norm(me, delta, a_.final_norm, {});
+    if (a_.head == nullptr) return norm(me, delta, a_.final_norm, {});
+    const Product head{*a_.head, a_.out, nullptr, a_.hidden, a_.vocabulary, a_.logits};
+    norm(me, delta, a_.final_norm, coming(me, head));
+    multiply(me, head);
   }
 
  private:
-  // y [rows, outputs] of x [rows, inputs].
+  // y [rows, outputs] of x [rows, inputs]; `wide`: see LinearArgs.
   struct Product {
     const StepLinear& by;
     const bf16* x;
     bf16* y;
     int64_t inputs, outputs;
+    float* wide = nullptr;
   };
 
   // What is added to the residual, none before the first layer; `norm`, unless null, of it first.
@@ -231,12 +240,16 @@ class Step {
   }
 
   void multiply(Team::Member& me, const Product& of) {
-    LinearArgs args{of.x, of.by.panels, of.by.bias, of.y, a_.rows, of.inputs, of.outputs};
+    LinearArgs args{of.x,    of.by.panels, of.by.bias, of.y,
+                    a_.rows, of.inputs,    of.outputs, of.wide};
     if (of.by.integers == nullptr) return share_linear(me, args);
     for (const StepIntegers* by = of.by.integers; by != nullptr; by = by->next) {
       args.outputs = by->outputs;
       integers_.multiply(me, *by, args);
-      args.y += by->outputs;
+      if (args.wide != nullptr)
+        args.wide += by->outputs;
+      else
+        args.y += by->outputs;
       if (args.bias != nullptr) args.bias += by->outputs;
     }
   }

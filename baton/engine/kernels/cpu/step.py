@@ -109,11 +109,13 @@ class _StepArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "pools", "states", "tables", "final_norm")),
+        ("head", _POINTER),
         ("rotations", _StepRotation * 2),
         *((name, _POINTER) for name in ("positions", "slots", "begins")),
-        *((name, _POINTER) for name in ("residual", "out", "scratch", "expert_scratch")),
-        ("latent_scratch", _POINTER),
+        *((name, _POINTER) for name in ("residual", "out", "logits", "scratch")),
+        *((name, _POINTER) for name in ("expert_scratch", "latent_scratch")),
         *((name, _SIZE) for name in ("wide", "narrow", "qkv", "attended")),
+        ("vocabulary", _SIZE),
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
         *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
@@ -242,12 +244,20 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class StepHead:
+    """The product over the vocabulary, of `outputs` numbers."""
+
+    linear: StepLinear
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepTable:
-    """Where a layer group's KV of a step lies, all int64: slots [T], blocks [T, W], first [T]."""
+    """Where a layer group's KV of a step lies: slots [T], blocks [T, W] int64, first [T]."""
 
     slots: Tensor
     blocks: Tensor
-    first: Tensor
+    first: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +265,7 @@ class StepInputs:
     """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
     one or two rotations in bfloat16, alike but for their numbers, positions [T] int64, a table per
     layer group. With linear attention int64 [T]: the slot of each row's state, and 1 where a row is
-    a sequence's first."""
+    a sequence's first. `logits`: those of all rows are wanted."""
 
     residual: Tensor
     rotations: Sequence[Rotation]
@@ -263,6 +273,7 @@ class StepInputs:
     tables: Sequence[StepTable]
     slots: Tensor | None = None
     begins: Tensor | None = None
+    logits: bool = False
 
 
 class StepPools:
@@ -317,8 +328,12 @@ class StepModel:
         layers: Sequence[StepLayer],
         final_norm: Tensor,
         sizes: StepSizes,
+        head: StepHead | None = None,
     ) -> None:
+        """`head`: None = logits are made elsewhere."""
         self.sizes = sizes
+        self._head = None if head is None else StepLinears([head.linear])
+        self._vocabulary = 0 if head is None else head.outputs
         self._weights = tuple(layers)
         self._kept = final_norm
         self._final_norm = final_norm.data_ptr()
@@ -329,50 +344,67 @@ class StepModel:
         self._latents = [_latents(layer.latents) for layer in layers]
         self._mixtures = [_mixture(layer.experts) for layer in layers]
         self._layers = (_StepLayer * len(layers))(*map(self._pointers, range(len(layers))))
+        self._constant = self._constants()
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
-    def run(self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None) -> Tensor:
-        """Return the hidden states [T, hidden] after the final norm. Write the step's KV to the
-        pool, and advance `states`, which layers with linear attention need.
+    def run(
+        self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [T, hidden] after the final norm, and the logits [T, vocabulary]
+        float32 if they are wanted and there is a head. Write the step's KV to the pool, and advance
+        `states`, which layers with linear attention need.
         """
         sizes, residual = self.sizes, inputs.residual
-        delta = sizes.delta
+        head = self._head if inputs.logits else None
         rows = residual.shape[0]
         assert pools.shape == [sizes.kv_heads, sizes.dim]
-        filled = [
-            _StepTable(
-                table.slots.data_ptr(),
-                table.blocks.data_ptr(),
-                table.first.data_ptr(),
-                table.blocks.shape[1],
-            )
-            for table in inputs.tables
-        ]
-        tables = (_StepTable * len(filled))(*filled)
-        turned = [_StepRotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in inputs.rotations]
-        first = inputs.rotations[0]
+        firsts = [(_SIZE * rows)(*table.first) for table in inputs.tables]
+        tables = (_StepTable * len(firsts))()
+        for at, table in enumerate(inputs.tables):
+            tables[at] = _StepTable(
+                table.slots.data_ptr(), table.blocks.data_ptr(),
+                ctypes.addressof(firsts[at]), table.blocks.shape[1],
+            )  # fmt: skip
         out = torch.empty_like(residual)
-        scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
-        of_experts = torch.empty(rows * sizes.expert_scratch, dtype=torch.bfloat16)
-        of_latents = torch.empty(rows * sizes.latent_scratch, dtype=torch.bfloat16)
-        args = _StepArgs(
-            ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
-            None if states is None else ctypes.addressof(states.pointers),
-            ctypes.addressof(tables), self._final_norm,
-            (_StepRotation * 2)(*turned), inputs.positions.data_ptr(),
-            _pointer(inputs.slots), _pointer(inputs.begins),
-            residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), of_experts.data_ptr(),
-            of_latents.data_ptr(), sizes.wide, sizes.narrow, sizes.qkv, sizes.attended,
-            len(self._layers), rows, sizes.hidden, sizes.inner,
-            sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size,
-            first.rotated, first.pairs is PairRotation.NEIGHBOURS, sizes.gelu, sizes.gated,
-            delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps,
-            sizes.expert_inner, sizes.choice.fields, sizes.latents.fields,
-            NormRule(sizes.epsilon, sizes.norm_offset),
-        )  # fmt: skip
+        logits = None if head is None else torch.empty(rows, self._vocabulary, dtype=torch.float32)
+        scratch = _room(rows * sizes.scratch)
+        of_experts, of_latents = (
+            _room(rows * each) for each in (sizes.expert_scratch, sizes.latent_scratch)
+        )
+        args = _StepArgs.from_buffer_copy(self._constant)
+        args.pools = ctypes.addressof(pools.pointers)
+        args.states = None if states is None else ctypes.addressof(states.pointers)
+        args.tables = ctypes.addressof(tables)
+        args.head = None if head is None else head.address
+        for at, rotation in enumerate(inputs.rotations):
+            args.rotations[at] = _StepRotation(rotation.cos.data_ptr(), rotation.sin.data_ptr())
+        first = inputs.rotations[0]
+        args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
+        args.positions = inputs.positions.data_ptr()
+        args.slots, args.begins = _pointer(inputs.slots), _pointer(inputs.begins)
+        args.residual, args.out = residual.data_ptr(), out.data_ptr()
+        args.logits, args.scratch = _pointer(logits), _pointer(scratch)
+        args.expert_scratch, args.latent_scratch = _pointer(of_experts), _pointer(of_latents)
+        args.rows, args.block_size = rows, pools.block_size
         self._call(ctypes.byref(args))
-        return out
+        return out, logits
+
+    def _constants(self) -> _StepArgs:
+        """The arguments that are those of every step."""
+        sizes, delta = self.sizes, self.sizes.delta
+        return _StepArgs(
+            layers=ctypes.addressof(self._layers), final_norm=self._final_norm,
+            wide=sizes.wide, narrow=sizes.narrow, qkv=sizes.qkv, attended=sizes.attended,
+            vocabulary=self._vocabulary, num_layers=len(self._layers),
+            hidden=sizes.hidden, inner=sizes.inner,
+            heads=sizes.heads, kv_heads=sizes.kv_heads, dim=sizes.dim,
+            gelu=sizes.gelu, gated=sizes.gated,
+            key_heads=delta.key_heads, value_heads=delta.value_heads,
+            key_dim=delta.key_dim, value_dim=delta.value_dim, taps=delta.taps,
+            expert_inner=sizes.expert_inner, choice=sizes.choice.fields,
+            latent=sizes.latents.fields, norms=NormRule(sizes.epsilon, sizes.norm_offset),
+        )  # fmt: skip
 
     def _pointers(self, index: int) -> _StepLayer:
         layer = self._weights[index]
@@ -415,5 +447,9 @@ def _delta(rule: CompiledDeltaRule | None) -> _StepDelta | None:
     return _StepDelta(*(each.data_ptr() for each in tensors), rule.epsilon)
 
 
-def _pointer(weight: Tensor | None) -> int | None:
-    return None if weight is None else weight.data_ptr()
+def _room(numbers: int) -> Tensor | None:
+    return torch.empty(numbers, dtype=torch.bfloat16) if numbers else None
+
+
+def _pointer(of: Tensor | None) -> int | None:
+    return None if of is None else of.data_ptr()

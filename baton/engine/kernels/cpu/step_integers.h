@@ -81,12 +81,12 @@ class IntegerProducts {
   W8A8Args rounding(const StepIntegers& by, const LinearArgs& like) {
     return {like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales, like.bias,
             like.y, reinterpret_cast<uint8_t*>(room_.data()), row_scales_.data(), rows_,
-            like.inputs, like.outputs, quads_of(like.inputs)};
+            like.inputs, like.outputs, quads_of(like.inputs), like.wide};
   }
 
   IntegerArgs widening(const StepIntegers& by, const LinearArgs& like) const {
     return {like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs, like.outputs,
-            by.groups, by.bits, by.has_zeros, by.stride};
+            by.groups, by.bits, by.has_zeros, by.stride, like.wide};
   }
 
   const int64_t rows_;

@@ -77,17 +77,17 @@ def _integers(
     if isinstance(weights, Tensor):
         return None
     if isinstance(weights, PackedInt8):
-        panels, outputs = weights.panels.data_ptr(), weights.scales.shape[0]
+        panels, outputs = weights.panels.data_ptr(), weights.outputs
         part = _StepIntegers(
             panels, weights.scales.data_ptr(), weights.extra.data_ptr(), 1, 8, 0, outputs, outputs
         )
         return (_StepIntegers * 1)(part)
-    stride = sum(part.peaks.shape[0] for part in weights)
+    stride = sum(part.outputs for part in weights)
     parts = (_StepIntegers * len(weights))(
         *(
             _StepIntegers(
                 part.panels.data_ptr(), part.peaks.data_ptr(), None,
-                part.groups, part.bits, part.has_zeros, part.peaks.shape[0], stride,
+                part.groups, part.bits, part.has_zeros, part.outputs, stride,
             )
             for part in weights
         )

@@ -11,7 +11,7 @@ import pytest
 from baton.engine.config import Quantization
 from baton.engine.performance.estimate import main, sized
 from baton.engine.performance.ideal import EstimateOptions
-from tests.engine.quantized_models import RECIPES
+from tests.engine.quantized_models import RECIPES, with_groups_of
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA = "llama-3-8b"
@@ -59,3 +59,62 @@ def test_every_value_of_the_engine_is_a_value_here(
         assert main([str(file), flag, value, "--json"]) == 0
         refused = json.loads(capsys.readouterr().out)["refused"]
         assert (refused is None) == (value in ("none", "gptq", "gptq_marlin"))
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+UNEVEN = f"{DOWN}: groups of 128 do not divide its 14400 inputs"
+SHARED = "model.layers.0.mlp.shared_expert.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "told"),
+    [
+        ("gptq", {}, UNEVEN),
+        ("gptq", {"group_size": -1}, None),
+        ("gptq", {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}, None),
+        ("gptq", {"modules_in_block_to_quantize": [["mlp.down_proj"]]}, UNEVEN),
+        ("awq", {}, UNEVEN),
+        ("awq", {"modules_to_not_convert": ["down_proj"]}, None),
+        ("awq", {"modules_to_not_convert": ["lm_head"]}, UNEVEN),
+        ("w4a16", {}, UNEVEN),
+        ("w4a16", {"ignore": ["re:.*down_proj"]}, None),
+        ("w4a16", {"ignore": ["lm_head", DOWN]}, UNEVEN.replace("layers.0", "layers.1")),
+        ("w8a8", {}, None),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_divide_the_inputs(
+    name: str, plain: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    quantized = RECIPES[name].config
+    if name != "w8a8":
+        quantized = with_groups_of(128, quantized) | plain
+    file = config_file(tmp_path, quantized, intermediate_size=14400)
+    assert sized(EstimateOptions(model=file)).refused == told
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"moe_intermediate_size": 96}, "model.layers.0.mlp.experts.0.down_proj"),
+        ({"shared_expert_intermediate_size": 160}, SHARED),
+        ({"num_attention_heads": 6, "head_dim": 16}, "model.layers.0.self_attn.o_proj"),
+        ({"hidden_size": 96}, "model.layers.0.self_attn.q_proj"),
+        ({"intermediate_size": 96}, "model.layers.1.mlp.down_proj"),
+        ({"moe_intermediate_size": 32}, None),  # one group
+    ],
+)
+def test_the_product_is_named(changes: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+    """Of a mixture whose second layer is dense."""
+    mixture: dict[str, Any] = {
+        "model_type": "qwen2_moe", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 128,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 64, "num_experts": 4,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "rope_theta": 1e6,
+        "mlp_only_layers": [1], "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "quantization_config": RECIPES["gptq"].config | {"group_size": 64},
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(mixture | changes))
+    refused = sized(EstimateOptions(model=file)).refused
+    assert (refused and refused.partition(":")[0]) == told

@@ -27,6 +27,9 @@ Quantization = Literal[
     "none", "int8", "w8a8", "int4", "widened", "compressed-tensors", "gptq", "awq", "gguf", "fp8",
     "fbgemm_fp8", "mxfp4", "modelopt", "bitsandbytes",
 ]  # fmt: skip
+QUANTIZATIONS: Final = spelled(
+    get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq", modelopt_fp4="modelopt"
+)
 HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -92,9 +95,7 @@ class EngineConfig:
         "none",
         "round the weights when loading (a quantized checkpoint says so itself); widened: a GGUF "
         "file's, and 8-bit floats, in the model's dtype",
-        choices=spelled(
-            get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq", modelopt_fp4="modelopt"
-        ),
+        choices=QUANTIZATIONS,
         also=("-q",),
     )
     lm_head_quantization: HeadQuantization = option(

@@ -210,6 +210,15 @@ RECIPES: Final = {
 }  # fmt: skip
 
 
+def with_groups_of(size: int, config: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's quantization_config that states another group size."""
+    if config["quant_method"] != "compressed-tensors":
+        return config | {"group_size": size}
+    group = config["config_groups"]["group_0"]
+    weights = group["weights"] | {"group_size": size}
+    return config | {"config_groups": {"group_0": group | {"weights": weights}}}
+
+
 def make_plain(kind: str, path: Path) -> Path:
     """A tiny model or mixture with weights as they are, of SHAPE."""
     if kind in KINDS:

@@ -20,6 +20,8 @@ from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.loading.route import choose_dtype
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
+from baton.engine.performance.estimate import sized
+from baton.engine.performance.ideal import EstimateOptions
 from baton.engine.quantization.linear import PackedLinear, PanelLinear, PlainLinear, choose_linear
 from baton.engine.state.place import choose_device
 from baton.protocol.errors import ConfigError, ModelRefused
@@ -121,6 +123,36 @@ def test_tensors_are_cast_and_stacked_in_place(tmp_path: Path) -> None:
         opened.truncate(size - 8)
     with pytest.raises(ModelRefused, match="shorter"):
         [reader.read(name) for name in stored]
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_a_dtype_that_no_config_states_is_that_of_most_numbers(stored: str, tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path, torch_dtype=stored)
+    tensors = load_file(path / "model.safetensors")
+    other = torch.bfloat16 if stored == "float32" else torch.float32
+    first = {n: t.to(other if "norm" in n else t.dtype) for n, t in tensors.items()}
+    save_file(first, path / "model.safetensors", {"format": "pt"})
+    edit_json(path / "config.json", torch_dtype=None, dtype=None)
+    info = load_model(EngineConfig(str(path), device="cpu")).info
+    assert (info.dtype, info.kv_dtype) == (stored, stored)
+    assert sized(EstimateOptions(model=path)).dtype == stored
+    edit_json(path / "config.json", dtype="float16")
+    assert open_checkpoint(str(path)).config["dtype"] == "float16"
+
+
+def test_unstated_dtypes_keep_the_rules_of_quantized_checkpoints(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path, torch_dtype="bfloat16")
+    edit_json(path / "config.json", torch_dtype=None, dtype=None, quantization_config={"bits": 4})
+    assert choose_dtype("auto", open_checkpoint(str(path)).config) == "float32"
+    edit_json(path / "config.json", quantization_config=None)
+    save_file({"a": torch.zeros(2, dtype=torch.int8)}, path / "model.safetensors")
+    assert choose_dtype("auto", open_checkpoint(str(path)).config) == "float32"
+    for broken in (b"", b"[]", b'{"a": 1}'):
+        data = len(broken).to_bytes(8, "little") + broken
+        (path / "model.safetensors").write_bytes(data)
+        assert choose_dtype("auto", open_checkpoint(str(path)).config) == "float32"
+        with pytest.raises(ModelRefused, match="is not a safetensors file"):
+            load(path)
 
 
 def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from tests.engine.quantized_models import (
     make_quantized,
     quantized_pair,
     round_to_grid,
+    with_groups_of,
 )
 from tests.engine.running import load, logits_of, relative_error
 from tests.golden.random_models import save_random
@@ -382,6 +383,22 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     save_file(tensors, quantized / "model.safetensors")
     with pytest.raises(ModelRefused, match="groups differ in size"):
         load(quantized)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16"])
+@pytest.mark.parametrize("impl", ["lean", "transformers"])
+def test_groups_that_do_not_divide_the_inputs_are_refused(
+    name: str, impl: str, tmp_path: Path
+) -> None:
+    """By the config on the lean route, by the tensors on the universal one, in the same words."""
+    quantized, _ = make_quantized(name, tmp_path)
+    path = quantized / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = with_groups_of(128, RECIPES[name].config)  # 192 inputs of down
+    path.write_text(json.dumps(config))
+    told = r"model\.layers\.\d\.mlp\.down_proj: groups of 128 do not divide its 192 inputs"
+    with pytest.raises(ModelRefused, match=told):
+        load(quantized, model_impl=impl)
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import xxhash
 
 from baton.engine.checkpoint.gguf.folder import WEIGHTS, gguf_folder, is_gguf
+from baton.engine.checkpoint.headers import with_dtype
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError, ModelRefused
 
@@ -31,7 +32,8 @@ _READ_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory with config.json, tokenizer.json and safetensors. `generation`: the content of
+    """A directory with config.json, tokenizer.json and safetensors. `config`: the content of
+    config.json, with the tensors' dtype if it states none (headers.py). `generation`: that of
     generation_config.json, {} without one."""
 
     path: Path
@@ -82,7 +84,7 @@ def open_checkpoint(model: str, has_tokenizer: bool = True) -> Checkpoint:
             field="model",
         )
     generation = _read_json(path / "generation_config.json") or {}
-    return Checkpoint(path, config, generation, weight_files)
+    return Checkpoint(path, with_dtype(config, weight_files), generation, weight_files)
 
 
 def as_stored(config: EngineConfig) -> EngineConfig:

@@ -84,8 +84,8 @@ def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:
 
 
 def unstated_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype of a model whose config.json states none. gpt-oss is published so: experts
-    in MXFP4, all other tensors in bfloat16."""
+    """Return the dtype of a model whose config.json states none, and whose tensors show none
+    (headers.py). gpt-oss is published so: experts in MXFP4, all other tensors in bfloat16."""
     quantized = config.get("quantization_config") or {}
     return "bfloat16" if quantized.get("quant_method") == "mxfp4" else "float32"
 

@@ -58,6 +58,15 @@ class Layout(Protocol):
         ...
 
 
+class IntegerLayout(Layout, Protocol):
+    """A layout of integers, which a `quantization_config` describes."""
+
+    def group_size(self, module: str) -> int | None:
+        """How many inputs of `module` share a scale; None for a module that the config leaves
+        plain, and for scales of whole rows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
     """One scheme of compressed-tensors and the modules (`targets`) that use it."""
@@ -65,6 +74,7 @@ class TensorGroup:
     targets: tuple[str, ...]
     bits: Literal[4, 8]
     int8_activations: bool
+    group_size: int | None = None
 
     def covers(self, module: str) -> bool:
         return any(_matches(target, module) for target in self.targets)
@@ -75,13 +85,21 @@ class CompressedLayout:
     """The layouts of compressed-tensors: one scheme for each group of modules."""
 
     groups: tuple[TensorGroup, ...]
+    ignored: tuple[str, ...] = ()
     tensors: tuple[str, ...] = (
         "weight_scale", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
     )  # fmt: skip
 
+    def group_size(self, module: str) -> int | None:
+        """See IntegerLayout.group_size."""
+        group = self._group(module)
+        if group is None or any(_matches(each, module) for each in self.ignored):
+            return None
+        return group.group_size
+
     def weight(self, module: str, stored: StoredTensors) -> IntWeight:
         """See Layout.weight."""
-        group = next((group for group in self.groups if group.covers(module)), None)
+        group = self._group(module)
         if group is None:
             raise ModelRefused(f"{module} is quantized, but no group names it", field="model")
         scales = stored.read_as_stored(f"{module}.weight_scale").float()
@@ -96,6 +114,7 @@ class CompressedLayout:
             outputs = values.shape[0]
         if values.dtype != torch.int8:
             raise ModelRefused(f"{module}: weights stored as {values.dtype}", field="model")
+        refuse_uneven(module, values.shape[1], group.group_size)
         zeros = self._zeros(module, stored, group.bits, outputs) if packed else None
         if not packed and f"{module}.weight_zero_point" in stored.names:
             zeros = _or_none(stored.read_as_stored(f"{module}.weight_zero_point").float())
@@ -114,6 +133,9 @@ class CompressedLayout:
             ),
         )
 
+    def _group(self, module: str) -> TensorGroup | None:
+        return next((group for group in self.groups if group.covers(module)), None)
+
     def _zeros(self, module: str, stored: StoredTensors, bits: int, outputs: int) -> Tensor | None:
         name = f"{module}.weight_zero_point"
         if name not in stored.names:
@@ -129,12 +151,20 @@ class GptqLayout:
 
     bits: Literal[4, 8]
     zero_offset: int  # is added to the stored zeros
+    groups_of: int | None = None
+    products: tuple[str, ...] = ()  # what names of modules end with; () = all
     tensors: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
+
+    def group_size(self, module: str) -> int | None:
+        """See IntegerLayout.group_size."""
+        chosen = not self.products or f".{module}".endswith(self.products)
+        return self.groups_of if chosen else None
 
     def weight(self, module: str, stored: StoredTensors) -> IntWeight:
         """See Layout.weight."""
         middle = 1 << self.bits - 1
         values = unpack(stored.read_as_stored(f"{module}.qweight").t(), self.bits)
+        refuse_uneven(module, values.shape[1], self.groups_of)
         scales = stored.read_as_stored(f"{module}.scales").float().t().contiguous()
         zeros = unpack(stored.read_as_stored(f"{module}.qzeros"), self.bits).t()
         # Stored minus one, modulo 2^bits: a zero of 0 comes as all ones.
@@ -153,11 +183,18 @@ class GptqLayout:
 class AwqLayout:
     """The layout of AWQ, version gemm: [in, out], packed along the outputs in AWQ_ORDER."""
 
+    groups_of: int | None = None
+    plain: tuple[str, ...] = ()  # parts of the names of modules that are stored plain
     tensors: tuple[str, ...] = ("qweight", "qzeros", "scales")
+
+    def group_size(self, module: str) -> int | None:
+        """See IntegerLayout.group_size."""
+        return None if any(part in module for part in self.plain) else self.groups_of
 
     def weight(self, module: str, stored: StoredTensors) -> IntWeight:
         """See Layout.weight."""
         values = _unpack_awq(stored.read_as_stored(f"{module}.qweight"))
+        refuse_uneven(module, values.shape[0], self.groups_of)
         zeros = _unpack_awq(stored.read_as_stored(f"{module}.qzeros"))
         scales = stored.read_as_stored(f"{module}.scales").float()
         weight = IntWeight(
@@ -169,7 +206,7 @@ class AwqLayout:
         return checked(module, weight)
 
 
-def layout_of(config: Mapping[str, Any]) -> Layout:
+def layout_of(config: Mapping[str, Any]) -> IntegerLayout:
     """Return the layout that a `quantization_config` describes.
 
     Raises ModelRefused with the name of what is not served.
@@ -199,7 +236,7 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return numbers[:, :, place].flatten(1)
 
 
-def _compressed(config: Mapping[str, Any]) -> Layout:
+def _compressed(config: Mapping[str, Any]) -> IntegerLayout:
     form = config.get("format")
     groups = config.get("config_groups") or {}
     # "mixed-precision" is a format per group.
@@ -214,7 +251,8 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
         raise _refused(f"sparse checkpoints ({sparsity})")
     if not groups:
         raise _refused("compressed-tensors without config_groups")
-    return CompressedLayout(tuple(_group(name, group) for name, group in sorted(groups.items())))
+    found = tuple(_group(name, group) for name, group in sorted(groups.items()))
+    return CompressedLayout(found, tuple(config.get("ignore") or ()))
 
 
 def _group(name: str, group: Mapping[str, Any]) -> TensorGroup:
@@ -238,19 +276,24 @@ def _group(name: str, group: Mapping[str, Any]) -> TensorGroup:
                 f"compressed-tensors {name}: int8 activations beside anything but symmetric int8 "
                 "weights with a scale per channel"
             )
-    return TensorGroup(tuple(group.get("targets") or ()), bits, inputs is not None)
+    size = _group_size(weights) if strategy == "group" else None
+    return TensorGroup(tuple(group.get("targets") or ()), bits, inputs is not None, size)
 
 
-def _gptq(config: Mapping[str, Any]) -> Layout:
+def _gptq(config: Mapping[str, Any]) -> IntegerLayout:
     form = config.get("checkpoint_format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise _refused(f"GPTQ checkpoints of format {form}")
     if config.get("dynamic"):
         raise _refused("GPTQ checkpoints with dynamic (mixed) settings")
-    return GptqLayout(_bits(config.get("bits"), "gptq"), 1 if form == "gptq" else 0)
+    offset = 1 if form == "gptq" else 0
+    named = config.get("modules_in_block_to_quantize") or ()
+    flat = [each for part in named for each in ([part] if isinstance(part, str) else part)]
+    products = tuple(f".{each}" for each in flat)
+    return GptqLayout(_bits(config.get("bits"), "gptq"), offset, _group_size(config), products)
 
 
-def _awq(config: Mapping[str, Any]) -> Layout:
+def _awq(config: Mapping[str, Any]) -> IntegerLayout:
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm" or config.get("bits", 4) != 4 or not config.get("zero_point", True):
         raise ModelRefused(
@@ -258,7 +301,14 @@ def _awq(config: Mapping[str, Any]) -> Layout:
             f"{config.get('zero_point', True)} are not served: only gemm, 4 bits, zero points",
             field="model",
         )
-    return AwqLayout()
+    return AwqLayout(_group_size(config), tuple(config.get("modules_to_not_convert") or ()))
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    """Return the inputs of a group; None if a scale is for a whole row (-1), or no size is
+    stated."""
+    size = config.get("group_size") or config.get("q_group_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _bits(bits: Any, tool: str) -> Literal[4, 8]:
@@ -267,6 +317,15 @@ def _bits(bits: Any, tool: str) -> Literal[4, 8]:
     if bits == 8:
         return 8
     raise _refused(f"{tool} weights of {bits} bits (only 4 or 8)")
+
+
+def refuse_uneven(module: str, inputs: int, group_size: int | None) -> None:
+    """Raise ModelRefused if the inputs of `module` make no whole number of groups. Fewer inputs
+    than a group has are one group."""
+    if group_size is not None and inputs > group_size and inputs % group_size:
+        raise ModelRefused(
+            f"{module}: groups of {group_size} do not divide its {inputs} inputs", field="model"
+        )
 
 
 def _refused(what: str) -> ModelRefused:

@@ -18,7 +18,7 @@ from baton.engine.checkpoint.float4 import widen_float4
 from baton.engine.checkpoint.float8 import widen_float8
 from baton.engine.checkpoint.gguf.weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, rounded_inputs, widened_kind
-from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
+from baton.engine.checkpoint.quantized_checkpoint import IntegerLayout, layout_of
 from baton.engine.checkpoint.stacked_experts import Stacking, unstack, unstack_rows
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader, Widen
@@ -88,7 +88,7 @@ def _within(
     return {_DECODER + name: each for name, each in own.items()} | outside
 
 
-def integer_layout(config: Mapping[str, Any] | None) -> Layout | None:
+def integer_layout(config: Mapping[str, Any] | None) -> IntegerLayout | None:
     """Return how integer weights are stored in the files; None for unquantized weights and for
     formats that are widened.
 

@@ -14,6 +14,7 @@ import torch
 
 from baton.engine.checkpoint.checkpoint import text_config
 from baton.engine.checkpoint.kinds import Kind, rounded_inputs, unstated_dtype
+from baton.engine.checkpoint.quantized_checkpoint import IntegerLayout, refuse_uneven
 from baton.engine.checkpoint.seeing import family_of
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.config import EngineConfig, head_quantization
@@ -22,6 +23,7 @@ from baton.engine.kernels.rope import position_limit
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.families.keys import NotLean
 from baton.engine.models.families.read import decoder_config
+from baton.engine.models.tensor_names import product_inputs
 from baton.engine.quantization.integer import SCHEMES, Scheme
 from baton.engine.state.place import LEADER, RankPlace, choose_device
 from baton.protocol.errors import ConfigError, ModelRefused
@@ -244,4 +246,16 @@ def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
 
         place = RankPlace(LEADER, config.tensor_parallel_size)
         rank_config(lean, place, config.enable_expert_parallel)
+    layout = integer_layout(values.get("quantization_config"))
+    if layout is not None:
+        _refuse_groups(layout, lean)
     return lean
+
+
+def _refuse_groups(layout: IntegerLayout, lean: DecoderConfig) -> None:
+    """Raise ModelRefused, as the reader would, if groups of integers do not divide the inputs of a
+    product. A config names modules as the checkpoint does, or without the prefix."""
+    for module, inputs in product_inputs(lean):
+        own = module.removeprefix("model.") if lean.prefix.startswith("model.") else module
+        if layout.group_size(lean.prefix + own) is not None:
+            refuse_uneven(module, inputs, layout.group_size(module))

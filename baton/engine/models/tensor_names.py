@@ -1,4 +1,4 @@
-"""Names of all tensors that a checkpoint of a lean decoder holds."""
+"""Names of all tensors that a checkpoint of a lean decoder holds, and its products' inputs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,31 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
             yield prefix + "self_attn.sinks"
         if config.experts is not None and sparse:
             yield from (prefix + name for name in _expert_names(config.experts))
+
+
+def product_inputs(config: DecoderConfig) -> Iterator[tuple[str, int]]:
+    """Yield the module, as tensor_names has it, and the number of inputs of each product in the
+    layers that tools quantize. Routers and gates of shared experts are not among them."""
+    latent, experts = config.latent, config.experts
+    value_dim = config.head_dim if latent is None else latent.value_dim
+    inner = {"o_proj": config.num_heads * value_dim, "down_proj": config.intermediate_size}
+    if latent is not None:
+        inner |= {"q_b_proj": latent.query_rank, "kv_b_proj": latent.rank}
+    if config.delta is not None:
+        inner["out_proj"] = config.delta.sizes.values
+    for name in tensor_names(config):
+        module, _, kind = name.rpartition(".")
+        product, inputs = module.rpartition(".")[2], config.hidden_size
+        routed = experts is not None and f"{experts.prefix}experts." in module
+        if kind != "weight" or not (routed or product.endswith("_proj")):
+            continue
+        if experts is None or f".{experts.prefix}" not in module:
+            inputs = inner.get(product, inputs)
+        elif product == experts.parts[2]:
+            shared = f"{experts.prefix}{experts.shared}." in module
+            dense = config.intermediate_size  # of a layer without a mixture
+            inputs = experts.size if routed else experts.shared_size if shared else dense
+        yield module, inputs
 
 
 def is_extra_layer(config: DecoderConfig, name: str) -> bool:

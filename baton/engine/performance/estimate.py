@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.checkpoint.gguf.folder import gguf_folder, is_gguf
+from baton.engine.checkpoint.headers import header, with_dtype
 from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.seeing import family_of, served_config
 from baton.engine.config import EngineConfig
@@ -32,7 +33,6 @@ from baton.runtime.config import add_options, load, parse
 from baton.text.sentence_files import is_encoder, sentence_files
 from baton.text.tokenizer import read_json
 
-_MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
 RANKS: Final = "served on the CPU of one host; refused on GPUs, where ranks have not been proven"
 _ASKED: Final = (  # options that EngineConfig has under the same name
@@ -46,15 +46,16 @@ _ASKED: Final = (  # options that EngineConfig has under the same name
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """Return the config.json in or at `model`, or that of a GGUF file. Raises ConfigError,
-    ModelRefused.
+    """Return the config.json in or at `model`, or that of a GGUF file; if it states no dtype, with
+    that of the tensors beside it. Raises ConfigError, ModelRefused.
     """
     if is_gguf(model):
         model = gguf_folder(model)
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
         raise ConfigError(f"there is no {file}", field="model")
-    return read_json(file)
+    values = read_json(file)
+    return with_dtype(values, sorted(model.glob("*.safetensors"))) if model.is_dir() else values
 
 
 def stored_bytes(model: Path) -> int | None:
@@ -73,23 +74,12 @@ def stored_bytes(model: Path) -> int | None:
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Return the bytes of a file's tensors, by its header.
-
-    Source: the format of safetensors: header length (8 bytes, little-endian), JSON header, data.
-    """
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise ConfigError(f"{file} is not a safetensors file", field="model")
-        try:
-            header = json.loads(opened.read(size))
-            return sum(
-                entry["data_offsets"][1] - entry["data_offsets"][0]
-                for name, entry in header.items()
-                if name != "__metadata__"
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{file} is not a safetensors file", field="model") from error
+    """Return the bytes of a file's tensors, by its header."""
+    try:
+        offsets = [entry["data_offsets"] for entry in header(file).values()]
+        return sum(end - start for start, end in offsets)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a safetensors file", field="model") from error
 
 
 def refusal(options: EstimateOptions, result: Estimate) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from baton.engine.config import head_quantization, parse_bytes
+from baton.engine.config import QUANTIZATIONS, head_quantization, parse_bytes
 from baton.engine.loading.model_shape import ModelShape
 from baton.engine.loading.stored_weights import StoredWeights
 from baton.engine.memory.layer_groups import MIN_BLOCKS, LayerGroups, group_layers
@@ -62,7 +62,7 @@ class EstimateOptions:
     bandwidth: str | None = option(None, "its memory bandwidth, as in 3.3TB/s")
     flops: str | None = option(None, "its dense FLOP/s in the dtype used, as in 990T")
     dtype: str = option("auto", "data type of weights", choices=("auto", *WEIGHT_BYTES))
-    quantization: str = option("none", "round matrices to", choices=("none", "widened", *QUANTIZED))
+    quantization: str = option("none", "rounded or stored as", choices=QUANTIZATIONS, also=("-q",))
     lm_head_quantization: str = option(
         "auto", "round the head to (auto: as an engine would)", choices=("auto", "none", *QUANTIZED)
     )
@@ -435,7 +435,9 @@ def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
         raise ConfigError(f"weights of dtype {dtype} are not known: set --dtype", field="dtype")
     stored, own_head, kept = shape.stored, None, False
     if stored is not None and stored.widened:
-        kept = options.quantization == ("fp8" if stored.if_multiplied else "none")
+        kept = options.quantization not in ("widened", *QUANTIZED)
+        if stored.if_multiplied:
+            kept = options.quantization == "fp8"
         if stored.integers is not None and stored.integers.only_experts:
             kept = kept and dtype == "bfloat16"  # the dtype of the kernels for 4-bit floats
         stored, own_head = (stored.integers, stored.head) if kept else (None, None)

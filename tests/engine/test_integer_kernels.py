@@ -98,7 +98,8 @@ def test_integer_panels_are_the_dequantized_twin(
     assert y.shape == twin.shape
     # Sums may cancel: what they are made of bounds the error of each.
     parts = functional.linear(x.float().abs(), weight.dequantized(torch.float32).abs())
-    assert ((y.float() - twin).abs() <= 0.006 * twin.abs() + 0.0006 * parts).all()
+    # Kernels subtract zero points from sums, so even weights that are all zero leave a rest.
+    assert ((y.float() - twin).abs() <= 0.006 * twin.abs() + 0.0006 * parts + 1e-6).all()
     if outputs * rows > 200:
         assert relative_error(y, twin) < 2 * BOUND
 

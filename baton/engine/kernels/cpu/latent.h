@@ -90,7 +90,6 @@ class Latents {
         : s_(sizes), half_(s_.rope / 2), cos_(from.cos + row * half_), sin_(from.sin + row * half_),
           by_(cos_, sin_, half_) {}
 
-
     void operator()(const bf16* x, bf16* to) const {
       if (s_.pairs != kRegrouped) {
         std::copy_n(x, s_.rope, to);

@@ -65,7 +65,8 @@ struct Outputs {
   const Floats bias;
 
   Outputs(const LinearArgs& args, int64_t first)
-      : a(args), at(first), stride(a.stride == 0 ? a.outputs : a.stride), lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
+      : a(args), at(first), stride(a.stride == 0 ? a.outputs : a.stride),
+        lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
         bias(a.bias != nullptr ? load_wide(a.bias + at, lanes) : broadcast(0.0f)) {}
 
   void store(int64_t row, Floats sum) const {

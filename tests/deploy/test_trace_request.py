@@ -29,7 +29,7 @@ FILES = {
 FUNCTIONS = {
     "router": 252,  # 251: 5 for what nodes tell of their times, 1 for images -> 250
     "whole": 907,  # 907: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
-    # the layout of the compiled step's arguments
+    # logits that the compiled step makes
 }
 CALLS = {
     "router": 534,  # 531: 17 for the times of nodes, 8 for the first and the last byte

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -28,3 +30,17 @@ def test_a_failed_import_leaves_the_collector_on() -> None:
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_nothing_is_frozen_when_the_process_ends() -> None:
+    program = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count()))
+from baton.runtime.collector import importing
+with importing():
+    import json
+assert gc.get_freeze_count() > 0
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout == "0\n"

@@ -12,6 +12,7 @@ for cycles.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ THRESHOLDS: Final = (20_000, 20, 50)  # of gc.set_threshold, per generation
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect nothing while the block imports modules, and never what they have made."""
+    """Collect nothing while the block imports modules, and never what they have made, until the
+    process ends: modules of C++ then look for what nobody has freed, and print it."""
+    atexit.register(gc.unfreeze)
     gc.disable()
     try:
         yield

@@ -58,8 +58,9 @@ def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
 def check_machine(options: UpOptions, flags: Mapping[str, object]) -> None:
     """Raise ConfigError for a path that does not exist, and for more than memory can hold."""
     told = node_options("decode", options, flags)
-    engine = load(EngineConfig, told, os.environ)
-    check_paths(load(NodeConfig, told, {**os.environ, **NO_TLS}), engine)
+    node = load(NodeConfig, told, {**os.environ, **NO_TLS})
+    engine = as_stored(load(EngineConfig, told, os.environ))
+    check_paths(node, engine)
     router = load(RouterConfig, router_options(options, flags), os.environ)
     ChatTemplate.load(router.model, router.chat_template)
     if computes_on_cpu({"device": engine.device}):
@@ -67,12 +68,11 @@ def check_machine(options: UpOptions, flags: Mapping[str, object]) -> None:
             available = available_memory()
         except ConfigError:
             return  # the kernel does not report available memory, so nothing is checked
-        check_memory(as_stored(engine), options.num_prefill + options.decode, available)
+        check_memory(engine, options.num_prefill + options.decode, available)
 
 
 def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
     """Check model, draft model, adapters, and the folders of the lanes. Raises ConfigError."""
-    as_stored(engine)
     open_checkpoint(engine.model)
     if engine.speculative_model is not None:
         open_checkpoint(engine.speculative_model, engine.speculative_method == "draft")
@@ -118,8 +118,7 @@ def check_memory(engine: EngineConfig, nodes: int, available: int) -> None:
 def held_once(checkpoint: Checkpoint, weights: int, engine: EngineConfig) -> bool:
     """Return whether all nodes of this host map one copy of `weights` bytes, as far as can be told
     before they start."""
-    stored = sum(path.stat().st_size for path in checkpoint.weight_files)
-    if not engine.shared_weights or stored < LEAST_BYTES:
+    if not engine.shared_weights or checkpoint.stored_bytes < LEAST_BYTES:
         return False
     try:
         return shutil.disk_usage(FOLDER).free >= weights
@@ -129,7 +128,7 @@ def held_once(checkpoint: Checkpoint, weights: int, engine: EngineConfig) -> boo
 
 def weight_bytes(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     """Return a lower bound of the bytes of the weights in memory, by the files' sizes."""
-    stored = sum(path.stat().st_size for path in checkpoint.weight_files)
+    stored = checkpoint.stored_bytes
     config: dict[str, Any] = checkpoint.text_config
     name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     before = _DTYPE_BYTES.get(name)

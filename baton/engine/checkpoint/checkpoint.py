@@ -42,6 +42,11 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files of weights."""
+        return sum(path.stat().st_size for path in self.weight_files)
+
+    @property
     def text_config(self) -> dict[str, Any]:
         """See text_config."""
         return text_config(self.config)

@@ -382,7 +382,7 @@ def _once_per_host(
 
 def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
     """Whether configuration, device and size allow to share weights with other processes."""
-    large = sum(path.stat().st_size for path in checkpoint.weight_files) >= LEAST_BYTES
+    large = checkpoint.stored_bytes >= LEAST_BYTES
     return config.shared_weights and device.type == "cpu" and large
 
 

@@ -63,6 +63,12 @@ def route(values: dict[str, Any], **options: Any) -> Any:
         ({"model_type": "falcon_mamba", "architectures": ["FalconMamba"]}, "state wrongly"),
         ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "recurrent state"),
         ({**LLAMA, "quantization_config": {"quant_method": "quip"}}, "quantized by quip"),
+        (
+            {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
+             "rms_norm_eps": 1e-5, "rope_theta": 1e4, "num_local_experts": 4,
+             "num_experts_per_tok": 5},
+            "num_experts_per_tok: 5 of 4 experts",
+        ),
     ],
 )  # fmt: skip
 def test_the_reason_is_true_and_says_what_would_work(values: dict[str, Any], reason: str) -> None:

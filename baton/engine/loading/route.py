@@ -232,13 +232,17 @@ def _refuse_head(config: EngineConfig, lean: DecoderConfig | None, values: dict[
 
 
 def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
-    """Return the lean route's config of the model. Raises NotLean; ModelRefused for ranks that it
-    cannot be split over."""
+    """Return the lean route's config of the model. Raises NotLean; ModelRefused for more experts
+    per token than there are, and for ranks that it cannot be split over."""
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
     if classifies(values):  # read as a decoder with a tied head, which is never used
         plain |= {"architectures": None, "tie_word_embeddings": True}
     lean = decoder_config(plain)
-    if config.enable_expert_parallel and lean.experts is None:
+    mixture = lean.experts
+    if mixture is not None and mixture.per_token > mixture.count:
+        message = f"num_experts_per_tok: {mixture.per_token} of {mixture.count} experts"
+        raise ModelRefused(message, field="model")
+    if config.enable_expert_parallel and mixture is None:
         message = f"{values.get('model_type')} has no experts to lie on different ranks"
         raise ModelRefused(message, field="enable_expert_parallel")
     if config.tensor_parallel_size > 1:

@@ -38,4 +38,5 @@ def assert_whole(entry: TimelineEntry) -> None:
         assert each.told_at <= entry.end, entry
     assert [stage for stage, _ in entry.work] == stages, entry
     of_stages = [each for _, parts in entry.work for each in parts]
-    assert sorted(map(id, of_stages)) == sorted(map(id, work)), "each belongs to one stage"
+    spans = [[id(each.span) for each in found] for found in (of_stages, work)]
+    assert sorted(spans[0]) == sorted(spans[1]), "each belongs to one stage"

@@ -240,15 +240,18 @@ class TimelineEntry:
     @property
     def work(self) -> list[tuple[StageSpan, list[NodeWork]]]:
         """Return each stage with what nodes did for it: the work of a node that fetched belongs to
-        the hand-over (or migration), a preemption to the stage in which it began, all other work to
-        the prefill (or pooling)."""
+        the hand-over (or migration), all other work to the prefill (or pooling). A preemption
+        belongs to the stage in which it was told, which is when it ended, and is cut to that stage:
+        it may begin on the node before the router hears of the token before it."""
         found: list[tuple[StageSpan, list[NodeWork]]] = [(stage, []) for stage in self.stages]
         for each in self.trace.work:
             kinds = _OF_FETCHES if each.fetched else (PREFILL, POOLING)
             begun = [it for it in found if it[0].epoch <= each.epoch and it[0].stage != REPLY]
             if each.span.name == SpanName.PREEMPTED:
-                begun = [it for it in begun if it[0].start <= each.start] or begun
-                kinds = ()
+                stage, work = [it for it in begun if it[0].start <= each.told_at][-1]
+                start = max(each.start, stage.start)
+                work.append(msgspec.structs.replace(each, start=start, end=max(each.end, start)))
+                continue
             of_kind = [it for it in begun if it[0].stage in kinds]
             # A decode node's first event may come before that of the prefill node.
             (of_kind or begun)[-1][1].append(each)

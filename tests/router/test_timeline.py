@@ -339,6 +339,27 @@ def test_the_end_is_the_last_byte_of_the_answer() -> None:
     assert [len(work) for _, work in entry.work] == [0, 0, 0, 1, 0]
 
 
+@pytest.mark.parametrize(("heard", "part"), [(3.25, (3.0, 3.2)), (3.01, (3.0, 3.0))])
+def test_a_preemption_begins_before_the_router_hears_of_the_token(
+    heard: float, part: tuple[float, float]
+) -> None:
+    """From 2.9 s on, on the node; or it had ended by the time that the router heard of anything."""
+    marks = [
+        mark(1.0, Milestone.PREFILLING, "p"),
+        mark(2.0, Milestone.PREFILLED, "d", 1),
+        mark(3.0, Milestone.DECODING, "d", 1),
+    ]
+    trace = RequestTrace(entered_at=1.0, admitted_at=1.0, finished_at=4.0, marks=marks)
+    trace.output_tokens = 3
+    preempted = NodeSpan("preempted", 0, 300_000)
+    trace.visited(FakeClock(heard), "d", NodeTimings("r", 1, 350_000, (preempted,)))
+    entry = TimelineEntry("r", 0.5, 1e9, 3, "", trace)
+    assert_whole(entry)
+    ((stage, (found,)),) = [(stage, work) for stage, work in entry.work if work]
+    assert (stage.stage, stage.start) == ("decode", 3.0)
+    assert (found.start, found.end) == pytest.approx(part)
+
+
 # ---- the ring ----
 
 

@@ -148,20 +148,27 @@ async def test_recurrent_states_over_two_sizes(sizes: tuple[int, int], tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("qwen3_vl", (2, 1)), soak("gemma3", (1, 2)), soak("qwen3_5", (2, 4))]
+    ("kind", "step", "sizes"),
+    [("qwen3_vl", 20, (2, 1)), soak("gemma3", 40, (1, 2)), soak("qwen3_5", 20, (2, 4))],
 )
-async def test_images_over_two_sizes(kind: str, sizes: tuple[int, int], tmp_path: Path) -> None:
-    """The first process has the vision tower, and sends the rows of images to the others."""
+async def test_images_over_two_sizes(
+    kind: str, step: int, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    """The first process has the vision tower, and sends the rows of images to the others.
+
+    A step takes `step` tokens: an image, and less than a prompt.
+    """
     path = make_vision_model(kind, tmp_path)
     cat, dog = picture(1), picture(2, 16, 40)
     asked = [prompt_of(kind, [[5 + n], cat, [9, 10, 11], dog, [20, 21]]) for n in range(2)]
     expected = [generated(path, kind, *prompt, NUM_TOLD) for prompt in asked]
-    nodes = [{**FEW, "tensor_parallel_size": size, "dtype": "float32"} for size in sizes]
+    few = {**FEW, "max_num_batched_tokens": step, "dtype": "float32"}
+    nodes = [{**few, "tensor_parallel_size": size} for size in sizes]
     async with cluster(Plan(path, nodes[:1], nodes[1:], lanes=("stream",))) as c:
         done = [told(c, str(number), *prompt) for number, prompt in enumerate(asked)]
         assert await asyncio.gather(*done) == expected
         assert c.prefill[0].stats.num_encoded_images == 2
-        assert c.prefill[0].stats.num_chunked_prompts > 0
+        assert c.prefill[0].stats.num_chunked_prompts == len(asked)
         assert c.decode[0].stats.num_prompt_tokens == 0, "all KV came from the prefill node"
         for member, size in zip(c.members, sizes, strict=True):
             ranks = member.engine.ranks

@@ -357,5 +357,5 @@ async def test_a_preemption_lies_in_the_stage_that_it_interrupts(model: Path, mo
         assert 0 < len(pauses) <= each.trace.preemptions or not each.trace.preemptions
         assert all(part.node == each.trace.decode_node for _, part in pauses)
         for stage, part in pauses:
-            assert stage.start <= part.start < part.end <= stage.end
+            assert stage.start <= part.start <= part.end <= stage.end
             assert stage.stage == "decode"

@@ -240,9 +240,8 @@ class TimelineEntry:
     @property
     def work(self) -> list[tuple[StageSpan, list[NodeWork]]]:
         """Return each stage with what nodes did for it: the work of a node that fetched belongs to
-        the hand-over (or migration), all other work to the prefill (or pooling). A preemption
-        belongs to the stage in which it was told, which is when it ended, and is cut to that stage:
-        it may begin on the node before the router hears of the token before it."""
+        the hand-over (or migration), all other work to the prefill (or pooling). A preemption is
+        told when it ends, belongs to that stage, and may begin before it: that part is cut off."""
         found: list[tuple[StageSpan, list[NodeWork]]] = [(stage, []) for stage in self.stages]
         for each in self.trace.work:
             kinds = _OF_FETCHES if each.fetched else (PREFILL, POOLING)
@@ -251,10 +250,8 @@ class TimelineEntry:
                 stage, work = [it for it in begun if it[0].start <= each.told_at][-1]
                 start = max(each.start, stage.start)
                 work.append(msgspec.structs.replace(each, start=start, end=max(each.end, start)))
-                continue
-            of_kind = [it for it in begun if it[0].stage in kinds]
-            # A decode node's first event may come before that of the prefill node.
-            (of_kind or begun)[-1][1].append(each)
+            else:  # a decode node's first event may come before that of the prefill node
+                ([it for it in begun if it[0].stage in kinds] or begun)[-1][1].append(each)
         return found
 
 

@@ -45,6 +45,7 @@ REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("pod_name", "kubernetes_api", "service_account"), _NO_PODS),
     "advertise_host": "nodes of `baton up` meet on this machine alone",
     "break_socket": "`baton up --demo` makes it",
+    **dict.fromkeys(("core_board", "spare_cores"), "`baton up` decides it: --lend-cores"),
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",
     "models": "`baton up` serves one model; docs/several_models.md starts several",
     "node_id": _NAMES,
@@ -64,17 +65,17 @@ def to_nodes(own: type) -> frozenset[str]:
 
     There is no port among them, because only one process can have a port.
     """
-    return ENGINE | (NODE - option_names(own) - REFUSED.keys() - _SINGLE_PORTS)
+    return (ENGINE | (NODE - option_names(own) - _SINGLE_PORTS)) - REFUSED.keys()
 
 
 def add_flags(parser: argparse.ArgumentParser, own: type) -> None:
     """Add every flag of `baton up`. `own` are the launcher's options."""
     add_config(parser)
-    router, nodes = to_router(own) - ENGINE, to_nodes(own) - ENGINE
+    router, nodes = to_router(own) - ENGINE, to_nodes(own)
     add_options(parser.add_argument_group("launcher"), own)
-    add_options(parser.add_argument_group("engine of every node"), EngineConfig)
+    add_options(parser.add_argument_group("engine of every node"), EngineConfig, nodes & ENGINE)
     add_options(parser.add_argument_group("router"), RouterConfig, router)
-    add_options(parser.add_argument_group("nodes"), NodeConfig, nodes - router)
+    add_options(parser.add_argument_group("nodes"), NodeConfig, nodes - ENGINE - router)
     for name in REFUSED:
         flag = "--" + name.replace("_", "-")
         silent = argparse.SUPPRESS

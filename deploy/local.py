@@ -249,7 +249,8 @@ class Cluster:
         if name == "router":
             socket = self._break_socket
             return router_command(self.plan, self.options, self._flags, self.redis_url, socket)
-        return node_command(self.plan.node(name), self.options, self._flags, self.redis_url)
+        node, board = self.plan.node(name), self.run_dir / "cores"
+        return node_command(node, self.options, self._flags, self.redis_url, board)
 
     def _launch(
         self, name: str, command: Sequence[str], variables: Mapping[str, str], stop_s: float

@@ -72,6 +72,9 @@ class UpOptions:
         "auto", "KV lanes between the nodes, best first; auto: shm,stream,grpc, if shm has room"
     )
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
+    lend_cores: bool = option(
+        True, "let prefill and decode nodes use each other's cores while those are idle"
+    )
     insecure: bool = option(False, "allow a non-loopback --host without TLS")
     tls_cert: str | None = option(
         None, "PEM certificate chain of the HTTP, gRPC and admin ports", also=("--ssl-certfile",)
@@ -177,6 +180,7 @@ class NodePlan:
     cores: tuple[int, ...]
     port: int = 0
     metrics_port: int = 0
+    spare_cores: tuple[int, ...] = ()  # cores of other nodes that it may use while they are idle
 
     @property
     def address(self) -> str:
@@ -219,6 +223,25 @@ def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
     return split
 
 
+def with_spare_cores(nodes: Sequence[NodePlan]) -> tuple[NodePlan, ...]:
+    """Return the nodes with the cores of others that they may use: a decode node those of prefill
+    nodes, and the other way round.
+
+    Each core has one such user at most, so no two nodes take it at once. Nodes that share cores
+    have none.
+    """
+    all_cores = [core for node in nodes for core in node.cores]
+    if len(set(all_cores)) < len(all_cores):
+        return tuple(nodes)
+    sides = [[node for node in nodes if node.role == role] for role in ("prefill", "decode")]
+    found = {node.name: node for node in nodes}
+    for users, owners in (sides, sides[::-1]):
+        for index, node in enumerate(users):
+            lent = [core for owner in owners[index :: len(users)] for core in owner.cores]
+            found[node.name] = replace(node, spare_cores=tuple(lent))
+    return tuple(found.values())
+
+
 def plan_cluster(
     options: UpOptions, cores: Sequence[int], router_port: int, grpc_port: int
 ) -> ClusterPlan:
@@ -234,7 +257,7 @@ def plan_cluster(
     # not those of the decode nodes, whose steps are the clients' inter-token latency.
     beside = [core for node in nodes if node.role == "prefill" for core in node.cores]
     router_cores = tuple(sorted(set(beside or cores)))
-    return ClusterPlan(nodes, router_cores, router_port, grpc_port)
+    return ClusterPlan(with_spare_cores(nodes), router_cores, router_port, grpc_port)
 
 
 FOR_ROUTER: Final = to_router(UpOptions)
@@ -295,11 +318,25 @@ def grouped(flags: Mapping[str, object]) -> bool:
     return int(str(flags.get("data_parallel_size") or 1)) > 1
 
 
+def lends_cores(options: UpOptions, flags: Mapping[str, object]) -> bool:
+    """Whether nodes compute on each other's idle cores: on the CPU, each as one process."""
+    several = grouped(flags) or int(str(flags.get("tensor_parallel_size") or 1)) > 1
+    chosen = flags.get("deterministic") or flags.get("threads")
+    return options.lend_cores and computes_on_cpu(flags) and not several and not chosen
+
+
 def node_command(
-    node: NodePlan, options: UpOptions, flags: Mapping[str, object], redis_url: str | None
+    node: NodePlan,
+    options: UpOptions,
+    flags: Mapping[str, object],
+    redis_url: str | None,
+    board: Path | None = None,
 ) -> list[str]:
-    """Ranks take any free ports at each start: rank r of given ones would take the r-th after
-    these, which may be others'."""
+    """Return a node's command line. `board`: the file in which nodes tell which cores are idle.
+
+    Ranks take any free ports at each start: rank r of given ones would take the r-th after these,
+    which may be others'.
+    """
     own = not grouped(flags)
     values = node_options(node.role, options, flags) | {
         "port": node.port if own else 0,
@@ -308,6 +345,9 @@ def node_command(
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in node.cores),
     }
+    if board is not None and node.spare_cores and lends_cores(options, flags):
+        values["core_board"] = board
+        values["spare_cores"] = ",".join(str(core) for core in node.spare_cores)
     return [sys.executable, "-m", f"{node.role}_node", *to_flags(values)]
 
 

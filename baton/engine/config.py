@@ -15,6 +15,7 @@ from typing import Final, Literal, get_args
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import option, spelled
+from baton.runtime.cores import parse_cores
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -183,6 +184,12 @@ class EngineConfig:
     )
     measure_limits: bool = option(True, "measure what of these two is not given, once per boot")
     threads: int | None = option(None, "CPU threads of the model (default: torch's own choice)")
+    core_board: str | None = option(
+        None, "file in which the processes of this host tell which of their cores are idle"
+    )
+    spare_cores: str | None = option(
+        None, 'cores of other processes, e.g. "4-7", for steps while --core-board says: idle'
+    )
     check_invariants: bool = option(False, "prove block accounting after every step (slow)")
 
     def __post_init__(self) -> None:
@@ -226,11 +233,24 @@ class EngineConfig:
                 f"max_num_seqs ({self.max_num_seqs})",
                 field="max_num_batched_tokens",
             )
+        self._check_cores()
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
         parse_bytes(self.image_cache_memory, field="image_cache_memory")
         if self.shared_weights_cache is not None:
             parse_bytes(self.shared_weights_cache, field="shared_weights_cache")
+
+    def _check_cores(self) -> None:
+        if (self.core_board is None) != (self.spare_cores is None):
+            raise ConfigError("core_board and spare_cores come together", field="core_board")
+        if self.spare_cores is None:
+            return
+        parse_cores(self.spare_cores, "spare_cores")
+        if self.deterministic or self.tensor_parallel_size > 1 or self.data_parallel_size > 1:
+            raise ConfigError(
+                "spare_cores goes neither with deterministic nor with several ranks",
+                field="spare_cores",
+            )
 
     @property
     def speculates(self) -> bool:

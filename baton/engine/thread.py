@@ -197,12 +197,19 @@ class EngineThread:
         """Return the calls that have come in; wait for one if nothing is to do. None = stop."""
         with self._condition:
             while not (self._inbox or self._stopping or self._may_step() or self._in_wave):
+                self._tell(resting=True)
                 self._condition.wait()
+            self._tell(resting=self._stopping)
             if self._stopping:
                 return None
             calls = list(self._inbox)
             self._inbox.clear()
         return calls
+
+    def _tell(self, *, resting: bool) -> None:
+        """Tell the processes that may use this one's cores whether it waits for work."""
+        if self.engine.steps.cores is not None:
+            self.engine.steps.cores.rest(resting=resting)
 
     def _serve(self, calls: list[_EngineCall]) -> None:
         for call in calls:
@@ -246,6 +253,8 @@ class EngineThread:
         """Call `when_idle` if the engine has no work left, and no rank of its group has."""
         if self.engine.has_work or self._in_wave or self.engine.when_idle is None:
             return
+        if self.engine.steps.cores is not None:  # limits are those of the own ones
+            self.engine.steps.cores.give_back()
         try:
             self.engine.when_idle()
         except Exception:

@@ -96,6 +96,12 @@ NODE: Final = MetricList(
     ),
     counter("baton_engine_steps", "Engine steps", "steps", OF_NODE),
     counter("baton_engine_steps_ahead", "Of these, planned ahead", "steps", OF_NODE),
+    counter(
+        "baton_engine_steps_on_spare_cores",
+        "Of these, also on cores of other nodes that were idle",
+        "steps",
+        OF_NODE,
+    ),
     counter("baton_engine_busy_seconds", "Time in engine steps", "seconds", OF_NODE),
     counter("baton_read_bytes", "Weights and KV that steps had to read", "bytes", OF_NODE),
     counter("baton_flops", "Floating-point operations of steps", "FLOP", OF_NODE),

@@ -176,6 +176,7 @@ def _engine_counters(engine: EngineStats) -> Mapping[str, float]:
         "baton_queue_seconds": engine.queue_seconds,
         "baton_engine_steps": engine.num_steps,
         "baton_engine_steps_ahead": engine.num_steps_ahead,
+        "baton_engine_steps_on_spare_cores": engine.num_spare_core_steps,
         "baton_engine_busy_seconds": utilization.busy_seconds,
         "baton_read_bytes": utilization.read_bytes,
         "baton_flops": utilization.flops,

@@ -1,4 +1,5 @@
-"""The cores of a process: the option `--cpu-cores`, affinity, and a container's CPU limit.
+"""The cores of a process: the option `--cpu-cores`, affinity, a container's CPU limit, and which
+cores of other nodes are idle.
 
 OpenMP teams with more threads than cores stall for 10-16 ms at every barrier. So each node gets its
 own cores and exactly as many threads.
@@ -6,10 +7,16 @@ own cores and exactly as many threads.
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 from baton.protocol.errors import ConfigError
+
+MOST_CORES: Final = 1024  # what sched_setaffinity(2) takes without more ado
+IDLE: Final = 1  # else busy, or nobody's
 
 
 def parse_cores(text: str, option: str = "cpu_cores") -> tuple[int, ...]:
@@ -64,3 +71,33 @@ def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
     except (OSError, ValueError):
         return None
+
+
+class CoreBoard:
+    """A file in which the nodes of a host tell which of their cores are idle: a byte for each core.
+
+    A core's bytes are written by the node that owns it alone. A node that is killed leaves them as
+    they were: until it starts again, its cores are idle for the others, or are not. Any thread.
+    """
+
+    def __init__(self, path: Path, own: Iterable[int]) -> None:
+        """Open or make the file. `own`: the cores of this process, busy from now on. Raises
+        ConfigError."""
+        self._own = tuple(own)
+        try:
+            with path.open("a+b") as file:
+                file.truncate(MOST_CORES)
+                self._bytes = mmap.mmap(file.fileno(), MOST_CORES)
+        except OSError as error:
+            text = f"core_board: {path} cannot be mapped ({error.strerror or error})"
+            raise ConfigError(text, field="core_board") from error
+        self.tell(idle=False)
+
+    def tell(self, *, idle: bool) -> None:
+        """Tell whether this process computes nothing now."""
+        for core in self._own:
+            self._bytes[core] = IDLE if idle else 0
+
+    def idle(self, cores: Iterable[int]) -> tuple[int, ...]:
+        """Return those of `cores` whose owners compute nothing now."""
+        return tuple(core for core in cores if self._bytes[core] == IDLE)

@@ -220,3 +220,44 @@ def test_router_finds_nodes_by_redis_or_by_address() -> None:
 def test_flags() -> None:
     values = {"a_b": 1, "on": True, "off": False, "none": None, "many": ["x", "y"]}
     assert to_flags(values) == ["--a-b", "1", "--on", "--no-off", "--many", "x", "--many", "y"]
+
+
+# ---- cores of idle nodes ----
+
+
+@given(st.integers(1, 64), st.integers(1, 6), st.integers(1, 6), st.integers(0, 3))
+def test_each_core_has_one_user(cores: int, prefill: int, decode: int, encode: int) -> None:
+    options = UpOptions(prefill=prefill, decode=decode, encode=encode)
+    nodes = plan_for(options, list(range(cores))).nodes
+    spare = [core for node in nodes for core in node.spare_cores]
+    assert len(spare) == len(set(spare))
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        own = {core for node in nodes if node.role == role for core in node.cores}
+        taken = {core for node in nodes if node.role == other for core in node.spare_cores}
+        assert taken == (own if cores >= len(nodes) else set())
+    assert not any(node.spare_cores for node in nodes if node.role == "encode")
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "spare"),
+    [
+        (UpOptions(), {"device": "cpu"}, ["1", "0"]),
+        (UpOptions(decode=3), {"device": "cpu"}, ["1,2,3", "0", None, None]),
+        (UpOptions(lend_cores=False), {"device": "cpu"}, [None, None]),
+        (UpOptions(colocated=True, decode=2), {"device": "cpu"}, [None, None]),
+        (UpOptions(), {"device": "cuda"}, [None, None]),
+        (UpOptions(), {"device": "cpu", "deterministic": True}, [None, None]),
+        (UpOptions(), {"device": "cpu", "threads": "1"}, [None, None]),
+        (UpOptions(), {"device": "cpu", "tensor_parallel_size": "2"}, [None, None]),
+        (UpOptions(), {"device": "cpu", "data_parallel_size": "2"}, [None, None]),
+    ],
+)
+def test_nodes_compute_on_idle_cores(
+    options: UpOptions, flags: dict[str, object], spare: list[str | None]
+) -> None:
+    nodes = plan_for(options, [0, 1, 2, 3][: max(2, len(spare))]).nodes
+    commands = [node_command(node, options, flags, None, Path("/run/cores")) for node in nodes]
+    told = [" ".join(each).partition(" --spare-cores ")[2].split(" ")[0] for each in commands]
+    assert told == [each or "" for each in spare]
+    boards = [("--core-board" in each, "/run/cores" in each) for each in commands]
+    assert boards == [(bool(each), bool(each)) for each in spare]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -139,6 +140,20 @@ def test_serves_survives_a_killed_node_and_stops_cleanly(up: Up) -> None:
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(TIMEOUT_S) == 0
     assert alive(pids) == []
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("up", [["--no-warm-up"]], indirect=True)
+def test_a_lonely_request_has_all_cores(up: Up) -> None:
+    """Nobody else computes: its first steps run on the idle node's core, on both sides."""
+    ready = json.loads(up.wait_line('"ready": true'))
+    assert ask(ready)
+    for node in ("prefill-0", "decode-0"):
+        page = httpx.get(ready["metrics"][node]).text
+        (spare,) = re.findall(
+            r"^baton_engine_steps_on_spare_cores_total.* (\S+)$", page, re.MULTILINE
+        )
+        assert float(spare) > 0, node
 
 
 @pytest.mark.long

@@ -248,3 +248,41 @@ def test_a_thread_that_was_never_started_can_be_stopped() -> None:
     thread.stop()
     thread.post(lambda engine: engine.unpin(held([0])))
     assert not engine.has_work
+
+
+class Told:
+    """Cores that nobody uses: which `rest` and `take` came, in order."""
+
+    num_steps, share = 3, 1.0
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def rest(self, *, resting: bool) -> None:
+        self.calls.put("rests" if resting else "works")
+
+    def take(self) -> None:
+        self.calls.put("step")
+
+    def give_back(self) -> None: ...
+
+    def until(self, name: str) -> list[str]:
+        seen = [self.calls.get(timeout=TIMEOUT_S)]
+        while seen[-1] != name:
+            seen.append(self.calls.get(timeout=TIMEOUT_S))
+        return seen
+
+
+async def test_others_hear_when_the_engine_waits_for_work() -> None:
+    engine, _ = fake_engine(num_blocks=8)
+    engine.steps.cores = told = Told()  # pyright: ignore[reportAttributeAccessIssue]
+    thread = EngineThread(engine, lambda report: None)
+    thread.start()
+    assert told.until("rests") == ["rests"]
+    await thread.call(lambda engine: engine.add(request("a", PROMPT)))
+    seen = told.until("rests")
+    assert seen[0] == "works"
+    assert "step" in seen
+    assert engine.stats.num_spare_core_steps == 3
+    thread.stop()
+    assert told.until("rests") == ["rests"], "others may have the cores of the dead"

@@ -105,6 +105,14 @@ def test_shares_of_the_limits_fade_and_are_copied() -> None:
     assert Utilization(limits=Limits(1.0, 1.0)).mbu == 0.0
 
 
+def test_a_step_on_twice_the_cores_counts_twice() -> None:
+    """The limits are those of the own cores."""
+    found = Utilization(limits=Limits(100.0, 100.0), share=2.0)
+    found.ran(Work(100.0, 50.0))
+    found.step_done(1.0)
+    assert (found.mbu, found.mfu, found.busy_seconds) == (0.5, 0.25, 1.0)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_parameters_are_counted_as_transformers_counts_them(kind: str, tmp_path: Path) -> None:
     path = make_tiny_model(kind, tmp_path)

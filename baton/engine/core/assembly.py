@@ -41,6 +41,7 @@ from baton.engine.memory.state_slots import StateSlots
 from baton.engine.memory.swap import Swapper
 from baton.engine.parallel.data_rank import DataRank
 from baton.engine.running.sizing import make_pool, size_pool
+from baton.engine.running.spare_cores import SpareCores
 from baton.engine.running.speculation import Drafter, load_draft
 from baton.engine.state.interface import EngineHooks, ModelInfo
 from baton.engine.state.place import choose_device
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine is made of: `active` runs its steps, with KV in `arena`. Guided requests need
-    `grammars`.
+    `grammars`. `cores`: of other processes, for steps.
     """
 
     config: EngineConfig
@@ -66,6 +67,7 @@ class EngineParts:
     arena: KVArena
     info: ModelInfo
     grammars: GrammarCache | None = None
+    cores: SpareCores | None = None
 
 
 def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
@@ -97,7 +99,8 @@ def load_parts(
         most = sequences_within(size.num_slots, speculates=config.speculates)
         config = replace(config, max_num_seqs=most)
     active = activate(model, draft, config, arena, Utilization())
-    return EngineParts(config, active, arena, info, grammars_of(config, info))
+    cores = SpareCores.of(config, model.device)
+    return EngineParts(config, active, arena, info, grammars_of(config, info), cores)
 
 
 def _encoder_parts(config: EngineConfig, memory: MakeMemory | None) -> EngineParts:
@@ -173,10 +176,12 @@ def assemble(
     )
     requests = LiveRequests(scheduler, stats)
     adopted = AdoptedPages(tables, stats, clock, block_bytes, requests.leader)
-    ahead = RunAhead(active.runner, bounds.local_len) if config.async_scheduling else None
+    ahead = None
+    if config.async_scheduling:
+        ahead = RunAhead(active.runner, bounds.local_len, parts.cores)
     steps = Steps(
         scheduler, active.runner, announcements, requests, adopted, stats, clock, ahead,
-        prove=config.check_invariants,
+        prove=config.check_invariants, cores=parts.cores,
     )  # fmt: skip
     return Engine(
         config=replace(

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+from baton.engine.running.spare_cores import SpareCores
 from baton.engine.state.interface import ChunkResult, Runner, SequenceChunk, Task
 from baton.engine.state.step_plan import Row, StepPlan
 from baton.protocol.errors import InternalError
@@ -50,10 +51,12 @@ class Flight:
 
 
 class RunAhead:
-    """The step thread. `limit`: the most tokens of a sequence."""
+    """The step thread. `limit`: the most tokens of a sequence. `cores`: of other nodes, for
+    steps."""
 
-    def __init__(self, runner: Runner, limit: int) -> None:
+    def __init__(self, runner: Runner, limit: int, cores: SpareCores | None = None) -> None:
         self.runner = runner
+        self._cores = cores
         self._limit = limit
         self.thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
 
@@ -79,6 +82,8 @@ class RunAhead:
             if sampled is None:
                 raise InternalError(f"{chunks[index].request_id}: the step before drew nothing")
             chunks[index] = replace(chunks[index], token_ids=sampled.token_ids, history=())
+        if self._cores is not None:
+            self._cores.take()
         return self.runner.run(chunks)
 
     @contextmanager

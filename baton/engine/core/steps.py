@@ -11,6 +11,7 @@ Between plan() and LiveRequests.step_ended() no sequence of the step loses its b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,6 +20,7 @@ from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.run_ahead import Flight, RunAhead, decodes_plainly
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.memory.adopted_pages import AdoptedPages
+from baton.engine.running.spare_cores import SpareCores
 from baton.engine.state.interface import ChunkResult, Runner
 from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats
@@ -33,7 +35,7 @@ MOST_NAMES: Final = 16  # of each
 @dataclass(slots=True, eq=False, repr=False)
 class Steps:
     """Runs the steps. `ahead`: None = never plan ahead. `prove`: check that no row writes where
-    others read.
+    others read. `cores`: of other nodes, for steps.
     """
 
     scheduler: Scheduler
@@ -45,6 +47,7 @@ class Steps:
     clock: Clock
     ahead: RunAhead | None = None
     prove: bool = False
+    cores: SpareCores | None = None
     # Of the last steps: when each ended, its seconds, prompt tokens, all tokens, the first requests
     # and what it needed.
     recent: deque[tuple[float, float, int, int, list[str], Work]] = field(
@@ -127,6 +130,9 @@ class Steps:
         self.recent.append(
             (self._ended, self._ended - began, tokens, flight.plan.num_tokens, names, work)
         )
+        if self.cores is not None:  # that of the next step, if it is under way: nearly the same
+            self.stats.num_spare_core_steps = self.cores.num_steps
+            self.stats.utilization.share = self.cores.share
         self.stats.step_done(self._ended - began, flight.plan.num_prefill_tokens)
         self.stats.num_steps_ahead += flight.behind
 
@@ -172,11 +178,15 @@ class Steps:
         plan = self._schedule()
         if self.ahead is None or not self._foresees(plan):
             on_layer = self.announcements.on_layer(plan)
-            run = self.runner.run
-            return Flight(plan, lambda: run(plan.chunks, on_layer) if plan.rows else [])
+            return Flight(plan, lambda: self._run(plan, on_layer) if plan.rows else [])
         flight = self.ahead.start(plan)
         self.scheduler.fly(row.sequence for row in plan.rows)
         return flight
+
+    def _run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> list[ChunkResult]:
+        if self.cores is not None:
+            self.cores.take()
+        return self.runner.run(plan.chunks, on_layer)
 
     def _plan_behind(self, ahead: RunAhead, flight: Flight) -> Flight | None:
         with ahead.foreseen(flight.plan):

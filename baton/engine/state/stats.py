@@ -32,6 +32,7 @@ class EngineStats:
     departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
     num_steps: int = 0
     num_steps_ahead: int = 0  # steps that were planned while the step before them ran
+    num_spare_core_steps: int = 0  # steps that also ran on cores of other nodes, which were idle
     # How many steps computed up to STEP_TOKENS[i] tokens, and more than the bound before; the last
     # count is of steps beyond all bounds.
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))

@@ -183,6 +183,7 @@ class Utilization:
     recent_seconds: float = 0.0  # fading sums over the last steps
     recent_bytes: float = 0.0
     recent_flops: float = 0.0
+    share: float = 1.0  # cores that steps run on, over those whose limits these are
     under_way: Work = field(default_factory=Work)
 
     def ran(self, work: Work) -> None:
@@ -196,7 +197,7 @@ class Utilization:
         work, self.under_way = self.under_way, Work()
         self.busy_seconds += seconds
         kept = 1 - SMOOTHING
-        self.recent_seconds = kept * self.recent_seconds + seconds
+        self.recent_seconds = kept * self.recent_seconds + seconds * self.share
         self.recent_bytes = kept * self.recent_bytes + work.read_bytes
         self.recent_flops = kept * self.recent_flops + work.flops
 

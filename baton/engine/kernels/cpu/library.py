@@ -32,7 +32,7 @@ from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 12  # of the structs below
+VERSION: Final = 13  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
@@ -183,6 +183,22 @@ class CpuKernels:
             self._decode, self._gate_heads, self._ask_every,
         ):  # fmt: skip
             function.restype = None
+
+    def place_team(self, own: Sequence[int], spare: Sequence[int]) -> list[int]:
+        """Bind the calling thread's OpenMP team, which then has a thread for each core: those
+        behind the first len(own) to a core of `spare` each, the others to `own`. Return Linux'
+        ids of the threads on `spare`.
+
+        Raises OSError if the kernel refuses a core.
+        """
+        many, few = ctypes.c_int32 * len(own), ctypes.c_int32 * len(spare)
+        threads = few()
+        refused = self.library.baton_place_team(
+            many(*own), _SIZE(len(own)), few(*spare), _SIZE(len(spare)), threads
+        )
+        if refused:
+            raise OSError(refused, os.strerror(refused))
+        return list(threads)
 
     def pack(self, weight: Tensor) -> Tensor:
         """Pack weight [.., outputs, inputs] bfloat16, with an even number of inputs, into panels

@@ -1,6 +1,14 @@
 // The kernels' C interface, one function each, called through ctypes by library.py: pointers and
 // sizes as the structs of the headers say, nothing checked here, no exception leaves. Here: what
 // has no weights; products.cpp has the rest.
+#include <omp.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+
 #include "attention_int8.h"
 #include "attention_tasks.h"
 #include "delta_rule.h"
@@ -11,6 +19,27 @@
 using baton::bf16;
 
 extern "C" {
+
+// Binds the threads of the caller's team, which grows to one for each core: those behind the first
+// `num_own` to a core of `spare` each, the others but the caller to `own`. Writes the Linux ids
+// of those into `threads`. 0, or an errno.
+int32_t baton_place_team(const int32_t* own, int64_t num_own, const int32_t* spare,
+                         int64_t num_spare, int32_t* threads) {
+  std::atomic<int32_t> refused{0};
+#pragma omp parallel num_threads(num_own + num_spare)
+  {
+    const int64_t thread = omp_get_thread_num();
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    if (thread >= num_own) {
+      CPU_SET(spare[thread - num_own], &cores);
+      threads[thread - num_own] = static_cast<int32_t>(syscall(SYS_gettid));
+    }
+    for (int64_t i = 0; thread < num_own && i < num_own; ++i) CPU_SET(own[i], &cores);
+    if (thread > 0 && sched_setaffinity(0, sizeof cores, &cores) != 0) refused = errno;
+  }
+  return refused;
+}
 
 void baton_decode_attention(const baton::DecodeArgs* args) {
   baton::decode_attention(baton::PlainPool{*args});

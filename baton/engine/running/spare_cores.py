@@ -1,0 +1,156 @@
+"""SpareCores: a step also runs on cores of other nodes of its host that wait for work.
+
+On one host each node has its own cores. While a prefill node computes the only prompt, the decode
+node has nothing to do, and the other way round. The owner of cores tells when it waits for work
+(CoreBoard); whoever may use them looks before each step. So a step that is under way when the
+owner begins keeps the core, shared with the owner, until it ends. Each core has one such user at
+most (deploy/plan.py), so two never take the same.
+
+A core whose owner is idle may still be another program's. All threads of a step wait for the
+slowest, so such a core is worse than none. If the threads there wait for their core for more than
+MOST_WAITING of the time in which they could run, no spare core is used for a while, which doubles
+each time.
+
+A step with more threads adds up some numbers in another order, as it does with other rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from baton.engine.config import EngineConfig
+from baton.engine.kernels.cpu.library import CpuKernels, kernels
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import ConfigError
+from baton.runtime.cores import CoreBoard, parse_cores
+
+logger = logging.getLogger(__name__)
+MOST_WAITING: Final = 0.2
+SHORTEST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 16.0
+
+
+class Team(threading.local):
+    """The team of one thread: on which spare cores it is, and what its threads there have run
+    and waited for their cores, in nanoseconds."""
+
+    cores: tuple[int, ...] = ()
+    schedstats: tuple[int, ...] = ()  # descriptors of /proc/.../schedstat
+    ran: int = 0
+    waited: int = 0
+
+    def place(self, cores: tuple[int, ...], threads: Sequence[int]) -> None:
+        """Note the cores, and Linux' ids of the threads there."""
+        for old in self.schedstats:
+            os.close(old)
+        self.schedstats = ()  # also if one of the new ones cannot be opened
+        self.cores = cores
+        paths = [f"/proc/self/task/{thread}/schedstat" for thread in threads]
+        self.schedstats = tuple([os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths])
+        self.ran, self.waited = self.times()
+
+    def share_of_waiting(self) -> float:
+        """Return how long the threads have waited since the last call, over running and waiting."""
+        before, (self.ran, self.waited) = (self.ran, self.waited), self.times()
+        ran, waited = self.ran - before[0], self.waited - before[1]
+        return waited / (ran + waited) if waited else 0.0
+
+    def times(self) -> tuple[int, int]:
+        told = [os.pread(each, 64, 0).split() for each in self.schedstats]
+        return sum(int(each[0]) for each in told), sum(int(each[1]) for each in told)
+
+
+class SpareCores:
+    """`own`: the cores of this process. `others`: those that it alone may use while they are spare.
+
+    `num_steps`: steps that ran on spare cores. `share`: all cores of the newest step over the
+    own ones. rest() is for the engine's thread, take() for the thread that runs a step.
+    """
+
+    def __init__(
+        self,
+        board: CoreBoard,
+        own: Sequence[int],
+        others: Sequence[int],
+        kernels: CpuKernels,
+        clock: Clock | None = None,
+    ) -> None:
+        self._board = board
+        self._own = tuple(own)
+        self._others = tuple(others)
+        self._kernels = kernels
+        self._clock = clock or SystemClock()
+        self._team = Team()
+        self._pause_s = SHORTEST_PAUSE_S
+        self._not_before = 0.0  # monotonic seconds
+        self.num_steps = 0
+        self.share = 1.0
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> SpareCores | None:
+        """Return those that the config names, for a model on `device`; None if it names none, or
+        without the compiled kernels.
+
+        Raises ConfigError.
+        """
+        if config.core_board is None or config.spare_cores is None:
+            return None
+        own = sorted(os.sched_getaffinity(0))
+        others = parse_cores(config.spare_cores, "spare_cores")
+        refused = ""
+        if device.type != "cpu":
+            refused = "the model is not on the CPU"
+        elif torch.get_num_threads() != len(own):
+            refused = f"a process of {len(own)} cores needs as many threads"
+        elif shared := set(own) & set(others):
+            refused = f"this process has {sorted(shared)} itself"
+        if refused:
+            raise ConfigError(f"spare_cores: {refused}", field="spare_cores")
+        board, found = CoreBoard(Path(config.core_board), own), kernels()
+        if found is None:
+            logger.warning("no spare cores are used: that takes the compiled kernels")
+            return None
+        return cls(board, own, others, found)
+
+    def rest(self, *, resting: bool) -> None:
+        """Tell whether this node waits for work."""
+        self._board.tell(idle=resting)
+
+    def give_back(self) -> None:
+        """Let the calling thread compute on the own cores alone."""
+        self._use(())
+
+    def take(self) -> None:
+        """Let the calling thread compute on the own cores, and on the others that are idle now."""
+        idle = self._board.idle(self._others)
+        cores = self._use(idle if self._are_free(idle) else ())
+        self.num_steps += bool(cores)
+        self.share = 1 + len(cores) / len(self._own)
+
+    def _are_free(self, idle: Collection[int]) -> bool:
+        """Whether other programs leave the `idle` cores alone, as far as is known."""
+        now = self._clock.monotonic()
+        if self._team.cores and self._team.cores == idle:  # else their owner may have been in it
+            crowded = self._team.share_of_waiting() > MOST_WAITING
+            self._not_before = now + self._pause_s if crowded else now
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if crowded else SHORTEST_PAUSE_S
+        return now >= self._not_before
+
+    def _use(self, cores: tuple[int, ...]) -> tuple[int, ...]:
+        if cores == self._team.cores:
+            return cores
+        try:
+            self._team.place(cores, self._kernels.place_team(self._own, cores) if cores else ())
+        except OSError as error:
+            logger.warning("the cores %s cannot be used: %s", cores, error)
+            cores = self._others = ()
+            self._team.place((), ())
+        torch.set_num_threads(len(self._own) + len(cores))
+        return cores

@@ -168,6 +168,19 @@ def test_a_row_depends_on_no_other(compiled: IntegerKernels, scheme: quantizatio
         assert torch.equal(layer(x[first:last]), whole[first:last])
 
 
+@pytest.mark.parametrize("bits", [FLOATS4, 4, 6, 8])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_row_of_many_is_a_row_of_few(
+    compiled: IntegerKernels, bits: Literal[-4, 4, 6, 8], groups: int
+) -> None:
+    """Many rows may meet weights that were widened once for all of them."""
+    weight = integers(bits, (90, 192), groups, zeros=bits != FLOATS4)
+    layer, x = IntegerPanels(compiled, weight, noise(16, 90)), noise(17, 131, 192)
+    few = torch.cat([layer(rows) for rows in x.split(5)])
+    assert torch.equal(layer(x), few)
+    assert torch.equal(layer.wide(x), torch.cat([layer.wide(rows) for rows in x.split(5)]))
+
+
 def test_rows_of_a_wider_tensor_and_rows_without_numbers(compiled: IntegerKernels) -> None:
     weight, wide = quantize(noise(10, 70, 64), "w8a8"), noise(11, 3, 256)
     layer = W8A8Panels(compiled, weight, None)

@@ -178,11 +178,11 @@ void each_row_block(int64_t from, int64_t until, const Work& work) {
 // Panels lie in twos; a slab of rows that fits the cache meets one after the other.
 inline int64_t twos_of(int64_t outputs) { return (outputs + 2 * kNarrow - 1) / (2 * kNarrow); }
 
-// What a thread of a team does for a product of rows of so many bytes: work(unit) for its units.
+// What a thread of a team does for a product of rows in slabs of `height`: work(unit) for its units.
 template <class Work>
-void share_units(Team::Member& me, int64_t rows, int64_t row_bytes, int64_t outputs,
+void share_units(Team::Member& me, int64_t rows, int64_t height, int64_t outputs,
                  const Work& work) {
-  share_slabs(me, rows, slab_of(row_bytes, kBlockRows), twos_of(outputs),
+  share_slabs(me, rows, height, twos_of(outputs),
               [&](int64_t from, int64_t until, int64_t two, int64_t next) {
                 work(IntegerUnit{from, until, two, next});
               });

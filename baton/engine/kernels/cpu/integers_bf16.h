@@ -69,6 +69,7 @@ struct Bytes {
 };
 
 #define BATON_SIXES
+#define BATON_WIDENED
 
 // Numbers of 6 bits, 32 higher, which index tables of bfloat16's low and high bytes. Of a quad, 64
 // bytes hold the low halves of a pair's 64 numbers, as Bytes has them, and of the other pair's; 32

@@ -5,10 +5,10 @@
 // scale in float32:
 //     y[o] = peak[o] * sum over g of scale[o, g] * (sum of q x - zero[o, g] * sum of x) + b[o]
 //
-// Every block of rows widens for itself, in registers: a widened copy in the cache, shared by the
-// blocks, was no faster (docs/quantization.md). Tiles take their weights from memory: there a unit
-// widens its panels once, into the cache. An output adds its inputs in their order, two at a time (in
-// tiles 32), whatever the number of rows: what a row computes depends on no other row.
+// Every block of rows widens for itself, in registers; 8 and 6 bits are widened once for many rows
+// (integer_widened.h). Tiles take their weights from memory: there a unit widens its panels once, into
+// the cache. An output adds its inputs in their order, two at a time (in tiles 32), whatever the number
+// of rows: what a row computes depends on no other row.
 #pragma once
 
 #include <omp.h>
@@ -17,6 +17,7 @@
 
 #include "integer_tiles.h"
 #include "integer_units.h"
+#include "integer_widened.h"
 #include "integer_words.h"
 
 namespace baton {
@@ -117,6 +118,13 @@ inline int64_t integer_row_bytes(int64_t inputs) {
   return (kWords || kTiles ? 2 : sizeof(Factor)) * inputs;
 }
 
+// Rows of the slabs that a team shares.
+inline int64_t integer_slab(const IntegerArgs& a) {
+  const int64_t row_bytes = integer_row_bytes(a.inputs);
+  if (widens_once(a, a.rows)) return widened_slab(a.rows, row_bytes, a.outputs);
+  return slab_of(row_bytes, kBlockRows);
+}
+
 // Whether IntegerWork::sums are met.
 inline bool needs_sums(const IntegerArgs& a) { return a.has_zeros && (!kWords || tiles_take(a)); }
 
@@ -150,6 +158,12 @@ inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const Inte
 #else
   const Slab slab{rows.factors.of(unit.from, unit.until), unit.from, unit.until};
 #endif
+#ifdef BATON_WIDENED
+  if (widens_once(work.a, unit.until - unit.from)) {
+    if (work.a.bits == 6) return multiply_widened_unit<Sixes>(work, slab, unit);
+    return multiply_widened_unit<Bytes>(work, slab, unit);
+  }
+#endif
   each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
     by_source(work.a.bits, [&](auto source) {
       multiply_block<typename decltype(source)::Type>(work, slab, unit, row, count);
@@ -159,12 +173,14 @@ inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const Inte
 
 inline void integer_linear(const IntegerArgs& a) {
   std::vector<float> sums(needs_sums(a) ? a.rows * a.groups : 0);
-  if (needs_sums(a))
-    for (int64_t row = 0; row < a.rows; ++row) sum_groups(a, row, sums.data() + row * a.groups);
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
   in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
+    if (needs_sums(a))
+      me.share(a.rows, [&](int64_t row, int64_t) {
+        sum_groups(a, row, sums.data() + row * a.groups);
+      });
     IntegerRows rows(a.x, a.inputs);
-    share_units(me, a.rows, integer_row_bytes(a.inputs), a.outputs,
+    share_units(me, a.rows, integer_slab(a), a.outputs,
                 [&](const IntegerUnit& unit) { multiply_unit(work, rows, unit); });
   });
 }

@@ -38,7 +38,7 @@ class IntegerProducts {
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
     prepare(me, by, like);
     IntegerRows rows = rows_of(by, like);
-    share_units(me, rows_, row_bytes(by, like), like.outputs, [&](const IntegerUnit& unit) {
+    share_units(me, rows_, height(by, like), like.outputs, [&](const IntegerUnit& unit) {
       multiply_unit(by, like, rows, unit);
     });
   }
@@ -68,6 +68,12 @@ class IntegerProducts {
     IntegerRows rows(like.x, like.inputs);
     if (by.extra != nullptr) rows.tiled = rounded_rows(rounding(by, like));
     return rows;
+  }
+
+  // Rows of the slabs that a team shares.
+  int64_t height(const StepIntegers& by, const LinearArgs& like) const {
+    if (by.extra != nullptr) return slab_of(row_bytes(by, like), kBlockRows);
+    return integer_slab(widening(by, like));
   }
 
   // Of a row, as units read it.

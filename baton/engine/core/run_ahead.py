@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
+
 from baton.engine.state.interface import ChunkResult, Runner, SequenceChunk, Task
 from baton.engine.state.step_plan import Row, StepPlan
 from baton.protocol.errors import InternalError
@@ -55,7 +57,10 @@ class RunAhead:
     def __init__(self, runner: Runner, limit: int) -> None:
         self.runner = runner
         self._limit = limit
-        self.thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
+        # A new thread has OpenMP's own number of threads until it asks torch for torch's.
+        self.thread: Executor = ThreadPoolExecutor(
+            1, thread_name_prefix="engine-step", initializer=torch.get_num_threads
+        )
 
     def start(self, plan: StepPlan, before: Flight | None = None) -> Flight:
         """Run `plan` on the step thread, after `before` and with the tokens that `before` draws."""

@@ -9,10 +9,10 @@ Imports are most of a node's start, and torch is most of them. The life of a ser
 A node that is started again later is started anew, so nothing supervises the server. If the server
 cannot fork (it was killed, say), a node is started anew, too.
 
-A fork copies one thread, and whatever locks others hold. So the server has one thread: it runs
-nothing but imports. gRPC starts its threads, OpenMP its teams and CUDA its contexts when they are
-first used, which is in the nodes. Libraries read their environment when they are loaded, here: the
-server has the launcher's own, except for THREADS.
+A fork copies one thread, and whatever locks others hold. So the server has one thread when it
+forks, for it has run nothing but imports: gRPC starts its threads, OpenMP its teams and CUDA its
+contexts when they are first used, which is in the nodes. Libraries read their environment when they
+are loaded, here: the server has the launcher's own, except for THREADS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ BEFORE_TORCH: Final = (
     "protos.node_pb2_grpc",
 )
 MODULES: Final = ("prefill_node", "decode_node")
-# OpenMP gives threads of torch the number that torch was told; all other threads compute alone.
+# Of OpenMP and OpenBLAS, for threads that do not ask torch for its number (baton/engine/thread.py
+# does). OpenBLAS would start its own when it is imported.
 THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # An argument of the server's: room in its command line for those of nodes (see `_show`).
 ROOM: Final = "-" * 8192

@@ -27,7 +27,7 @@ async def cluster(flags: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
 
     Raises ConfigError, with the launcher's last lines, if it does not come up.
     """
-    command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--no-warm-up", *flags]
+    command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--no-warm-up", *flags]
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,

@@ -24,7 +24,7 @@ QUIET_S: Final = 12.0  # after the answer: leases end, threads fall asleep, no n
 # A word of the command line -> the process's name here; the first that is found counts.
 NAMES: Final[Mapping[str, str]] = {
     "redis-server": "redis", "prefill_node": "prefill", "decode_node": "decode",
-    "router": "router", "deploy.cli": "launcher",
+    "router": "router", "deploy": "launcher",
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from bench.sse import StreamError, parse_lines, text_of
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # between two pieces of a stream; long prompts on a CPU take a while
-READY_PAUSE_S = 0.1
+READY_PAUSE_S = 0.03
 HELP: Final = """/new   forget the conversation and start over
 /help  this list
 /quit  leave, as Ctrl-D does
@@ -94,7 +94,7 @@ class ChatClient:
         """Return when `/ready` answers 200; after `timeout_s` raise StreamError with the last
         answer.
 
-        HTTP has no event to wait on, so this asks every 100 ms. Only a starting launcher calls it.
+        HTTP has no event to wait on, so this asks every 30 ms. Only a starting launcher calls it.
         """
         deadline = time.monotonic() + timeout_s
         while True:

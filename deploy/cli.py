@@ -46,6 +46,7 @@ from deploy.flags import add_flags, given_flags
 from deploy.hub import is_gguf, local_model
 from deploy.plan import DEMO_MODEL, UpOptions
 from deploy.preflight import check_machine, check_options
+from deploy.process.fork_server import ForkServer
 from deploy.trust import add_trust, client_tls, trust_of
 from router.config import API_OPTIONS, RouterConfig
 
@@ -269,7 +270,7 @@ def run_up(arguments: argparse.Namespace) -> int:
 
     options, flags = up_settings(arguments)
     check_machine(options, flags)
-    return up(options, flags, os.environ, Console())
+    return up(options, flags, os.environ, Console(), arguments.fork_server)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
@@ -418,14 +419,15 @@ def split_passed_on(arguments: Sequence[str]) -> list[str] | None:
     return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `baton` script. Return the exit status."""
+def main(arguments: Sequence[str] | None = None, fork_server: ForkServer | None = None) -> int:
+    """Run the `baton` script. Return the exit status. `fork_server` is for `up`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     program = split_passed_on(given)
     if program is not None:
         os.execv(program[0], program)  # so the program itself gets signals and sets the status
     try:
         parsed = parse(build_parser(), given)
+        parsed.fork_server = fork_server
         return parsed.handler(parsed)
     except ConfigError as error:
         print(f"baton: {error}", file=sys.stderr)

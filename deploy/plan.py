@@ -17,9 +17,9 @@ from baton.runtime.config import option
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis.urls import check_redis_url
 from deploy.flags import to_nodes, to_router
+from deploy.process.fork_server import NVIDIA_DRIVER
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 DEMO_MODEL = REPOSITORY / "demo_model"
 MAX_NODES = 64
 MAX_WORKERS = 64

@@ -20,7 +20,7 @@ from types import TracebackType
 from baton.protocol.errors import ConfigError
 from baton.runtime.redis.urls import without_password
 from baton.runtime.socket_folder import SocketFolder
-from deploy.process import Child, Exited, ProcessSpec, Ready
+from deploy.process.child import Child, Exited, ProcessSpec, Ready
 
 START_TIMEOUT_S = 60.0  # the server reads its append-only file first
 STOP_TIMEOUT_S = 5.0

@@ -36,6 +36,8 @@ from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
 from deploy.console_feed import URL_FILE, still_runs
 from deploy.local import Cluster, Report, StopRequested
 from deploy.plan import UpOptions
+from deploy.process.child import anew
+from deploy.process.fork_server import ForkServer
 from deploy.redis_server import require_answer
 from deploy.trust import trusting
 
@@ -145,9 +147,16 @@ class StartingView:
 
 
 def up(
-    options: UpOptions, flags: Mapping[str, object], environ: Mapping[str, str], console: Console
+    options: UpOptions,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    console: Console,
+    fork_server: ForkServer | None = None,
 ) -> int:
-    """Run a cluster until a signal. Return the exit status. Raises ConfigError."""
+    """Run a cluster until a signal. Return the exit status. Raises ConfigError.
+
+    `fork_server` starts the nodes; it is closed when they serve.
+    """
     began = time.monotonic()
     cores = wanted_cores(options)
     options = with_own_key(options)
@@ -163,7 +172,8 @@ def up(
         mark, style = ("!", "yellow") if report.trouble else ("+", "green")
         console.print(Text.assemble((f" {mark} ", style), f"{report.member:<10} {report.text}"))
 
-    cluster = Cluster(options, flags, cores, run_dir, tell)
+    start_node = anew if fork_server is None else fork_server.start
+    cluster = Cluster(options, flags, cores, run_dir, tell, start_node)
     status = 0
     introduction = Introduction(cluster, console, began, variables[CONSOLE_KEY])
     with Interrupts(cluster.request_stop, cluster.kill) as interrupts:
@@ -171,6 +181,8 @@ def up(
             announce_start(cluster, flags, console)
             with Live(StartingView(cluster), console=console, transient=True):
                 cluster.start(variables)
+            if fork_server is not None:
+                fork_server.close()
             introduction.start()
             cluster.supervise()
         except StopRequested:
@@ -397,7 +409,7 @@ def baton_command() -> list[str]:
     """Return how a shell in this folder starts `baton`, which need not be on PATH."""
     python = Path(sys.executable)
     script = python.with_name("baton")
-    program, rest = (script, []) if script.exists() else (python, ["-m", "deploy.cli"])
+    program, rest = (script, []) if script.exists() else (python, ["-m", "deploy"])
     here = Path.cwd()
     return [str(program.relative_to(here) if program.is_relative_to(here) else program), *rest]
 
@@ -405,7 +417,7 @@ def baton_command() -> list[str]:
 def wait_for_nodes(client: ChatClient, cluster: Cluster) -> None:
     """Wait until the router knows every node; `/ready` says yes when the first node can serve.
 
-    It asks every 100 ms. Raises StreamError.
+    It asks every 30 ms. Raises StreamError.
     """
     wanted = {node.name for node in cluster.plan.nodes}
     deadline = time.monotonic() + READY_TIMEOUT_S

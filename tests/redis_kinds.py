@@ -28,7 +28,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from deploy.process import Child, Exited, ProcessSpec, Ready
+from deploy.process.child import Child, Exited, ProcessSpec, Ready
 from deploy.redis_server import find_redis_binary, is_ready_line
 from tests.transfer.certificates import make_files
 

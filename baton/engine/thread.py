@@ -180,6 +180,8 @@ class EngineThread:
     # ---- on the engine thread ----
 
     def _run(self) -> None:
+        # A new thread has OpenMP's own number of threads until it asks torch for torch's.
+        torch.get_num_threads()
         try:
             while (calls := self._next_calls()) is not None:
                 self._serve(calls)

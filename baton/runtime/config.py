@@ -19,8 +19,6 @@ from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
 
-import yaml
-
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")
@@ -267,6 +265,8 @@ def read_file(path: Path, field: str = "config") -> dict[str, Any]:
 
     Raises ConfigError, about the option `field`, for a file that cannot be read.
     """
+    import yaml  # for a file only: it would take time of every start
+
     try:
         text = path.read_text()
         told: object = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)

@@ -37,7 +37,7 @@ from router.nodes.session import NodeSession, SessionContext, StepLog
 logger = logging.getLogger(__name__)
 STOP_S: Final = 2.0
 RESTLESS: Final = 10  # heartbeats after a change of the nodes in which others may follow
-LOOKS: Final = 5  # reads of the directory in a heartbeat meanwhile
+LOOKS: Final = 20  # reads of the directory in a heartbeat meanwhile
 
 
 @dataclass(frozen=True, slots=True)

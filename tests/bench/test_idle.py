@@ -31,7 +31,7 @@ def test_the_time_of_all_threads_counts(tmp_path: Path) -> None:
         ("/usr/bin/redis-server\0unixsocket:/tmp/redis.sock", "redis"),
         ("python\0-m\0prefill_node\0--model\0router", "prefill"),
         ("python\0-m\0router\0--model\0m", "router"),
-        ("python\0-m\0deploy.cli\0up", "launcher"),
+        ("python\0-m\0deploy\0up", "launcher"),
         ("/bin/other\0", "other"),
     ],
 )

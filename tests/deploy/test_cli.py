@@ -347,7 +347,7 @@ def test_the_hint_is_a_command_of_this_shell(
 ) -> None:
     python = tmp_path / ".venv" / "bin" / "python"
     monkeypatch.setattr(sys, "executable", str(python))
-    assert up.baton_command() == [str(python), "-m", "deploy.cli"]
+    assert up.baton_command() == [str(python), "-m", "deploy"]
     python.parent.mkdir(parents=True)
     python.with_name("baton").touch()
     assert up.baton_command() == [str(python.with_name("baton"))]

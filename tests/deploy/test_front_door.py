@@ -21,7 +21,7 @@ from deploy.chat import ChatClient
 from deploy.doctor import NodeAccess, ProbedNode
 from deploy.local import Cluster, Member, StartFailed, says_ready
 from deploy.plan import UpOptions, plan_cluster, router_command
-from deploy.process import ProcessSpec
+from deploy.process.child import ProcessSpec
 from deploy.trust import add_trust, client_tls, trust_of, trusting
 from kv_transfer.lanes.memory import MemoryFabric
 from router.config import RouterConfig

@@ -37,7 +37,7 @@ from deploy.plan import (
     NodePlan,
     UpOptions,
 )
-from deploy.process import Child, Exited, ProcessSpec, Ready
+from deploy.process.child import Child, Exited, ProcessSpec, Ready
 
 # A process as the launcher sees it: READY on stdout, words on stderr, a clean end on SIGTERM.
 STAND_IN = """

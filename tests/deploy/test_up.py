@@ -78,7 +78,7 @@ def running(tmp_path: Path, more: list[str], **variables: str) -> Iterator[Up]:
     model = make_tiny_model("llama", tmp_path / "model")
     flags = ["--port", "0", "--grpc-port", "0", "--run-dir", str(tmp_path / "run")]
     flags += ["--model", str(model), "--served-model-name", "tiny", "--num-kv-blocks", "64"]
-    command = [sys.executable, "-m", "deploy.cli", "up", *flags, *more]
+    command = [sys.executable, "-m", "deploy", "up", *flags, *more]
     environment = {name: value for name, value in os.environ.items() if "BATON_" not in name}
     process = subprocess.Popen(
         command,

@@ -4,7 +4,10 @@ failing steps, cancellation without leaks, stopping."""
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -286,3 +289,31 @@ async def test_others_hear_when_the_engine_waits_for_work() -> None:
     assert engine.stats.num_spare_core_steps == 3
     thread.stop()
     assert told.until("rests") == ["rests"], "others may have the cores of the dead"
+
+
+COUNTS = """
+import ctypes, queue, sys
+from pathlib import Path
+import torch
+from baton.engine.thread import EngineThread
+from baton.engine.core.run_ahead import RunAhead
+from tests.fakes import fake_engine
+openmp = ctypes.CDLL(next((Path(torch.__path__[0]) / "lib").glob("libgomp*")))
+torch.set_num_threads(2)
+engine, runner = fake_engine(num_blocks=8)
+thread, counts = EngineThread(engine, lambda report: None), queue.SimpleQueue()
+thread.start()
+thread.post(lambda engine: counts.put(openmp.omp_get_max_threads()))
+step = RunAhead(runner, 8).thread.submit(openmp.omp_get_max_threads)
+print(counts.get(), step.result())
+thread.stop()
+"""
+
+
+def test_threads_that_compute_have_torchs_number_of_threads() -> None:
+    """Whatever OpenMP read when it was loaded: kernels of our own ask OpenMP, not torch."""
+    told = subprocess.run(
+        [sys.executable, "-c", COUNTS], env={**os.environ, "OMP_NUM_THREADS": "3"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert told.stdout.split() == ["2", "2"]

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
+
 from baton.engine.running.spare_cores import SpareCores
 from baton.engine.state.interface import ChunkResult, Runner, SequenceChunk, Task
 from baton.engine.state.step_plan import Row, StepPlan
@@ -58,7 +60,10 @@ class RunAhead:
         self.runner = runner
         self._cores = cores
         self._limit = limit
-        self.thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
+        # A new thread has OpenMP's own number of threads until it asks torch for torch's.
+        self.thread: Executor = ThreadPoolExecutor(
+            1, thread_name_prefix="engine-step", initializer=torch.get_num_threads
+        )
 
     def start(self, plan: StepPlan, before: Flight | None = None) -> Flight:
         """Run `plan` on the step thread, after `before` and with the tokens that `before` draws."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 TAIL_BYTES = 16_384
 
@@ -50,15 +50,37 @@ class Exited:
     status: int
 
 
+class Running(Protocol):
+    """What `Child` needs of a process: a part of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdout(self) -> IO[str] | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+# Starts a program in a session of its own, with this environment and this file as its stderr.
+Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Running]
+
+
 class Child:
     """A running program. Every method is called by the launcher's thread."""
 
-    def __init__(self, spec: ProcessSpec, post: Callable[[Ready | Exited], None]) -> None:
-        """Start the program. The reader thread calls `post`, which may be `SimpleQueue.put`."""
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        post: Callable[[Ready | Exited], None],
+        start: Start | None = None,
+    ) -> None:
+        """Start the program, by default with `anew`. The reader thread calls `post`, which may be
+        `SimpleQueue.put`.
+        """
         self.spec = spec
         self.stopping = False
         self._post = post
-        self._process = self._spawn()
+        self._process = self._spawn(start or anew)
         self._reader = threading.Thread(target=self._read, name=f"{spec.name} output", daemon=True)
         self._reader.start()
 
@@ -66,21 +88,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def _spawn(self) -> subprocess.Popen[str]:
+    def _spawn(self, start: Start) -> Running:
         spec = self.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
-            return subprocess.Popen(
-                [*dies_with_parent(), *spec.command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **spec.variables},
-                text=True,
-                errors="replace",
-                # Ctrl-C in the terminal reaches only the launcher, which stops the others in order.
-                start_new_session=True,
-            )
+            return start(spec.command, {**os.environ, **spec.variables}, log)
 
     def _read(self) -> None:
         stdout = self._process.stdout
@@ -132,6 +144,21 @@ class Child:
                 return log.read().decode(errors="replace").splitlines()[-count:]
         except OSError:
             return []
+
+
+def anew(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Running:
+    """Start a program as a process of its own."""
+    return subprocess.Popen(
+        [*dies_with_parent(), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environ,
+        text=True,
+        errors="replace",
+        # Ctrl-C in the terminal reaches only the launcher, which stops the others in order.
+        start_new_session=True,
+    )
 
 
 def dies_with_parent() -> list[str]:

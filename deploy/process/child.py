@@ -50,7 +50,7 @@ class Exited:
     status: int
 
 
-class Running(Protocol):
+class RunningProgram(Protocol):
     """What `Child` needs of a process: a part of subprocess.Popen."""
 
     @property
@@ -62,7 +62,7 @@ class Running(Protocol):
 
 
 # Starts a program in a session of its own, with this environment and this file as its stderr.
-Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Running]
+Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], RunningProgram]
 
 
 class Child:
@@ -88,7 +88,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def _spawn(self, start: Start) -> Running:
+    def _spawn(self, start: Start) -> RunningProgram:
         spec = self.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
@@ -146,7 +146,7 @@ class Child:
             return []
 
 
-def anew(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Running:
+def anew(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> RunningProgram:
     """Start a program as a process of its own."""
     return subprocess.Popen(
         [*dies_with_parent(), *command],

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
-from deploy.process.child import Running, anew
+from deploy.process.child import RunningProgram, anew
 
 NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia")
 # Imported before anybody asks: what needs no torch while its library is loaded, then the nodes.
@@ -146,7 +146,9 @@ class ForkServer:
             raise ConnectionError("the fork server has ended")
         return int(answer)
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Running:
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]
+    ) -> RunningProgram:
         """Return a node that runs `command`: forked, or else started anew."""
         try:
             return self.fork(command, environ, log)

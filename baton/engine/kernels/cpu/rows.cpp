@@ -1,6 +1,5 @@
-// The kernels' C interface, one function each, called through ctypes by library.py: pointers and
-// sizes as the structs of the headers say, nothing checked here, no exception leaves. Here: what
-// has no weights; products.cpp has the rest.
+// The kernels' C interface, as in products.cpp. Here: what has no weights, but for what steps.cpp
+// needs itself.
 #include "attention_int8.h"
 #include "attention_tasks.h"
 #include "delta_rule.h"
@@ -11,10 +10,6 @@
 using baton::bf16;
 
 extern "C" {
-
-void baton_decode_attention(const baton::DecodeArgs* args) {
-  baton::decode_attention(baton::PlainPool{*args});
-}
 
 void baton_add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
                     int64_t size, float epsilon, float offset) {

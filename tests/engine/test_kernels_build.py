@@ -120,6 +120,15 @@ def test_those_who_start_together_compile_once(compiler: Compiler, tmp_path: Pat
     assert len(runs) == len(build.UNITS) + 1  # each unit, and what links them
 
 
+def test_one_core_compiles_one_unit_at_a_time(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = tmp_path / "busy"
+    compiler(f'mkdir "{busy}" || exit 1; sleep 0.1; rmdir "{busy}"; echo >"$out"')
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: {0})
+    assert build.compiled(ANY, tmp_path / "cache").exists()
+
+
 def test_the_command_builds_for_the_image_or_the_user(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

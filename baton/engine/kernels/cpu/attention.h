@@ -292,7 +292,7 @@ class DecodeRow {
 
   // sum = sum * kept + the values of 8 keys from `at` on: 32 * Parts numbers from `d` on.
   template <int Heads, int Parts>
-  void add_values(float (*sum)[kMaxDim], int64_t head, int64_t d, int at,
+  [[gnu::always_inline]] void add_values(float (*sum)[kMaxDim], int64_t head, int64_t d, int at,
                   const Factor (*weights)[kTile], const float* kept) const {
     Floats low[Heads][Parts], high[Heads][Parts];
     BATON_UNROLL for (int h = 0; h < Heads; ++h) {
@@ -302,7 +302,7 @@ class DecodeRow {
         high[h][p] = load(sum[h] + d + 32 * p + 16) * each;
       }
     }
-    for (int i = at; i < at + kHalf; i += 2) {
+    BATON_UNROLL for (int i = at; i < at + kHalf; i += 2) {
       Pair pair[Heads];
       BATON_UNROLL for (int h = 0; h < Heads; ++h) pair[h] = broadcast_pair(weights[h] + i);
       BATON_UNROLL for (int p = 0; p < Parts; ++p) {

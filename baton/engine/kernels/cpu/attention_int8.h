@@ -46,13 +46,13 @@ struct Int8Pool {
 
   Floats scales(const Token* tile, int64_t head) const {
     alignas(64) float each[kTile];
-    for (int i = 0; i < kTile; ++i) each[i] = tile[i].key_scale[head];
+    BATON_UNROLL for (int i = 0; i < kTile; ++i) each[i] = tile[i].key_scale[head];
     return load(each) * broadcast(a.scale);
   }
 
   Floats weighed(const Token* tile, int64_t head, Floats weights) const {
     alignas(64) float each[kTile];
-    for (int i = 0; i < kTile; ++i) each[i] = tile[i].value_scale[head];
+    BATON_UNROLL for (int i = 0; i < kTile; ++i) each[i] = tile[i].value_scale[head];
     return weights * load(each);
   }
 

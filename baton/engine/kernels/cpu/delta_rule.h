@@ -43,9 +43,11 @@ inline void multiply_floats(const float* a, int64_t depth, int64_t a_stride, con
   for (int m = 0; m < M; m += 4) x[m / 4] = a + m * a_stride;
   Floats sum[M][V];
   BATON_UNROLL for (int m = 0; m < M; ++m)
-    BATON_UNROLL for (int j = 0; j < V; ++j)
-      sum[m][j] = kept == 0.0f ? broadcast(0.0f)
-                               : broadcast(kept) * load(c + m * columns + 16 * j);
+    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = broadcast(0.0f);
+  if (kept != 0.0f)
+    BATON_UNROLL for (int m = 0; m < M; ++m)
+      BATON_UNROLL for (int j = 0; j < V; ++j)
+        sum[m][j] = broadcast(kept) * load(c + m * columns + 16 * j);
   for (int64_t k = 0; k < depth; ++k, b += columns) {
     Floats numbers[V];
     BATON_UNROLL for (int j = 0; j < V; ++j) numbers[j] = load(b + 16 * j);
@@ -225,11 +227,11 @@ class DeltaTask {
         std::memcpy(words, kept + (first + i) * kFewTaps, sizeof words);
         for (int c = 0; c < 16; ++c) words[c] = words[c] >> 16 | uint64_t{x[i + c]} << 48;
         std::memcpy(kept + (first + i) * kFewTaps, words, sizeof words);
-        for (int tap = 0; tap < kFewTaps; ++tap)
+        BATON_UNROLL for (int tap = 0; tap < kFewTaps; ++tap)
           for (int c = 0; c < 16; ++c)
             inputs[tap][c] = static_cast<uint32_t>(words[c] >> 16 * tap) << 16;
         Floats sum = broadcast(0.0f);
-        for (int tap = 0; tap < kFewTaps; ++tap)
+        BATON_UNROLL for (int tap = 0; tap < kFewTaps; ++tap)
           sum = multiply_add(load(reinterpret_cast<const float*>(inputs[tap])),
                              load(a_.taps + tap * all + first + i), sum);
         store(&mixed_[at + i], silu(sum));
@@ -323,7 +325,7 @@ class DeltaTask {
   template <int V>
   static const float* ask_half(const float* row, int64_t i, int64_t width) {
     if (row == nullptr || i % 2 != 0) return row;
-    for (int j = 0; j < V; ++j) ask_early(row + 16 * j);
+    BATON_UNROLL for (int j = 0; j < V; ++j) ask_early(row + 16 * j);
     return row + width;
   }
 
@@ -334,10 +336,10 @@ class DeltaTask {
     for (int64_t from = 0; from < kTokens; from += 16)
       for (int64_t d = 0; d < depth; d += 16) {
         Line numbers[16];
-        for (int64_t i = 0; i < 16; ++i)
+        BATON_UNROLL for (int64_t i = 0; i < 16; ++i)
           numbers[i] = load_line(from + i < count_ ? &heads_[(from + i) * depth + d] : kNothing);
         transpose_pairs(numbers);
-        for (int64_t i = 0; i < 16; ++i) store_line(&across_[(d + i) * kTokens + from], numbers[i]);
+        BATON_UNROLL for (int64_t i = 0; i < 16; ++i) store_line(&across_[(d + i) * kTokens + from], numbers[i]);
       }
     multiply_all(2 * count_, kTokens, depth, heads_.data(), depth, across_.data(),
                  products_.data(), 0.0f);

@@ -75,9 +75,9 @@ class GroupedProducts {
     };
     const int64_t units = ends.empty() ? 0 : ends.back();
     me.share(units, [&](int64_t at, int64_t next) {
-      if (next >= units) return work(unit_at(at), nullptr);
-      const Unit following = unit_at(next);
-      work(unit_at(at), &following);
+      const bool more = next < units;
+      const Unit following = more ? unit_at(next) : Unit{};
+      work(unit_at(at), more ? &following : nullptr);
     });
   }
 

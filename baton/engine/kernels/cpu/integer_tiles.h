@@ -11,7 +11,7 @@ namespace baton {
 template <class Source>
 BATON_VNNI void widen_panel(const IntegerWork& work, int64_t panel, uint8_t* to) {
   const IntegerLayout& at = work.at;
-  const Source source = Source::make();
+  const Source source = Source::make(work.a.bits);
   const uint8_t* from = work.a.panels + panel * at.panel;
   for (int64_t g = 0; g < work.a.groups; ++g, from += at.group) {
     ask(from + kFarAhead, at.header);

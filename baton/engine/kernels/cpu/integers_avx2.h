@@ -74,7 +74,7 @@ struct PlacesOfNibbles {
 template <class Numbers>
 struct Nibbles {
   static constexpr int64_t bytes = 64;  // of a quad
-  static Nibbles make() { return {}; }
+  static Nibbles make(int64_t) { return {}; }
 
   // A pair of a quad's inputs, of 16 * H outputs from 16 * half on.
   template <int H>
@@ -97,7 +97,7 @@ struct Bytes {
   static constexpr int64_t bytes = 128;
   const __m256i places[2][2];  // by half, by input of a pair
 
-  static Bytes make() {
+  static Bytes make(int64_t) {
     return {{{places_of(0), places_of(1)}, {places_of(8), places_of(9)}}};
   }
 

@@ -3,14 +3,15 @@
 
 namespace baton {
 
-template <int (*number_of)(int)>
+// Both kinds of numbers of 4 bits: the same loops with another table.
 struct Nibbles {
   static constexpr int64_t bytes = 64;  // of a quad
   const __m512i table;
-  static Nibbles make() {
+  static Nibbles make(int64_t bits) {
     alignas(64) bf16 numbers[32];  // twice: the fifth bit of an index is the next nibble's
     for (int n = 0; n < 32; ++n) {
-      const float number = static_cast<float>(number_of(n % 16));
+      const int code = n % 16;
+      const float number = static_cast<float>(bits == 4 ? code - 8 : number_of_float4(code));
       uint32_t word;
       std::memcpy(&word, &number, sizeof word);
       numbers[n] = static_cast<bf16>(word >> 16);
@@ -28,16 +29,15 @@ struct Nibbles {
   }
 };
 
-inline int integer4(int code) { return code - 8; }
-using Integers4 = Nibbles<integer4>;
-using Floats4 = Nibbles<number_of_float4>;
+using Integers4 = Nibbles;
+using Floats4 = Nibbles;
 
 // Bytes become bfloat16 by tables of the magnitudes 0..127, low and high bytes apart. The code of a
 // number is its sign and magnitude; the free one, -0, is -128 and shares its place with 0.
 struct Bytes {
   static constexpr int64_t bytes = 128;
   const __m512i low[2], high[2], sign;
-  static Bytes make() {
+  static Bytes make(int64_t) {
     alignas(64) uint8_t low[128], high[128];
     for (int m = 0; m < 128; ++m) {
       const float number = static_cast<float>(m == 0 ? 128 : m);
@@ -77,7 +77,7 @@ struct Bytes {
 struct Sixes {
   static constexpr int64_t bytes = 96;
   const __m512i low, high, upper, from[2];
-  static Sixes make() {
+  static Sixes make(int64_t) {
     alignas(64) uint8_t low[64], high[64], from[2][64];
     for (int n = 0; n < 64; ++n) {
       const float number = static_cast<float>(n - 32);

@@ -41,7 +41,7 @@ inline Pairs pairs_of_words(Line words) {
 struct Floats4 {
   static constexpr int64_t bytes = 64;     // of a quad
   static constexpr float higher = 0.0f;
-  static Floats4 make() { return {}; }
+  static Floats4 make(int64_t) { return {}; }
 
   template <int H>
   static void words(const uint8_t* at, int half, int pair, Line w[H]) {
@@ -63,7 +63,7 @@ struct Floats4 {
 struct Integers4 {
   static constexpr int64_t bytes = 64;     // of a quad
   static constexpr float higher = 8.0f;  // than the numbers: words
-  static Integers4 make() { return {}; }
+  static Integers4 make(int64_t) { return {}; }
 
   // A pair of a quad's inputs, of 16 * H outputs from 16 * half on.
   template <int H>
@@ -86,7 +86,7 @@ struct Integers4 {
 struct Bytes {
   static constexpr int64_t bytes = 128;
   static constexpr float higher = 0.0f;
-  static Bytes make() { return {}; }
+  static Bytes make(int64_t) { return {}; }
   static uint8_t code(int number) { return static_cast<uint8_t>(number); }
 
   // Of a pair's 64 bytes: 16 outputs' two inputs, then the other outputs'.

@@ -176,15 +176,10 @@ inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
   }
 }
 
-// Rows [from, until) by a panel; `next`: the one after it, or null.
-inline void multiply_panel(const LinearArgs& a, Rows& rows, int64_t from, int64_t until,
-                           int64_t panel, const bf16* next) {
-#ifdef BATON_TILES
-  if (tiles_take(a.inputs))
-    return multiply_tiled(a, rows.tiled.of(from, until), from, until, panel, next);
-#endif
-  multiply_slab(a, {rows.factors.of(from, until), from, until}, panel, next);
-}
+// Rows [from, until) by a panel; `next`: the one after it, or null. In products.cpp: what calls it
+// is compiled beside it.
+void multiply_panel(const LinearArgs& a, Rows& rows, int64_t from, int64_t until, int64_t panel,
+                    const bf16* next);
 
 // How many rows of so many bytes meet one panel after the other while they stay in the cache; of
 // those that are multiplied `block` at once.

@@ -120,9 +120,9 @@ class PrefillTask {
     for (int64_t d = 0; d < a_.k_dim; d += 32)
       for (int from = 0; from < kKeys; from += 16) {
         Line pairs[16];
-        for (int i = 0; i < 16; ++i) pairs[i] = load_line(key[from + i] + d);
+        BATON_UNROLL for (int i = 0; i < 16; ++i) pairs[i] = load_line(key[from + i] + d);
         transpose_pairs(pairs);
-        for (int i = 0; i < 16; ++i)
+        BATON_UNROLL for (int i = 0; i < 16; ++i)
           store_line(&key_pairs_[(d + 2 * i) * kKeys + 2 * from], pairs[i]);
       }
     for (int i = 0; i < kKeys; i += 2)
@@ -192,7 +192,7 @@ class PrefillTask {
     const Floats lowest = broadcast(-INFINITY);
     const uint64_t visible = visible_keys(position(m), at);
     Floats score[4];
-    for (int j = 0; j < 4; ++j) {
+    BATON_UNROLL for (int j = 0; j < 4; ++j) {
       Floats each = products[j] * broadcast(a_.scale);
       if (a_.softcap > 0.0f) {
         const Floats cap = broadcast(a_.softcap);
@@ -205,7 +205,7 @@ class PrefillTask {
     // No key seen so far: -inf - -inf is no number.
     const Floats from = broadcast(most == -INFINITY ? 0.0f : most);
     Floats total = broadcast(0.0f);
-    for (int j = 0; j < 4; ++j) {
+    BATON_UNROLL for (int j = 0; j < 4; ++j) {
       const Floats weight = exponential(score[j] - from);
       total = total + weight;
       store_factors(weights + 16 * j, weight);

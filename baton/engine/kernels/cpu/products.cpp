@@ -1,18 +1,35 @@
 // The kernels' C interface, one function each, called through ctypes by library.py: pointers and
-// sizes as the structs of the headers say, nothing checked here, no exception leaves. Here: what
-// multiplies by weights, and whole steps; rows.cpp has the rest. build.py compiles both at once.
+// sizes as the structs of the headers say, nothing checked here, no exception leaves. Here: products
+// by weights, for Python and, unit by unit, for steps.cpp. build.py compiles all three at once.
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 
-#include "experts.h"
-#include "gates.h"
-#include "latent.h"
 #include "linear.h"
 #include "quantized.h"
-#include "step.h"
+#include "step_integers.h"
 #include "w8a8.h"
+
+namespace baton {
+
+void multiply_panel(const LinearArgs& a, Rows& rows, int64_t from, int64_t until, int64_t panel,
+                    const bf16* next) {
+#ifdef BATON_TILES
+  if (tiles_take(a.inputs))
+    return multiply_tiled(a, rows.tiled.of(from, until), from, until, panel, next);
+#endif
+  multiply_slab(a, {rows.factors.of(from, until), from, until}, panel, next);
+}
+
+void IntegerProducts::multiply_unit(const StepIntegers& by, const LinearArgs& like,
+                                    IntegerRows& rows, const IntegerUnit& unit) {
+  if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.tiled, unit);
+  const IntegerArgs args = widening(by, like);
+  baton::multiply_unit({args, IntegerLayout(args), room_.data()}, rows, unit);
+}
+
+}  // namespace baton
 
 using baton::bf16;
 
@@ -62,14 +79,4 @@ void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64
 }
 
 void baton_w8a8_linear(const baton::W8A8Args* args) { baton::w8a8_linear(*args); }
-
-void baton_choose_experts(const baton::ChoiceArgs* args) { baton::choose_experts(*args); }
-
-void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }
-
-void baton_latent_queries(const baton::LatentQueriesArgs* args) { baton::latent_queries(*args); }
-
-void baton_latent_values(const baton::LatentValuesArgs* args) { baton::latent_values(*args); }
-
-void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
 }

@@ -28,7 +28,7 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const Slab& slab, int
                                   int64_t panel, Asking asking, int half) {
   const IntegerArgs& a = work.a;
   const IntegerLayout& at = work.at;
-  const Source source = Source::make();
+  const Source source = Source::make(a.bits);
   const int64_t stride = a.inputs;
   const Factor* x[(M + 2) / 3];  // every third row: the others are one and two strides away
   for (int m = 0; m < M; m += 3) x[m / 3] = slab.x + (row - slab.from + m) * stride;

@@ -1,6 +1,5 @@
-// The kernels' C interface, one function each, called through ctypes by library.py: pointers and
-// sizes as the structs of the headers say, nothing checked here, no exception leaves. Here: what
-// has no weights; products.cpp has the rest.
+// The kernels' C interface, as in products.cpp. Here: what has no weights, but for what steps.cpp
+// needs itself.
 #include <omp.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -39,10 +38,6 @@ int32_t baton_place_team(const int32_t* own, int64_t num_own, const int32_t* spa
     if (thread > 0 && sched_setaffinity(0, sizeof cores, &cores) != 0) refused = errno;
   }
   return refused;
-}
-
-void baton_decode_attention(const baton::DecodeArgs* args) {
-  baton::decode_attention(baton::PlainPool{*args});
 }
 
 void baton_add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,

@@ -59,7 +59,7 @@ inline float highest_of(const float* from, int64_t n) {
   Lanes odd = 0;
   int64_t i = 0;
   for (; i + 64 <= n; i += 64)
-    for (int j = 0; j < 4; ++j) {
+    BATON_UNROLL for (int j = 0; j < 4; ++j) {
       const Floats x = load(from + i + 16 * j);
       odd |= unordered(x);
       most[j] = max(most[j], x);

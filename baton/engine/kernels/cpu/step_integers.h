@@ -57,11 +57,7 @@ class IntegerProducts {
 
   // and a unit of it.
   void multiply_unit(const StepIntegers& by, const LinearArgs& like, IntegerRows& rows,
-                     const IntegerUnit& unit) {
-    if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.tiled, unit);
-    const IntegerArgs args = widening(by, like);
-    baton::multiply_unit({args, IntegerLayout(args), room_.data()}, rows, unit);
-  }
+                     const IntegerUnit& unit);
 
   // The rows as a thread's units take them.
   IntegerRows rows_of(const StepIntegers& by, const LinearArgs& like) {

@@ -70,7 +70,7 @@ namespace baton {
 template <class Combine>
 inline Floats across_each(const Floats rows[16], const Combine& combine) {
   Floats quarters[4];
-  for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
+  BATON_UNROLL for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
   return across_quarters(quarters, combine);
 }
 

@@ -344,7 +344,7 @@ inline Floats upper_complements(const Longs each[16 / kLongs]) {
 template <class Combine>
 inline __m256 across_four(const __m256* rows, const Combine& combine) {
   __m256d half[2];
-  for (int i = 0; i < 2; ++i)
+  BATON_UNROLL for (int i = 0; i < 2; ++i)
     half[i] = _mm256_castps_pd(combine(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
                                        _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1])));
   return combine(_mm256_castpd_ps(_mm256_unpacklo_pd(half[0], half[1])),
@@ -362,8 +362,8 @@ inline Floats across_four(const Floats* rows, const Combine& combine) {
 template <class Combine>
 inline Floats across_quarters(const Floats* quarters, const Combine& combine) {
   __m256 each[4], half[2];
-  for (int i = 0; i < 4; ++i) each[i] = combine(quarters[i].low, quarters[i].high);
-  for (int i = 0; i < 2; ++i)
+  BATON_UNROLL for (int i = 0; i < 4; ++i) each[i] = combine(quarters[i].low, quarters[i].high);
+  BATON_UNROLL for (int i = 0; i < 2; ++i)
     half[i] = combine(_mm256_permute2f128_ps(each[2 * i], each[2 * i + 1], 0x20),
                       _mm256_permute2f128_ps(each[2 * i], each[2 * i + 1], 0x31));
   return {half[0], half[1]};
@@ -382,33 +382,33 @@ inline Line pair_up(const bf16* even, const bf16* odd) {
 }
 
 // 8 registers of 8 pairs each -> pair by pair.
-inline void transpose_pairs(__m256i rows[8]) {
+[[gnu::always_inline]] inline void transpose_pairs(__m256i rows[8]) {
   __m256i a[8], b[8];
-  for (int i = 0; i < 4; ++i) {
+  BATON_UNROLL for (int i = 0; i < 4; ++i) {
     a[2 * i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
     a[2 * i + 1] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
   }
-  for (int i = 0; i < 2; ++i)
-    for (int j = 0; j < 2; ++j) {
+  BATON_UNROLL for (int i = 0; i < 2; ++i)
+    BATON_UNROLL for (int j = 0; j < 2; ++j) {
       b[4 * i + 2 * j] = _mm256_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
       b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
     }
-  for (int j = 0; j < 4; ++j) {
+  BATON_UNROLL for (int j = 0; j < 4; ++j) {
     rows[j] = _mm256_permute2x128_si256(b[j], b[4 + j], 0x20);
     rows[4 + j] = _mm256_permute2x128_si256(b[j], b[4 + j], 0x31);
   }
 }
 
 // 16 vectors of 16 pairs each -> pair by pair.
-inline void transpose_pairs(Line rows[16]) {
+[[gnu::always_inline]] inline void transpose_pairs(Line rows[16]) {
   __m256i quarter[2][2][8];  // of which lines, of which lanes
-  for (int i = 0; i < 16; ++i) {
+  BATON_UNROLL for (int i = 0; i < 16; ++i) {
     quarter[i / 8][0][i % 8] = rows[i].low;
     quarter[i / 8][1][i % 8] = rows[i].high;
   }
   for (auto& lines : quarter)
     for (auto& each : lines) transpose_pairs(each);
-  for (int i = 0; i < 16; ++i) rows[i] = {quarter[0][i / 8][i % 8], quarter[1][i / 8][i % 8]};
+  BATON_UNROLL for (int i = 0; i < 16; ++i) rows[i] = {quarter[0][i / 8][i % 8], quarter[1][i / 8][i % 8]};
 }
 
 }  // namespace baton

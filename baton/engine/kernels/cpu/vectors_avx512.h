@@ -116,7 +116,7 @@ inline Floats upper_complements(const Longs each[16 / kLongs]) {
 template <class Combine>
 inline __m512 across_four(const __m512* rows, const Combine& combine) {
   __m512d half[2];
-  for (int i = 0; i < 2; ++i)
+  BATON_UNROLL for (int i = 0; i < 2; ++i)
     half[i] = _mm512_castps_pd(combine(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
                                        _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1])));
   return combine(_mm512_castpd_ps(_mm512_unpacklo_pd(half[0], half[1])),
@@ -127,7 +127,7 @@ inline __m512 across_four(const __m512* rows, const Combine& combine) {
 template <class Combine>
 inline __m512 across_quarters(const __m512* quarters, const Combine& combine) {
   __m512 half[2];
-  for (int i = 0; i < 2; ++i)
+  BATON_UNROLL for (int i = 0; i < 2; ++i)
     half[i] = combine(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
                       _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
   return combine(_mm512_shuffle_f32x4(half[0], half[1], 0x88),
@@ -142,23 +142,23 @@ inline Line pair_up(const bf16* even, const bf16* odd) {
 }
 
 // 16 vectors of 16 pairs each -> pair by pair.
-inline void transpose_pairs(Line rows[16]) {
+[[gnu::always_inline]] inline void transpose_pairs(Line rows[16]) {
   __m512i a[16], b[16];
-  for (int i = 0; i < 8; ++i) {
+  BATON_UNROLL for (int i = 0; i < 8; ++i) {
     a[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
     a[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
   }
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 2; ++j) {
+  BATON_UNROLL for (int i = 0; i < 4; ++i)
+    BATON_UNROLL for (int j = 0; j < 2; ++j) {
       b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
       b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
     }
-  for (int i = 0; i < 2; ++i)
-    for (int j = 0; j < 4; ++j) {
+  BATON_UNROLL for (int i = 0; i < 2; ++i)
+    BATON_UNROLL for (int j = 0; j < 4; ++j) {
       a[8 * i + j] = _mm512_shuffle_i32x4(b[8 * i + j], b[8 * i + 4 + j], 0x88);
       a[8 * i + 4 + j] = _mm512_shuffle_i32x4(b[8 * i + j], b[8 * i + 4 + j], 0xdd);
     }
-  for (int j = 0; j < 8; ++j) {
+  BATON_UNROLL for (int j = 0; j < 8; ++j) {
     rows[j] = _mm512_shuffle_i32x4(a[j], a[8 + j], 0x88);
     rows[8 + j] = _mm512_shuffle_i32x4(a[j], a[8 + j], 0xdd);
   }

@@ -131,9 +131,14 @@ def theirs(model: Any) -> Generate:
     return run
 
 
+def prompts_of(row: EngineRow, vocab: int, seed: int) -> list[list[int]]:
+    """Return the prompts of a row; those of another seed share no prefix with them."""
+    return [random_prompt(row.context, seed + i, vocab) for i in range(max(1, row.batch))]
+
+
 def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TOKENS) -> Rate:
     """Return tokens per second; for decode of the `new` tokens after the first."""
-    prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
+    prompts = prompts_of(row, vocab, seed * 1000)
     if not row.batch:
         return Rate.of(row.context, run(prompts, 1))
     new *= max(1, row.context // 512)  # after a long prefill the time of few tokens would be noise
@@ -154,9 +159,8 @@ def needs(llm: LLM, run: Generate, row: EngineRow, vocab: int) -> Work:
     used = llm.engine.stats.utilization
 
     def counted(new: int) -> Work:
-        prompts = [random_prompt(row.context, 7_000 + i, vocab) for i in range(max(1, row.batch))]
         read, flops = used.read_bytes, used.flops
-        run(prompts, new)
+        run(prompts_of(row, vocab, 7_000), new)
         return Work(used.read_bytes - read, used.flops - flops)
 
     first = counted(1)
@@ -231,7 +235,7 @@ def measure(
                 refuse_others(same)
             for row in (row for row in rows if row.quantization == quantization):
                 for run in runs.values():
-                    rate(run, row, vocab, 99, 1)  # warm
+                    run(prompts_of(row, vocab, 99_000), 2)  # warm
                 limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
                 work = needs(llm, runs[OURS], row, vocab)
                 rates = {name: list[Rate]() for name in runs}

@@ -9,7 +9,8 @@ row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the ra
 product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
 int4, w8a8 beside w8a8. --peer CMD adds another engine to every round (bench/peer.py); it may be
-repeated. --roofline draws the rows under the two limits (bench/roofline.py).
+repeated; --no-transformers leaves only peers. --roofline draws the rows under the two limits
+(bench/roofline.py).
 
 A second table compares every round by CPU time and by the clock: on a machine that does other work
 only CPU time holds. Before that, all sides answer the same prompts with one token; `same tokens` is
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.engine.performance.roofline import measure as measure_roof
 from baton.engine.state.work import Limits, Work
@@ -69,14 +70,12 @@ class EngineRow:
 
 ROWS: Final = (
     EngineRow(LARGE, 512), EngineRow(LARGE, 2048),
-    EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 8), EngineRow(LARGE,
-    128, 16), EngineRow(LARGE, 512, 0, "int8"), EngineRow(LARGE, 128, 1, "int8"), EngineRow(LARGE,
-    128, 16,
-    "int8"), EngineRow(LARGE, 128, 1, "int4"),
-    EngineRow(LARGE, 512, 0, "w8a8"), EngineRow(LARGE, 128, 1, "w8a8"), EngineRow(LARGE, 128, 16,
-    "w8a8"), EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
-    EngineRow(SMALL, 128,
-    16),
+    EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 8),
+    EngineRow(LARGE, 128, 16),
+    *(EngineRow(LARGE, context, batch, quantization) for quantization in ("int8", "int4", "w8a8")
+      for context, batch in ((512, 0), (128, 1), (128, 16))),
+    EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
+    EngineRow(SMALL, 128, 16),
     *(EngineRow(name, context, batch, quantization) for name in MIXTURES
       for quantization in ("none", "int8")
       for context, batch in ((512, 0), (32, 1), (32, 8), (32, 16))),
@@ -186,7 +185,7 @@ def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         own = [row for row in rows if row["model"] == model]
         points = [
             Point(row["row"], row["FLOP/byte"], row["GFLOP/s"] * 1e9,
-                  row["GFLOP/s"] * 1e9 / row["ratio"])
+                  row["GFLOP/s"] * 1e9 / row["ratio"] if row["ratio"] else None)
             for row in own
         ]  # fmt: skip
         read, flops = (
@@ -199,11 +198,12 @@ def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """The opponents of the engine: transformers, and peers by their commands."""
+    """The opponents of the engine: transformers unless left out, and peers by their commands."""
 
     rounds: int
     peers: Sequence[str] = ()
     new_tokens: int = NEW_TOKENS
+    transformers: bool = True
 
 
 def measure(
@@ -214,9 +214,11 @@ def measure(
     Raises PeerFailed, ConfigError.
     """
     found: list[dict[str, Any]] = []
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    baseline = theirs(reference)
-    vocab = reference.config.vocab_size
+    baseline = dict[str, Generate]()
+    if against.transformers:
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        baseline[THEIRS] = theirs(reference)
+    vocab: int = AutoConfig.from_pretrained(path).vocab_size
     threads, new = torch.get_num_threads(), against.new_tokens
     for quantization in dict.fromkeys(row.quantization for row in rows):
         with ExitStack() as stack:
@@ -228,7 +230,7 @@ def measure(
                 model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
                 enable_prefix_caching=False, threads=threads, measure_limits=False,
             )  # fmt: skip
-            runs = {OURS: ours(llm), THEIRS: baseline}
+            runs = {OURS: ours(llm), **baseline}
             runs |= {peer.name: peer.timed for peer in peers if peer.unsupported is None}
             same = same_tokens(runs, vocab)
             if quantization == "none":
@@ -296,14 +298,14 @@ def round_by_round(rates: Mapping[str, Sequence[Rate]]) -> dict[str, dict[str, A
 
 
 def compared(rates: Mapping[str, Sequence[float]], peers: Sequence[str]) -> dict[str, Any]:
-    """Return the medians of every side (None for a peer that did not run), and their ratios."""
+    """Return the medians of every side (None for one that did not run), and their ratios."""
     median = {name: statistics.median(values) for name, values in rates.items()}
-    ran = [median[name] for name in peers if name in median]
+    ran, base = [median[name] for name in peers if name in median], median.get(THEIRS)
     return {
-        OURS: median[OURS], THEIRS: median[THEIRS],
-        "ratio": median[OURS] / median[THEIRS],
+        OURS: median[OURS], THEIRS: base,
+        "ratio": median[OURS] / base if base else None,
         "peers": {name: median.get(name) for name in peers},
-        "best peer's ratio": max(ran) / median[THEIRS] if ran else None,
+        "best peer's ratio": max(ran) / base if ran and base else None,
         "over best peer": median[OURS] / max(ran) if ran else None,
         "baton min": min(rates[OURS]), "baton max": max(rates[OURS]),
     }  # fmt: skip
@@ -358,6 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
+    text = "leave transformers out, which takes the most time"
+    parser.add_argument("--no-transformers", action="store_true", help=text)
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
     parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
     try:
@@ -378,9 +382,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = [row for row in ROWS if row.model == model and re.search(given.rows, row.name)]
             if asked:
                 path = write_checkpoint(model, folder)
-                rows += measure(
-                    model, path, asked, Against(given.rounds, given.peer, given.new_tokens)
+                against = Against(
+                    given.rounds, given.peer, given.new_tokens, not given.no_transformers
                 )
+                rows += measure(model, path, asked, against)
     if given.roofline is not None:
         pictures(rows, given.roofline)
     title = "Against transformers' generate, tokens/s"

@@ -42,7 +42,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import parse
 from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 from bench.measure import median_and_range
-from bench.models import HYBRIDS, LARGE, MIXTURES, SMALL, write_checkpoint
+from bench.models import HYBRIDS, LARGE, MIXTURES, SMALL, WRITERS, write_checkpoint
 from bench.peer import PeerFailed, PeerServer, Took
 from bench.roofline import Point, Roofline, svg
 
@@ -180,7 +180,11 @@ def shares(row: EngineRow, tokens_per_s: float, work: Work, limits: Limits) -> d
 
 
 def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write a roofline of each model's rows, under the median of the limits measured with them."""
+    """Write a roofline of each model's rows, under the median of the limits measured with them.
+
+    Makes the folder if it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         points = [
@@ -356,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--models",
         default=f"{LARGE},{SMALL}",
-        help="such as a name of bench/models.py's MIXTURES or HYBRIDS",
+        help="such as a name of bench/models.py's MIXTURES or HYBRIDS; all: every one",
     )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
@@ -368,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parse(parser, sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         parser.error(error.message)
-    models = given.models.split(",")
+    models = list(WRITERS) if given.models == "all" else given.models.split(",")
     if not any(row.model in models and re.search(given.rows, row.name) for row in ROWS):
         known = ", ".join(sorted({row.model for row in ROWS}))
         parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
@@ -385,9 +389,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 against = Against(
                     given.rounds, given.peer, given.new_tokens, not given.no_transformers
                 )
-                rows += measure(model, path, asked, against)
-    if given.roofline is not None:
-        pictures(rows, given.roofline)
+                found = measure(model, path, asked, against)
+                rows += found
+                if given.roofline is not None:
+                    pictures(found, given.roofline)
     title = "Against transformers' generate, tokens/s"
     tell([TimedPart(title, rows)] if given.json else tables(rows), given.json)
     return 0

@@ -53,7 +53,7 @@ class Mapped:
 
     addresses: str
     name: str
-    pss_kb: int
+    pss_kib: int
 
     @property
     def kind(self) -> str:
@@ -70,12 +70,16 @@ def mapped(smaps: str) -> Iterator[Mapped]:
             yield Mapped(addresses, name, int(line.split()[1]))
 
 
+def _mb(kib: int) -> float:
+    return kib * 1024 / 1e6  # what smaps calls kB are KiB
+
+
 def by_kind(of: Sequence[Mapped]) -> dict[str, float]:
     """Return the MB of a process by kind, `PSS` (their sum) first."""
     sums = Counter[str]()
     for each in of:
-        sums[each.kind] += each.pss_kb
-    return {"PSS": sum(sums.values()) / 1e3} | {kind: sums[kind] / 1e3 for kind in KINDS}
+        sums[each.kind] += each.pss_kib
+    return {"PSS": _mb(sums.total())} | {kind: _mb(sums[kind]) for kind in KINDS}
 
 
 def weight_files(of: Mapping[str, Sequence[Mapped]]) -> set[Path]:
@@ -116,9 +120,9 @@ def largest(found: Mapping[str, Sequence[Mapped]], count: int) -> str:
     """Return lines of the largest mappings of each process."""
     lines = list[str]()
     for name, maps in found.items():
-        ranked = sorted(maps, key=lambda each: -each.pss_kb)[:count]
+        ranked = sorted(maps, key=lambda each: -each.pss_kib)[:count]
         lines += [
-            f"{name:<10} {each.pss_kb / 1e3:9.1f} MB  {each.kind:<9} {each.name or each.addresses}"
+            f"{name:<10} {_mb(each.pss_kib):9.1f} MB  {each.kind:<9} {each.name or each.addresses}"
             for each in ranked
         ]
     return "\n".join(lines)

@@ -33,25 +33,25 @@ VmFlags: rd wr mr mw me ac sd
 
 
 def test_what_is_mapped_has_a_kind() -> None:
-    assert memory.by_kind(list(memory.mapped(SMAPS))) == {
-        "PSS": 896.0, "weights": 700.0, "KV": 30.0, "libraries": 12.0, "files": 4.0, "own": 150.0
-    }  # fmt: skip
+    kib = {"PSS": 896, "weights": 700, "KV": 30, "libraries": 12, "files": 4, "own": 150}
+    wanted = {kind: each * 1.024 for kind, each in kib.items()}
+    assert memory.by_kind(list(memory.mapped(SMAPS))) == pytest.approx(wanted)
 
 
 def test_the_largest_mappings_come_first() -> None:
     lines = memory.largest({"decode": list(memory.mapped(SMAPS))}, 2).splitlines()
     assert lines[0].split() == [
-        "decode", "700.0", "MB", "weights", "/dev/shm/baton-weights-0/4dff.weights"
+        "decode", "716.8", "MB", "weights", "/dev/shm/baton-weights-0/4dff.weights"
     ]  # fmt: skip
-    assert lines[1].split() == ["decode", "100.0", "MB", "own", "7f40-7f50"]
+    assert lines[1].split() == ["decode", "102.4", "MB", "own", "7f40-7f50"]
 
 
 def test_nodes_are_compared_with_one_copy() -> None:
     row = memory.by_kind(list(memory.mapped(SMAPS)))
     lines = memory.table({"router": row, "prefill": row, "decode": row}, 1400.0).splitlines()
-    assert lines[-3].startswith("| all | 2,688.0 |")
-    assert "hold 1,792 MB, 1.23 times one copy of the weights (1,400 MB)" in lines[-1]
-    assert "the KV in use (60.0)" in lines[-1]
+    assert lines[-3].startswith("| all | 2,752.5 |")
+    assert "hold 1,835 MB, 1.26 times one copy of the weights (1,400 MB)" in lines[-1]
+    assert "the KV in use (61.4)" in lines[-1]
 
 
 def test_one_copy_is_the_smaller_of_checkpoint_and_file(tmp_path: Path) -> None:

@@ -331,14 +331,17 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[TimedPart]:
                 ],
             )
         )  # fmt: skip
-        if all("rounds" in row for row in own):
+        lines = [line for row in own for line in _by_round(row)]
+        if lines:
             title = f"{model}: how many times as fast Baton is, round by round"
-            parts.append(TimedPart(title, [line for row in own for line in _by_round(row)]))
+            parts.append(TimedPart(title, lines))
     return parts
 
 
 def _by_round(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line for each side but ours."""
+    """Return a line for each side but ours; none for a row that has no rounds."""
+    if "rounds" not in row:
+        return []
     mine = row["rounds"][OURS]["CPU ms"]
     return [
         {"row": row["row"], "beside": name, "CPU ms": mine, "its CPU ms": told["CPU ms"],

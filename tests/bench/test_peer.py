@@ -172,6 +172,9 @@ def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.Mon
 def test_peers_alone_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_tiny_model("llama", tmp_path)
     monkeypatch.setattr(engine, "LIMITS_S", 0.01)
+    (alone,) = measure("m", path, [EngineRow("m", 8)], Against(1, transformers=False))
+    assert alone["over best peer"] is None
+    tell(tables([alone]), as_json=False)
     (row,) = measure("m", path, [EngineRow("m", 8)], Against(1, [FAKE], transformers=False))
     assert (row["transformers"], row["ratio"], row["best peer's ratio"]) == (None, None, None)
     assert row["over best peer"] > 0

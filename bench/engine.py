@@ -9,7 +9,8 @@ row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the ra
 product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
 int4, w8a8 beside w8a8. --peer CMD adds another engine to every round (bench/peer.py); it may be
-repeated. --roofline draws the rows under the two limits (bench/roofline.py).
+repeated; --no-transformers leaves only peers. --roofline draws the rows under the two limits
+(bench/roofline.py).
 
 A second table compares every round by CPU time and by the clock: on a machine that does other work
 only CPU time holds. Before that, all sides answer the same prompts with one token; `same tokens` is
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.engine.performance.roofline import measure as measure_roof
 from baton.engine.state.work import Limits, Work
@@ -41,7 +42,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import parse
 from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 from bench.measure import median_and_range
-from bench.models import HYBRIDS, LARGE, MIXTURES, SMALL, write_checkpoint
+from bench.models import HYBRIDS, LARGE, MIXTURES, SMALL, WRITERS, write_checkpoint
 from bench.peer import PeerFailed, PeerServer, Took
 from bench.roofline import Point, Roofline, svg
 
@@ -69,14 +70,12 @@ class EngineRow:
 
 ROWS: Final = (
     EngineRow(LARGE, 512), EngineRow(LARGE, 2048),
-    EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 8), EngineRow(LARGE,
-    128, 16), EngineRow(LARGE, 512, 0, "int8"), EngineRow(LARGE, 128, 1, "int8"), EngineRow(LARGE,
-    128, 16,
-    "int8"), EngineRow(LARGE, 128, 1, "int4"),
-    EngineRow(LARGE, 512, 0, "w8a8"), EngineRow(LARGE, 128, 1, "w8a8"), EngineRow(LARGE, 128, 16,
-    "w8a8"), EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
-    EngineRow(SMALL, 128,
-    16),
+    EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 8),
+    EngineRow(LARGE, 128, 16),
+    *(EngineRow(LARGE, context, batch, quantization) for quantization in ("int8", "int4", "w8a8")
+      for context, batch in ((512, 0), (128, 1), (128, 16))),
+    EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
+    EngineRow(SMALL, 128, 16),
     *(EngineRow(name, context, batch, quantization) for name in MIXTURES
       for quantization in ("none", "int8")
       for context, batch in ((512, 0), (32, 1), (32, 8), (32, 16))),
@@ -131,9 +130,14 @@ def theirs(model: Any) -> Generate:
     return run
 
 
+def prompts_of(row: EngineRow, vocab: int, seed: int) -> list[list[int]]:
+    """Return the prompts of a row; those of another seed share no prefix with them."""
+    return [random_prompt(row.context, seed + i, vocab) for i in range(max(1, row.batch))]
+
+
 def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TOKENS) -> Rate:
     """Return tokens per second; for decode of the `new` tokens after the first."""
-    prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
+    prompts = prompts_of(row, vocab, seed * 1000)
     if not row.batch:
         return Rate.of(row.context, run(prompts, 1))
     new *= max(1, row.context // 512)  # after a long prefill the time of few tokens would be noise
@@ -154,9 +158,8 @@ def needs(llm: LLM, run: Generate, row: EngineRow, vocab: int) -> Work:
     used = llm.engine.stats.utilization
 
     def counted(new: int) -> Work:
-        prompts = [random_prompt(row.context, 7_000 + i, vocab) for i in range(max(1, row.batch))]
         read, flops = used.read_bytes, used.flops
-        run(prompts, new)
+        run(prompts_of(row, vocab, 7_000), new)
         return Work(used.read_bytes - read, used.flops - flops)
 
     first = counted(1)
@@ -177,12 +180,16 @@ def shares(row: EngineRow, tokens_per_s: float, work: Work, limits: Limits) -> d
 
 
 def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write a roofline of each model's rows, under the median of the limits measured with them."""
+    """Write a roofline of each model's rows, under the median of the limits measured with them.
+
+    Makes the folder if it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         points = [
             Point(row["row"], row["FLOP/byte"], row["GFLOP/s"] * 1e9,
-                  row["GFLOP/s"] * 1e9 / row["ratio"])
+                  row["GFLOP/s"] * 1e9 / row["ratio"] if row["ratio"] else None)
             for row in own
         ]  # fmt: skip
         read, flops = (
@@ -195,11 +202,12 @@ def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """The opponents of the engine: transformers, and peers by their commands."""
+    """The opponents of the engine: transformers unless left out, and peers by their commands."""
 
     rounds: int
     peers: Sequence[str] = ()
     new_tokens: int = NEW_TOKENS
+    transformers: bool = True
 
 
 def measure(
@@ -210,9 +218,11 @@ def measure(
     Raises PeerFailed, ConfigError.
     """
     found: list[dict[str, Any]] = []
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    baseline = theirs(reference)
-    vocab = reference.config.vocab_size
+    baseline = dict[str, Generate]()
+    if against.transformers:
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        baseline[THEIRS] = theirs(reference)
+    vocab: int = AutoConfig.from_pretrained(path).vocab_size
     threads, new = torch.get_num_threads(), against.new_tokens
     for quantization in dict.fromkeys(row.quantization for row in rows):
         with ExitStack() as stack:
@@ -224,14 +234,14 @@ def measure(
                 model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
                 enable_prefix_caching=False, threads=threads, measure_limits=False,
             )  # fmt: skip
-            runs = {OURS: ours(llm), THEIRS: baseline}
+            runs = {OURS: ours(llm), **baseline}
             runs |= {peer.name: peer.timed for peer in peers if peer.unsupported is None}
             same = same_tokens(runs, vocab)
             if quantization == "none":
                 refuse_others(same)
             for row in (row for row in rows if row.quantization == quantization):
                 for run in runs.values():
-                    rate(run, row, vocab, 99, 1)  # warm
+                    run(prompts_of(row, vocab, 99_000), 2)  # warm
                 limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
                 work = needs(llm, runs[OURS], row, vocab)
                 rates = {name: list[Rate]() for name in runs}
@@ -292,14 +302,14 @@ def round_by_round(rates: Mapping[str, Sequence[Rate]]) -> dict[str, dict[str, A
 
 
 def compared(rates: Mapping[str, Sequence[float]], peers: Sequence[str]) -> dict[str, Any]:
-    """Return the medians of every side (None for a peer that did not run), and their ratios."""
+    """Return the medians of every side (None for one that did not run), and their ratios."""
     median = {name: statistics.median(values) for name, values in rates.items()}
-    ran = [median[name] for name in peers if name in median]
+    ran, base = [median[name] for name in peers if name in median], median.get(THEIRS)
     return {
-        OURS: median[OURS], THEIRS: median[THEIRS],
-        "ratio": median[OURS] / median[THEIRS],
+        OURS: median[OURS], THEIRS: base,
+        "ratio": median[OURS] / base if base else None,
         "peers": {name: median.get(name) for name in peers},
-        "best peer's ratio": max(ran) / median[THEIRS] if ran else None,
+        "best peer's ratio": max(ran) / base if ran and base else None,
         "over best peer": median[OURS] / max(ran) if ran else None,
         "baton min": min(rates[OURS]), "baton max": max(rates[OURS]),
     }  # fmt: skip
@@ -321,14 +331,17 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[TimedPart]:
                 ],
             )
         )  # fmt: skip
-        if all("rounds" in row for row in own):
+        lines = [line for row in own for line in _by_round(row)]
+        if lines:
             title = f"{model}: how many times as fast Baton is, round by round"
-            parts.append(TimedPart(title, [line for row in own for line in _by_round(row)]))
+            parts.append(TimedPart(title, lines))
     return parts
 
 
 def _by_round(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line for each side but ours."""
+    """Return a line for each side but ours; none for a row that has no rounds."""
+    if "rounds" not in row:
+        return []
     mine = row["rounds"][OURS]["CPU ms"]
     return [
         {"row": row["row"], "beside": name, "CPU ms": mine, "its CPU ms": told["CPU ms"],
@@ -350,17 +363,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--models",
         default=f"{LARGE},{SMALL}",
-        help="such as a name of bench/models.py's MIXTURES or HYBRIDS",
+        help="such as a name of bench/models.py's MIXTURES or HYBRIDS; all: every one",
     )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
+    text = "leave transformers out, which takes the most time"
+    parser.add_argument("--no-transformers", action="store_true", help=text)
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
     parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
     try:
         given = parse(parser, sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         parser.error(error.message)
-    models = given.models.split(",")
+    models = list(WRITERS) if given.models == "all" else given.models.split(",")
     if not any(row.model in models and re.search(given.rows, row.name) for row in ROWS):
         known = ", ".join(sorted({row.model for row in ROWS}))
         parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
@@ -374,11 +389,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = [row for row in ROWS if row.model == model and re.search(given.rows, row.name)]
             if asked:
                 path = write_checkpoint(model, folder)
-                rows += measure(
-                    model, path, asked, Against(given.rounds, given.peer, given.new_tokens)
+                against = Against(
+                    given.rounds, given.peer, given.new_tokens, not given.no_transformers
                 )
-    if given.roofline is not None:
-        pictures(rows, given.roofline)
+                found = measure(model, path, asked, against)
+                rows += found
+                if given.roofline is not None:
+                    pictures(found, given.roofline)
     title = "Against transformers' generate, tokens/s"
     tell([TimedPart(title, rows)] if given.json else tables(rows), given.json)
     return 0

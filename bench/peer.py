@@ -1,7 +1,7 @@
 """Another engine beside ours in bench.engine: `--peer CMD` starts one of these per set of weights.
 
 A peer is any program that speaks the JSON lines of bench/peers/protocol.py, in its own environment;
-bench/peers has those for OpenVINO GenAI and llama.cpp. Its life:
+bench/peers has those for OpenVINO GenAI, llama.cpp and vLLM. Its life:
     PeerServer.start   the program runs and loads the model, or says that it cannot
     generate           as often as asked; it measures its own call, so pipes and JSON do not count
     (the end)          its input is closed; if it does not end, it is killed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 from xml.sax.saxutils import escape
 
@@ -68,7 +69,8 @@ def svg(picture: Roofline) -> str:
     reached += [p.compared_flops_per_s for p in picture.points if p.compared_flops_per_s]
     xs = [*(p.intensity for p in picture.points), picture.ridge]
     ys = [*reached, picture.flops_per_s]
-    x = _Axis(math.floor(math.log10(min(xs))), _above(max(xs)), LEFT, WIDTH)
+    # A point on the picture's edge would have no room for its number.
+    x = _Axis(math.floor(math.log10(min(xs) / 1.25)), _above(max(xs) * 1.25), LEFT, WIDTH)
     y = _Axis(math.floor(math.log10(min(ys))), _above(max(ys)), TOP + HEIGHT, -HEIGHT)
     size = f'width="{LEFT + WIDTH + KEY}" height="{TOP + HEIGHT + BOTTOM}"'
     turned = f'transform="translate(20,{TOP + HEIGHT / 2}) rotate(-90)"'
@@ -101,14 +103,8 @@ def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
 
 
 def _roof(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
-    """Draw the slope from where it enters the picture up to the ridge, and the flat part."""
-    enters = max(10.0**x.low, 10.0**y.low / picture.read_bytes_per_s)
-    corners = [
-        (enters, enters * picture.read_bytes_per_s),
-        (picture.ridge, picture.flops_per_s),
-        (10.0**x.high, picture.flops_per_s),
-    ]
-    path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in corners)
+    """Draw the roof, and say its two limits."""
+    path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in _corners(picture, x, y))
     yield f'<polyline points="{path}" fill="none" stroke="{ROOF}" stroke-width="2"/>'
     limits = (
         f"reads {picture.read_bytes_per_s / 1e9:.1f} GB/s",
@@ -118,15 +114,37 @@ def _roof(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
         yield _text(LEFT + WIDTH + 20, TOP + 12 + 16 * index, told, anchor="start")
 
 
+def _corners(picture: Roofline, x: _Axis, y: _Axis) -> list[tuple[float, float]]:
+    """Return the ends of the slope, from where it enters the picture, and of the flat part."""
+    enters = max(10.0**x.low, 10.0**y.low / picture.read_bytes_per_s)
+    return [
+        (enters, enters * picture.read_bytes_per_s),
+        (picture.ridge, picture.flops_per_s),
+        (10.0**x.high, picture.flops_per_s),
+    ]
+
+
+def _along(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[tuple[float, float]]:
+    """Yield places of the roof, so near to each other that no number fits between them."""
+    corners = [(x.at(a), y.at(b)) for a, b in _corners(picture, x, y)]
+    for (a, b), (c, d) in pairwise(corners):
+        steps = max(1, math.ceil(math.dist((a, b), (c, d)) / 10))
+        yield from ((a + (c - a) * i / steps, b + (d - b) * i / steps) for i in range(steps + 1))
+
+
 def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
     """Draw Baton's points filled, those of its opponent hollow, and a line between the two."""
     left, top = LEFT + WIDTH + 20, TOP + 56
     yield f'<circle cx="{left + 4}" cy="{top - 4}" r="4" fill="{OURS}"/>'
     yield _text(left + 16, top, "Baton", anchor="start")
-    yield f'<circle cx="{left + 74}" cy="{top - 4}" r="4" fill="white" stroke="{THEIRS}"/>'
-    yield _text(left + 86, top, picture.compared, anchor="start")
+    theirs = [(p.intensity, p.compared_flops_per_s) for p in picture.points]
+    others = [(x.at(at), y.at(high)) for at, high in theirs if high]
+    if others:
+        yield f'<circle cx="{left + 74}" cy="{top - 4}" r="4" fill="white" stroke="{THEIRS}"/>'
+        yield _text(left + 86, top, picture.compared, anchor="start")
     yield _text(left, top + 24, "reached, of the roof:", anchor="start")
-    taken = [(x.at(point.intensity), y.at(point.flops_per_s)) for point in picture.points]
+    ours = [(x.at(point.intensity), y.at(point.flops_per_s)) for point in picture.points]
+    taken = [*ours, *others, *_along(picture, x, y)]
     for number, point in enumerate(picture.points, 1):
         at, high = x.at(point.intensity), y.at(point.flops_per_s)
         if point.compared_flops_per_s:
@@ -144,11 +162,12 @@ def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
 
 
 def _free(at: float, high: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return where a point's number may stand: the first place around it that nothing else
-    takes.
+    """Return where a point's number may stand: the first place around it, within the picture, that
+    nothing else takes.
     """
     around = [(13, 0), (-13, 0), (0, -14), (0, 14), (13, -13), (-13, -13), (13, 13), (-13, 13)]
-    places = [(at + far * dx, high + far * dy) for far in (1, 2, 3) for dx, dy in around]
+    places = [(at + far * dx, high + far * dy) for far in (1, 2, 3, 4) for dx, dy in around]
+    places = [place for place in places if LEFT + 8 < place[0] < LEFT + WIDTH - 8]
     for place in places:
         if all(abs(place[0] - a) > 12 or abs(place[1] - b) > 11 for a, b in taken):
             return place

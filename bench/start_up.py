@@ -37,10 +37,10 @@ WAIT_S: Final = 120.0  # for an answer
 DECODE: Final = "decode_node"
 
 
-def processes() -> list[int]:
-    """Return the processes that this one has started, and those that they have started."""
+def processes(root: int | None = None) -> list[int]:
+    """Return the processes that `root` (None: this one) has started, and those that they have."""
     parents = {int(path.name): _parent(path) for path in Path("/proc").glob("[0-9]*")}
-    found, more = list[int](), [os.getpid()]
+    found, more = list[int](), [os.getpid() if root is None else root]
     while more:
         above = more.pop()
         below = [process for process, parent in parents.items() if parent == above]

@@ -50,7 +50,7 @@ from bench.engine_memory import (
     waste,
     window_rows,
 )
-from bench.roofline import Point, Roofline, svg
+from bench.roofline import HEIGHT, LEFT, TOP, WIDTH, Point, Roofline, svg
 from tests.block_lists import held
 from tests.tiny_models import make_tiny_model
 
@@ -224,8 +224,30 @@ def test_a_roofline_shows_its_rows_under_two_limits(tmp_path: Path) -> None:
     picture = Roofline("t", 40e9, 0.8e12, [Point("alone", 2.0, 1e9)])
     assert picture.ridge == 20.0
     assert (
-        len(ElementTree.fromstring(svg(picture)).findall("{http://www.w3.org/2000/svg}circle")) == 3
+        len(ElementTree.fromstring(svg(picture)).findall("{http://www.w3.org/2000/svg}circle")) == 2
     )
+
+
+def test_no_number_of_a_roofline_lies_on_another_or_on_a_point() -> None:
+    row = [(1.0, 41e9), (1.0, 43e9), (1.6, 60e9), (16.0, 310e9), (16.0, 330e9), (460.0, 335e9),
+           (460.0, 330e9), (460.0, 180e9), (1800.0, 330e9)]  # fmt: skip
+    points = [Point(f"row {at}", at, high, high / 4) for at, high in row]
+    root = ElementTree.fromstring(svg(Roofline("t", 45e9, 0.34e12, points)))
+    texts = root.iter("{http://www.w3.org/2000/svg}text")
+    wanted = {str(number) for number in range(1, len(points) + 1)}
+    places = [
+        (float(each.attrib["x"]), float(each.attrib["y"]) - 4)
+        for each in texts
+        if each.text in wanted and float(each.attrib["x"]) < LEFT + WIDTH
+        and float(each.attrib["y"]) < TOP + HEIGHT
+    ]  # fmt: skip
+    assert len(places) == len(points)
+    circles = root.findall("{http://www.w3.org/2000/svg}circle")
+    dots = [(float(each.attrib["cx"]), float(each.attrib["cy"])) for each in circles]
+    for index, (x, y) in enumerate(places):
+        assert LEFT < x < LEFT + WIDTH
+        for a, b in [*places[:index], *dots]:
+            assert abs(x - a) >= 11 or abs(y - b) >= 10
 
 
 def test_a_swap_and_a_recomputation(tmp_path: Path) -> None:

@@ -169,6 +169,21 @@ def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.Mon
     assert found[0]["same tokens"]["transformers"] == 1.0
 
 
+def test_peers_alone_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    monkeypatch.setattr(engine, "LIMITS_S", 0.01)
+    (alone,) = measure("m", path, [EngineRow("m", 8)], Against(1, transformers=False))
+    assert alone["over best peer"] is None
+    tell(tables([alone]), as_json=False)
+    (row,) = measure("m", path, [EngineRow("m", 8)], Against(1, [FAKE], transformers=False))
+    assert (row["transformers"], row["ratio"], row["best peer's ratio"]) == (None, None, None)
+    assert row["over best peer"] > 0
+    assert list(row["rounds"]) == ["baton", "Fake 1.0"]
+    assert len(tables([row])) == 2
+    engine.pictures([row], tmp_path)
+    assert (tmp_path / "roofline-m.svg").read_text().count("<circle") == 2  # and one in the key
+
+
 def test_rounds_by_hand() -> None:
     rates = {
         "baton": [Rate(8.0, 4.0), Rate(9.0, 6.0), Rate(9.0, 3.0)],

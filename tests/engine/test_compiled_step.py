@@ -100,13 +100,14 @@ class RandomWeights:
     def derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
         return make(self(name))
 
-    def head(self, tied: Tensor | None) -> Linear:
-        assert tied is not None
+    def head(self, tied: bool) -> Linear:
+        assert tied
+        table = self("model.embed_tokens.weight")
         if self.plain_head:
-            return PlainLinear(tied, None)
+            return PlainLinear(table, None)
         if self.scheme is not None:
-            return QuantizedFormat(torch.bfloat16, CPU)(quantize(tied, self.scheme), None)
-        return PanelLinear(serving(), tied, None)
+            return QuantizedFormat(torch.bfloat16, CPU)(quantize(table, self.scheme), None)
+        return PanelLinear(serving(), table, None)
 
 
 def config_of(*, normed: bool = True, biased: bool = False, window: int = 0) -> DecoderConfig:

@@ -26,6 +26,7 @@ from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.models.elementwise import CompiledElementwise, TorchElementwise
+from baton.engine.quantization.linear import PanelLinear, PlainLinear
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Step, flatten
 from baton.engine.state.interface import SequenceChunk
@@ -42,6 +43,20 @@ def noise(seed: int, *shape: int) -> Tensor:
 def close(ours: Tensor, exact: Tensor) -> bool:
     """bfloat16 keeps 8 bits: each result within two roundings of the exact one."""
     return torch.allclose(ours.float(), exact, rtol=2e-2, atol=2e-2 * exact.abs().max().item())
+
+
+@settings(max_examples=20)
+@given(outputs=st.integers(1, 200), pairs=st.integers(1, 90), count=st.integers(0, 9))
+def test_rows_of_panels_are_those_of_the_weight(
+    cpu_kernels: CpuKernels, outputs: int, pairs: int, count: int
+) -> None:
+    weight = noise(1, outputs, 2 * pairs)
+    table = PanelLinear(cpu_kernels, weight, None)
+    ids = torch.randint(0, outputs, (count,), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(table.rows(ids), weight[ids])
+    assert torch.equal(table.rows(ids), PlainLinear(weight, None).rows(ids))
+    assert table.outputs == outputs
+    assert table.place == (torch.bfloat16, weight.device)
 
 
 @settings(max_examples=40)

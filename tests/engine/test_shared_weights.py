@@ -104,6 +104,16 @@ def test_mixtures_and_ties(
     assert same(written, private)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_embedding_is_held_once(folder: Path, tmp_path: Path, dtype: str) -> None:
+    """Panels of the head serve as the embedding's table, too."""
+    path = make_tiny_model("qwen2", tmp_path / "m", vocab_size=8192)
+    loaded = load(path, dtype=dtype)
+    (file,) = files(folder)
+    assert loaded.weight_bytes > 8192 * 64 * getattr(torch, dtype).itemsize
+    assert file.stat().st_size < 1.25 * loaded.weight_bytes, "most of them are the embedding"
+
+
 @pytest.mark.parametrize("name", ["w8a8", "w4a16-asymmetric", "gptq", "awq"])
 def test_quantized_checkpoints(
     folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +358,7 @@ from baton.engine.loading import loading
 from tests.engine.running import load
 shared_weights.FOLDER, loading.LEAST_BYTES = Path({str(folder)!r}), 0
 model = load(Path({str(model)!r}))
-model.model._embedding.zero_()
+model.model._table.weight.zero_()
 """
     died = subprocess.run([sys.executable, "-c", program], cwd=Path.cwd(), check=False)
     assert died.returncode == -11

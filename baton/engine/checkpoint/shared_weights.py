@@ -212,6 +212,6 @@ class Shared:
         key = json.dumps([name, make.__name__])
         return self._file.take(key, lambda: self._source.derived(name, make))
 
-    def head(self, tied: Tensor | None) -> Linear:
+    def head(self, tied: bool) -> Linear:
         """See Linears.head."""
         return self._file.take("head", lambda: self._source.head(tied))

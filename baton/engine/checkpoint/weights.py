@@ -162,18 +162,19 @@ class Weights:
         """See Linears.derived."""
         return make(self.tensor(name))
 
-    def head(self, tied: Tensor | None) -> Linear:
+    def head(self, tied: bool) -> Linear:
         """See Linears.head."""
-        if tied is None:
+        if not tied:
             weight = self._part(HEAD, self._stored(HEAD))
         else:
-            table = self._reader.kept(f"{TABLE}.weight")
-            weight = tied if table is None else self._part(HEAD, table)
+            name = f"{TABLE}.weight"
+            table = self._reader.kept(name)
+            weight = self.tensor(name) if table is None else self._part(HEAD, table)
         if isinstance(weight, Tensor) and self._formats.head is not None:
             weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
         if not isinstance(weight, Tensor):
             self.rounded_head_bytes = weight.num_bytes
-        if not isinstance(weight, Tensor) or tied is None:
+        if not isinstance(weight, Tensor) or not tied:
             self._count((f"{HEAD}.weight",), _num_bytes(weight))
         return self._layer(weight, None)
 

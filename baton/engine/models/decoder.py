@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.engine.kernels.rope import Frequencies
 from baton.engine.models.compiled_step import compile_step
@@ -27,7 +26,14 @@ from baton.engine.models.experts import ExpertDispatch, Experts
 from baton.engine.models.families.gemma import own_name
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
-from baton.engine.quantization.linear import Linears, in_float32
+from baton.engine.quantization.linear import (
+    Linear,
+    Linears,
+    PanelLinear,
+    PlainLinear,
+    Table,
+    in_float32,
+)
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.work import ParameterCounts
@@ -50,8 +56,8 @@ class Shards(Protocol):
     @property
     def dispatch(self) -> ExpertDispatch | None: ...
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Look up token_ids [T] in weight [vocabulary of this rank, H] -> [T, H]."""
+    def embed(self, token_ids: Tensor, table: Table) -> Tensor:
+        """Look up token_ids [T] in a table [vocabulary of this rank, H] -> [T, H]."""
         ...
 
     def reduce(self, partial: Tensor) -> Tensor:
@@ -70,9 +76,9 @@ class Whole:
 
     dispatch: ExpertDispatch | None = None
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Table) -> Tensor:
         """See Shards."""
-        return functional.embedding(token_ids, weight)
+        return table.rows(token_ids)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """See Shards."""
@@ -81,6 +87,13 @@ class Whole:
     def gather(self, logits: Tensor) -> Tensor:
         """See Shards."""
         return logits
+
+
+def _table(config: DecoderConfig, head: Linear, read: ReadTensor) -> Table:
+    """Return the embedding: the weights of the head, if both are one and rows can be read there."""
+    if config.tied_embeddings and isinstance(head, PlainLinear | PanelLinear):
+        return head
+    return PlainLinear(read("model.embed_tokens.weight"), None)
 
 
 class Decoder:
@@ -103,9 +116,10 @@ class Decoder:
         self._config = config
         self._shards = shards or Whole()
         self._fixed_shapes = fixed_shapes
-        self._embedding = read("model.embed_tokens.weight")
-        place = self._embedding
-        self._between = choose_elementwise(config, place.dtype, place.device)
+        self._head = linears.head(config.tied_embeddings)
+        self._table = _table(config, self._head, read)
+        dtype, device = self.place
+        self._between = choose_elementwise(config, dtype, device)
         dispatch = self._shards.dispatch
         builder = LayerBuilder(config, read, linears, fixed_shapes, self._between, dispatch)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
@@ -113,18 +127,17 @@ class Decoder:
         # Runs a decode step in one call; None = all steps run layer by layer. With `shards` they
         # do: the ranks sum or exchange within each layer.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
-        self._head = linears.head(self._embedding if config.tied_embeddings else None)
         self.step = compile_step(config, parts, self._final_norm, self._between, self._head)
         self._frequencies = [
-            Frequencies.of(rule, config.turned, config.pairs, place.device) for rule in config.ropes
+            Frequencies.of(rule, config.turned, config.pairs, device) for rule in config.ropes
         ]
         # Rounded to the model's dtype, as transformers does it.
-        self._scale = torch.tensor(config.embedding_scale).to(place.dtype).item()
+        self._scale = torch.tensor(config.embedding_scale).to(dtype).item()
 
     @property
     def place(self) -> tuple[torch.dtype, torch.device]:
         """The dtype and the device of its activations."""
-        return self._embedding.dtype, self._embedding.device
+        return self._table.place
 
     @property
     def vocab_size(self) -> int:
@@ -139,7 +152,7 @@ class Decoder:
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each layer stores per token. Inputs of convolutions have the model's dtype."""
-        return self._config.layers_in(self._embedding.dtype)
+        return self._config.layers_in(self.place[0])
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -203,7 +216,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up token_ids [T] -> [T, H], a new tensor."""
-        embedded = self._shards.embed(token_ids, self._embedding)
+        embedded = self._shards.embed(token_ids, self._table)
         return embedded if self._scale == 1.0 else embedded * self._scale
 
     def reduce(self, partial: Tensor) -> Tensor:
@@ -212,10 +225,11 @@ class Decoder:
 
     def empty_forward(self) -> None:
         """Run a forward without rows: this rank's experts compute the rows of other ranks."""
-        experts = self._config.experts
+        experts, (dtype, device) = self._config.experts, self.place
+        none = torch.empty(0, self._config.hidden_size, dtype=dtype, device=device)
         for layer in self._layers:
             if experts is not None and isinstance(layer.mlp, Experts):
-                layer.mlp.answer_others(self._embedding[:0], experts.per_token)
+                layer.mlp.answer_others(none, experts.per_token)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""

@@ -75,7 +75,7 @@ class DenseWeights:
             self._tensors[key] = self._source.derived(name, make)
         return self._tensors[key]
 
-    def head(self, tied: Tensor | None) -> Linear:
+    def head(self, tied: bool) -> Linear:
         """See Linears.head."""
         if self._head is None:
             self._head = self._source.head(tied)
@@ -113,6 +113,6 @@ class RankWeights:
         """See Linears.derived. What is made of a tensor that is no product is dense."""
         return self._dense.derived(name, make)
 
-    def head(self, tied: Tensor | None) -> Linear:
+    def head(self, tied: bool) -> Linear:
         """See Linears.head."""
         return self._dense.head(tied)

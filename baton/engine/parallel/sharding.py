@@ -38,6 +38,7 @@ from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
 from baton.engine.quantization.float8 import Float8Weight
 from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.linear import Table
 from baton.engine.quantization.parts import (
     float8_inputs,
     float8_outputs,
@@ -138,12 +139,12 @@ class RankShards:
         self._width = _vocabulary_width(config.vocab_size, group.place.size)
         self._first = group.place.rank * self._width
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Table) -> Tensor:
         """See Shards. The rank that holds a token looks it up, the others add zeros, so the sum is
         exact."""
         local = token_ids - self._first
-        elsewhere = (local < 0) | (local >= weight.shape[0])
-        found = functional.embedding(local.clamp(0, weight.shape[0] - 1), weight)
+        elsewhere = (local < 0) | (local >= table.outputs)
+        found = table.rows(local.clamp(0, table.outputs - 1))
         return self._group.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def reduce(self, partial: Tensor) -> Tensor:

@@ -73,10 +73,27 @@ class Linears(Protocol):
         that share weights compute it once."""
         ...
 
-    def head(self, tied: Tensor | None) -> Linear:
+    def head(self, tied: bool) -> Linear:
         """Return the head, the product over the vocabulary; its weight is rounded if so configured.
-        `tied`: the embedding [vocab, H] that the head shares; None = the head's own weight is
-        read."""
+        `tied`: its weight is the embedding [vocab, H]."""
+        ...
+
+
+class Table(Protocol):
+    """Rows to look up: an embedding, or the weights of a tied head, which are then held once."""
+
+    @property
+    def outputs(self) -> int:
+        """The number of rows."""
+        ...
+
+    @property
+    def place(self) -> tuple[torch.dtype, torch.device]:
+        """The dtype and the device of the rows."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids` [T] -> [T, in], a new tensor."""
         ...
 
 
@@ -86,6 +103,20 @@ class PlainLinear:
 
     weight: Tensor
     bias: Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        """See Table."""
+        return self.weight.shape[0]
+
+    @property
+    def place(self) -> tuple[torch.dtype, torch.device]:
+        """See Table."""
+        return self.weight.dtype, self.weight.device
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See Table."""
+        return functional.embedding(ids, self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
@@ -117,6 +148,17 @@ class PanelLinear:
     def outputs(self) -> int:
         """Width of the product."""
         return self._outputs
+
+    @property
+    def place(self) -> tuple[torch.dtype, torch.device]:
+        """See Table."""
+        return self.panels.dtype, self.panels.device
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See Table. A panel [in / 2, outputs, 2] has two neighbours of a row side by side."""
+        pairs, size = self.panels.view(torch.int32).squeeze(-1), self.panels.shape[-2]
+        found = pairs[ids // size, :, ids % size]
+        return found.contiguous().view(self.panels.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""

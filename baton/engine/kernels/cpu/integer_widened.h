@@ -33,7 +33,7 @@ constexpr int64_t kPairBytes = 4 * sizeof(Line), kHeaderBytes = 8 * sizeof(Float
 template <class Source>
 BATON_VNNI void widen_panels(const IntegerWork& work, const IntegerUnit& unit, uint8_t* to) {
   const IntegerLayout& at = work.at;
-  const Source source = Source::make();
+  const Source source = Source::make(work.a.bits);
   for (int64_t p = 0; p < 2; ++p) {
     uint8_t* line = to + p * (kPairBytes / 2);
     for (int64_t g = 0; g < work.a.groups; ++g) {

@@ -15,7 +15,13 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.library import kernels
 from baton.engine.running import spare_cores
-from baton.engine.running.spare_cores import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SpareCores
+from baton.engine.running.spare_cores import (
+    LEAST_STEP_S,
+    LEAST_TOKENS,
+    LONGEST_PAUSE_S,
+    SHORTEST_PAUSE_S,
+    SpareCores,
+)
 from baton.protocol.errors import ConfigError
 from baton.runtime.cores import CoreBoard
 from tests.router.fakes import FakeClock
@@ -48,10 +54,10 @@ class Host:
     clock: FakeClock
     waiting: float = 0.0
 
-    def taken(self) -> tuple[int, ...]:
+    def taken(self, num_prefill_tokens: int = LEAST_TOKENS) -> tuple[int, ...]:
         """The cores that the next step has beside its own."""
         before = self.cores.num_steps
-        self.cores.take()
+        self.cores.take(num_prefill_tokens)
         num_spare = torch.get_num_threads() - 1
         assert self.cores.share == 1 + num_spare
         assert self.cores.num_steps - before == bool(num_spare)
@@ -86,6 +92,16 @@ def test_cores_are_taken_while_their_owners_are_idle(host: Host) -> None:
     host.cores.give_back()
     assert torch.get_num_threads() == 1
     assert host.taken() == (1,)
+
+
+def test_short_steps_stay_on_the_own_cores(host: Host) -> None:
+    host.owners[0].tell(idle=True)
+    assert host.taken(LEAST_TOKENS - 1) == (), "nothing is known of its steps"
+    assert host.taken(LEAST_TOKENS) == (1,)
+    host.cores.step_s = LEAST_STEP_S - 0.001
+    assert host.taken(0) == ()
+    host.cores.step_s = LEAST_STEP_S
+    assert host.taken(0) == (1,)
 
 
 def test_this_node_tells_its_own(host: Host, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_thread_that_was_never_started_can_be_stopped() -> None:
 class Told:
     """Cores that nobody uses: which `rest` and `take` came, in order."""
 
-    num_steps, share = 3, 1.0
+    num_steps, share, step_s = 3, 1.5, 0.0
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -264,8 +264,8 @@ class Told:
     def rest(self, *, resting: bool) -> None:
         self.calls.put("rests" if resting else "works")
 
-    def take(self) -> None:
-        self.calls.put("step")
+    def take(self, num_prefill_tokens: int = 0) -> None:
+        self.calls.put(f"step of {num_prefill_tokens}")
 
     def give_back(self) -> None: ...
 
@@ -285,8 +285,9 @@ async def test_others_hear_when_the_engine_waits_for_work() -> None:
     await thread.call(lambda engine: engine.add(request("a", PROMPT)))
     seen = told.until("rests")
     assert seen[0] == "works"
-    assert "step" in seen
+    assert f"step of {len(PROMPT)}" in seen
     assert engine.stats.num_spare_core_steps == 3
+    assert told.step_s == 1.5 * engine.stats.step_seconds
     thread.stop()
     assert told.until("rests") == ["rests"], "others may have the cores of the dead"
 

@@ -134,6 +134,8 @@ class Steps:
             self.stats.num_spare_core_steps = self.cores.num_steps
             self.stats.utilization.share = self.cores.share
         self.stats.step_done(self._ended - began, flight.plan.num_prefill_tokens)
+        if self.cores is not None:
+            self.cores.step_s = self.stats.step_seconds * self.cores.share
         self.stats.num_steps_ahead += flight.behind
 
     # ---- inside ----
@@ -185,7 +187,7 @@ class Steps:
 
     def _run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> list[ChunkResult]:
         if self.cores is not None:
-            self.cores.take()
+            self.cores.take(plan.num_prefill_tokens)
         return self.runner.run(plan.chunks, on_layer)
 
     def _plan_behind(self, ahead: RunAhead, flight: Flight) -> Flight | None:

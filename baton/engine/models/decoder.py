@@ -31,7 +31,7 @@ from baton.engine.quantization.linear import (
     Linears,
     PanelLinear,
     PlainLinear,
-    Table,
+    EmbeddingTable,
     in_float32,
 )
 from baton.engine.state.attention import AttentionLayer
@@ -56,7 +56,7 @@ class Shards(Protocol):
     @property
     def dispatch(self) -> ExpertDispatch | None: ...
 
-    def embed(self, token_ids: Tensor, table: Table) -> Tensor:
+    def embed(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
         """Look up token_ids [T] in a table [vocabulary of this rank, H] -> [T, H]."""
         ...
 
@@ -76,7 +76,7 @@ class Whole:
 
     dispatch: ExpertDispatch | None = None
 
-    def embed(self, token_ids: Tensor, table: Table) -> Tensor:
+    def embed(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
         """See Shards."""
         return table.rows(token_ids)
 
@@ -89,7 +89,7 @@ class Whole:
         return logits
 
 
-def _table(config: DecoderConfig, head: Linear, read: ReadTensor) -> Table:
+def _table(config: DecoderConfig, head: Linear, read: ReadTensor) -> EmbeddingTable:
     """Return the embedding: the weights of the head, if both are one and rows can be read there."""
     if config.tied_embeddings and isinstance(head, PlainLinear | PanelLinear):
         return head

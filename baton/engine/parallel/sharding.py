@@ -38,7 +38,7 @@ from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
 from baton.engine.quantization.float8 import Float8Weight
 from baton.engine.quantization.integer import IntWeight
-from baton.engine.quantization.linear import Table
+from baton.engine.quantization.linear import EmbeddingTable
 from baton.engine.quantization.parts import (
     float8_inputs,
     float8_outputs,
@@ -139,7 +139,7 @@ class RankShards:
         self._width = _vocabulary_width(config.vocab_size, group.place.size)
         self._first = group.place.rank * self._width
 
-    def embed(self, token_ids: Tensor, table: Table) -> Tensor:
+    def embed(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
         """See Shards. The rank that holds a token looks it up, the others add zeros, so the sum is
         exact."""
         local = token_ids - self._first

@@ -79,7 +79,7 @@ class Linears(Protocol):
         ...
 
 
-class Table(Protocol):
+class EmbeddingTable(Protocol):
     """Rows to look up: an embedding, or the weights of a tied head, which are then held once."""
 
     @property
@@ -106,16 +106,16 @@ class PlainLinear:
 
     @property
     def outputs(self) -> int:
-        """See Table."""
+        """See EmbeddingTable."""
         return self.weight.shape[0]
 
     @property
     def place(self) -> tuple[torch.dtype, torch.device]:
-        """See Table."""
+        """See EmbeddingTable."""
         return self.weight.dtype, self.weight.device
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See Table."""
+        """See EmbeddingTable."""
         return functional.embedding(ids, self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class PanelLinear:
 
     @property
     def place(self) -> tuple[torch.dtype, torch.device]:
-        """See Table."""
+        """See EmbeddingTable."""
         return self.panels.dtype, self.panels.device
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See Table. A panel [in / 2, outputs, 2] has two neighbours of a row side by side."""
+        """See EmbeddingTable. A panel [in / 2, outputs, 2] has two neighbours of a row side by side."""
         pairs, size = self.panels.view(torch.int32).squeeze(-1), self.panels.shape[-2]
         found = pairs[ids // size, :, ids % size]
         return found.contiguous().view(self.panels.dtype)

@@ -27,11 +27,11 @@ from baton.engine.models.families.gemma import own_name
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import (
+    EmbeddingTable,
     Linear,
     Linears,
     PanelLinear,
     PlainLinear,
-    EmbeddingTable,
     in_float32,
 )
 from baton.engine.state.attention import AttentionLayer

@@ -155,7 +155,7 @@ class PanelLinear:
         return self.panels.dtype, self.panels.device
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See EmbeddingTable. A panel [in / 2, outputs, 2] has two neighbours of a row side by side."""
+        """See EmbeddingTable. Panels [in / 2, outputs, 2] have a row's neighbours side by side."""
         pairs, size = self.panels.view(torch.int32).squeeze(-1), self.panels.shape[-2]
         found = pairs[ids // size, :, ids % size]
         return found.contiguous().view(self.panels.dtype)

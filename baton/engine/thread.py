@@ -197,21 +197,19 @@ class EngineThread:
 
     def _next_calls(self) -> list[_EngineCall] | None:
         """Return the calls that have come in; wait for one if nothing is to do. None = stop."""
+        cores = self.engine.steps.cores
         with self._condition:
             while not (self._inbox or self._stopping or self._may_step() or self._in_wave):
-                self._tell(resting=True)
+                if cores is not None:
+                    cores.rest(resting=True)
                 self._condition.wait()
-            self._tell(resting=self._stopping)
+            if cores is not None:
+                cores.rest(resting=self._stopping)
             if self._stopping:
                 return None
             calls = list(self._inbox)
             self._inbox.clear()
         return calls
-
-    def _tell(self, *, resting: bool) -> None:
-        """Tell the processes that may use this one's cores whether it waits for work."""
-        if self.engine.steps.cores is not None:
-            self.engine.steps.cores.rest(resting=resting)
 
     def _serve(self, calls: list[_EngineCall]) -> None:
         for call in calls:

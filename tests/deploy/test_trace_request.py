@@ -28,8 +28,8 @@ FILES = {
 }
 FUNCTIONS = {
     "router": 252,  # 251: 5 for what nodes tell of their times, 1 for images -> 250
-    "whole": 907,  # 907: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
-    # logits that the compiled step makes
+    "whole": 908,  # 908: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
+    # logits that the compiled step makes, 1 for tokens that are looked up in a head's panels
 }
 CALLS = {
     "router": 534,  # 531: 17 for the times of nodes, 8 for the first and the last byte

@@ -11,7 +11,6 @@ Between plan() and LiveRequests.step_ended() no sequence of the step loses its b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -165,6 +164,8 @@ class Steps:
         return flight
 
     def _results(self, flight: Flight) -> list[ChunkResult]:
+        if self.cores is not None and flight.ahead is None:
+            self.cores.take(flight.plan.num_prefill_tokens)
         try:
             results = flight.results()
         except BaseException:
@@ -180,15 +181,11 @@ class Steps:
         plan = self._schedule()
         if self.ahead is None or not self._foresees(plan):
             on_layer = self.announcements.on_layer(plan)
-            return Flight(plan, lambda: self._run(plan, on_layer) if plan.rows else [])
+            run = self.runner.run
+            return Flight(plan, lambda: run(plan.chunks, on_layer) if plan.rows else [])
         flight = self.ahead.start(plan)
         self.scheduler.fly(row.sequence for row in plan.rows)
         return flight
-
-    def _run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> list[ChunkResult]:
-        if self.cores is not None:
-            self.cores.take(plan.num_prefill_tokens)
-        return self.runner.run(plan.chunks, on_layer)
 
     def _plan_behind(self, ahead: RunAhead, flight: Flight) -> Flight | None:
         with ahead.foreseen(flight.plan):

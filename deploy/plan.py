@@ -14,6 +14,7 @@ from typing import Final
 
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import option
+from baton.runtime.cores import MOST_CORES
 from baton.runtime.log import FORMATS, LEVELS
 from baton.runtime.redis.urls import check_redis_url
 from deploy.flags import to_nodes, to_router
@@ -228,10 +229,10 @@ def with_spare_cores(nodes: Sequence[NodePlan]) -> tuple[NodePlan, ...]:
     nodes, and the other way round.
 
     Each core has one such user at most, so no two nodes take it at once. Nodes that share cores
-    have none.
+    have none, nor have any where a core's number has no place on the board.
     """
     all_cores = [core for node in nodes for core in node.cores]
-    if len(set(all_cores)) < len(all_cores):
+    if len(set(all_cores)) < len(all_cores) or max(all_cores) >= MOST_CORES:
         return tuple(nodes)
     sides = [[node for node in nodes if node.role == role] for role in ("prefill", "decode")]
     found = {node.name: node for node in nodes}

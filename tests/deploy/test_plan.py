@@ -238,6 +238,14 @@ def test_each_core_has_one_user(cores: int, prefill: int, decode: int, encode: i
     assert not any(node.spare_cores for node in nodes if node.role == "encode")
 
 
+def test_cores_without_a_place_on_the_board_are_not_lent() -> None:
+    assert [node.spare_cores for node in plan_for(UpOptions(), [1022, 1023]).nodes] == [
+        (1023,),
+        (1022,),
+    ]
+    assert not any(node.spare_cores for node in plan_for(UpOptions(), [1023, 1024]).nodes)
+
+
 @pytest.mark.parametrize(
     ("options", "flags", "spare"),
     [

@@ -216,6 +216,8 @@ def test_what_cannot_use_them_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         SpareCores.of(config, torch.device("cuda"))
     with pytest.raises(ConfigError, match="itself"):
         SpareCores.of(replace(config, spare_cores=str(own[0])), CPU)
+    with pytest.raises(ConfigError, match="below 1024"):
+        SpareCores.of(replace(config, spare_cores="1024"), CPU)
     with pytest.raises(ConfigError, match="cannot be mapped"):
         SpareCores.of(replace(config, core_board=str(tmp_path / "none" / "cores")), CPU)
     monkeypatch.setattr(torch, "get_num_threads", lambda: len(own) + 1)

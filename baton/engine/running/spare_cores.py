@@ -33,7 +33,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import ConfigError
-from baton.runtime.cores import CoreBoard, parse_cores
+from baton.runtime.cores import MOST_CORES, CoreBoard, parse_cores
 
 logger = logging.getLogger(__name__)
 MOST_WAITING: Final = 0.2
@@ -119,6 +119,8 @@ class SpareCores:
             refused = f"a process of {len(own)} cores needs as many threads"
         elif shared := set(own) & set(others):
             refused = f"this process has {sorted(shared)} itself"
+        elif max(*own, *others) >= MOST_CORES:
+            refused = f"a board has places for cores below {MOST_CORES}"
         if refused:
             raise ConfigError(f"spare_cores: {refused}", field="spare_cores")
         board, found = CoreBoard(Path(config.core_board), own), kernels()

@@ -96,7 +96,7 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const WordSlab& slab,
             Line w[H];
             Source::template words<H>(line, half, pair, w);
             BATON_UNROLL for (int m = 0; m < M; ++m) {
-              const Line two = broadcast_words(x[m / 3] + (m % 3) * a.inputs + 2 * pair);
+              const int16_t* two = x[m / 3] + (m % 3) * a.inputs + 2 * pair;
               BATON_UNROLL for (int h = 0; h < H; ++h)
                 sum[p][m][h] = dot_words(sum[p][m][h], two, w[h]);
             }

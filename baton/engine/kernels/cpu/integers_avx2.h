@@ -1,5 +1,5 @@
-// What quantized.h and w8a8.h ask of AVX2 beyond vectors.h: integers become float32 by arithmetic, and
-// bytes are multiplied as words, because products of bytes would be cut off at 16 bits.
+// What quantized.h and w8a8.h ask of AVX2 beyond vectors.h: integers of 4 and 8 bits are multiplied as
+// words, 16 of them at once, where float32 are 8; products of bytes would be cut off at 16 bits.
 #pragma once
 
 #include "vectors.h"
@@ -7,8 +7,9 @@
 namespace baton {
 
 #define BATON_VNNI  // no more than the library's flags
+#define BATON_WORDS
 
-constexpr int kBlockRows = 4;  // rows at once by half a panel: 8 registers accumulate
+constexpr int kBlockRows = 6;  // rows at once by half a panel: 12 registers accumulate
 constexpr int kBothRows = 1;   // up to here two panels go together
 
 // Of a panel that some rows take at once.
@@ -16,10 +17,8 @@ constexpr int halves_of(int rows) { return rows == 1 ? 2 : 1; }
 
 using Ints = Line;  // 16 int32
 
-// Four uint8 as words, the same in every lane: the first and third, the others.
-struct Quad {
-  __m256i even, odd;
-};
+// A number of a row rounded to 8 bits, as a word: of each four the first and third, then the others.
+using RowByte = int16_t;
 
 inline Ints load_ints(const int32_t* from, Lanes lanes) {
   const Line mask = mask_of(lanes);
@@ -31,102 +30,149 @@ inline Floats difference(Ints a, Ints b) {
           _mm256_cvtepi32_ps(_mm256_sub_epi32(a.high, b.high))};
 }
 
-inline Quad broadcast_quad(const uint8_t* from) {
-  int32_t four;
-  std::memcpy(&four, from, sizeof four);
-  const __m256i each = _mm256_set1_epi32(four);
-  return {_mm256_and_si256(each, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(each, 8)};
+// Both halves of a line by the same.
+template <class Work>
+inline Line of_halves(Line line, const Work& work) {
+  return {work(line.low), work(line.high)};
 }
 
-inline __m256i dot(__m256i sum, Quad x, __m256i w) {
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
-  const __m256i odd = _mm256_srai_epi16(w, 8);
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x.even));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x.odd));
+inline Floats as_floats(Ints numbers) {
+  return {_mm256_cvtepi32_ps(numbers.low), _mm256_cvtepi32_ps(numbers.high)};
 }
 
-// sum + the products of each lane's four uint8 and four int8, exactly.
-inline Ints dot(Ints sum, Quad x, Line w) {
-  return {dot(sum.low, x, w.low), dot(sum.high, x, w.high)};
+inline Ints dot_words(Ints sum, __m256i x, Line w) {
+  return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(x, w.low)),
+          _mm256_add_epi32(sum.high, _mm256_madd_epi16(x, w.high))};
 }
 
-// Nibble `n` of each word by a table of magnitudes, and its highest bit as the sign.
-struct TableOfNibbles {
-  static __m256 number(__m256i words, int nibble) {
-    const __m256 magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
-    const __m256i code = _mm256_srli_epi32(words, 4 * nibble);
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
-    return _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, code), _mm256_castsi256_ps(sign));
+inline __m256i broadcast_words(const int16_t* from) {
+  int32_t two;
+  std::memcpy(&two, from, sizeof two);
+  return _mm256_set1_epi32(two);
+}
+
+// sum + the products of each lane's two words by the two that begin at x, exactly, in the registers of
+// the sum and two more, as vectors_avx2.h's add_products.
+inline Ints dot_words(Ints sum, const int16_t* x, Line w) {
+  __m256i each, product;
+  asm volatile(
+      "vpbroadcastd %4, %2\n\t"
+      "vpmaddwd %5, %2, %3\n\t"
+      "vpaddd %3, %0, %0\n\t"
+      "vpmaddwd %6, %2, %2\n\t"
+      "vpaddd %2, %1, %1"
+      : "+x"(sum.low), "+x"(sum.high), "=&x"(each), "=&x"(product)
+      : "m"(*reinterpret_cast<const int32_t*>(x)), "x"(w.low), "x"(w.high));
+  return sum;
+}
+
+// The first and third of each four int8, as words, and the second and fourth.
+inline Line even_bytes(Line line) {
+  return of_halves(line, [](__m256i four) {
+    return _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8);
+  });
+}
+
+inline Line odd_bytes(Line line) {
+  return of_halves(line, [](__m256i four) { return _mm256_srai_epi16(four, 8); });
+}
+
+// sum [H] += the four numbers that begin at x, by H vectors of four int8 a lane from `w` on, exactly.
+template <int H>
+inline void dot_quads(Ints (&sum)[H], const int16_t* x, const int8_t* w) {
+  const __m256i first = broadcast_words(x), other = broadcast_words(x + 2);
+  BATON_UNROLL for (int h = 0; h < H; ++h) {
+    const Line line = load_line(w + 64 * h);
+    sum[h] = dot_words(sum[h], first, even_bytes(line));
+    sum[h] = dot_words(sum[h], other, odd_bytes(line));
   }
-};
+}
 
-// A nibble becomes the lowest bits of a float32 whose last bit is worth what the nibble's place is.
-struct PlacesOfNibbles {
-  static __m256 number(__m256i words, int nibble) {
-    // 2^(23 - 4 * nibble): its last bit is 2^(-4 * nibble).
-    const int power = (127 + 23 - 4 * nibble) << 23;
-    const __m256i part = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * nibble)));
-    const __m256 raised = _mm256_castsi256_ps(_mm256_or_si256(part, _mm256_set1_epi32(power)));
-    return raised - _mm256_set1_ps(static_cast<float>(1 << (23 - 4 * nibble)) + 8.0f);
+// sum [M][H] += the four numbers that begin at x(m), of each row m, by H vectors of four int8 a lane from
+// `w` on, exactly.
+template <int M, int H, class Row>
+inline void dot_quads(Ints (*sum)[H], const Row& x, const int8_t* w) {
+  if constexpr (M == 1) return dot_quads(sum[0], x(0), w);
+  BATON_UNROLL for (int h = 0; h < H; ++h) {
+    const Line even = even_bytes(load_line(w + 64 * h));
+    BATON_UNROLL for (int m = 0; m < M; ++m) sum[m][h] = dot_words(sum[m][h], x(m), even);
+    asm volatile("" ::: "memory");  // the others are loaded behind these products: sums fill the registers
+    const Line odd = odd_bytes(load_line(w + 64 * h));
+    BATON_UNROLL for (int m = 0; m < M; ++m) sum[m][h] = dot_words(sum[m][h], x(m) + 2, odd);
   }
-};
+}
 
-template <class Numbers>
-struct Nibbles {
-  static constexpr int64_t bytes = 64;  // of a quad
-  static Nibbles make(int64_t) { return {}; }
+// x / scale to nearest even; returns what they add up to, exactly up to 512 of them.
+inline float round_words(const bf16* x, int16_t* to, int64_t count, float scale) {
+  const Floats times = broadcast(1.0f / scale);
+  Floats sum = broadcast(0.0f);
+  for (int64_t i = 0; i < count; i += 16) {
+    const Lanes lanes = lanes_of(count - i);
+    const Floats scaled = load_wide(x + i, lanes) * times;
+    const Ints each = {_mm256_cvtps_epi32(scaled.low), _mm256_cvtps_epi32(scaled.high)};
+    // Packed by halves of a register: lanes 0-3, 8-11, 4-7, 12-15.
+    const __m256i packed =
+        _mm256_permute4x64_epi64(_mm256_packs_epi32(each.low, each.high), 0xd8);
+    int16_t words[16];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), packed);
+    std::memcpy(to + i, words, sizeof(int16_t) * __builtin_popcount(lanes));
+    sum = sum + as_floats(each);
+  }
+  return sum_of(sum);
+}
+
+struct Integers4 {
+  static constexpr int64_t bytes = 64;   // of a quad
+  static constexpr float higher = 8.0f;  // than the numbers: words
 
   // A pair of a quad's inputs, of 16 * H outputs from 16 * half on.
   template <int H>
-  void load(const uint8_t* at, int half, int pair, Pairs w[H]) const {
-    const Line even = load_line(at);
-    const Line odd = {_mm256_srli_epi32(even.low, 16), _mm256_srli_epi32(even.high, 16)};
-    BATON_UNROLL for (int h = 0; h < H; ++h) {
-      const int nibble = 2 * pair + half + h;
-      w[h] = {{Numbers::number(even.low, nibble), Numbers::number(even.high, nibble)},
-              {Numbers::number(odd.low, nibble), Numbers::number(odd.high, nibble)}};
-    }
+  static void words(const uint8_t* at, int half, int pair, Line w[H]) {
+    const Line line = load_line(at);
+    BATON_UNROLL for (int h = 0; h < H; ++h)
+      w[h] = of_halves(line, [&](__m256i codes) {
+        return _mm256_and_si256(_mm256_srli_epi16(codes, 4 * (2 * pair + half + h)),
+                                _mm256_set1_epi16(15));
+      });
   }
 };
 
-using Integers4 = Nibbles<PlacesOfNibbles>;
-using Floats4 = Nibbles<TableOfNibbles>;
-
-// A byte is moved to the upper end of a lane of its own, and down again by its sign.
-struct Bytes {
-  static constexpr int64_t bytes = 128;
-  const __m256i places[2][2];  // by half, by input of a pair
-
-  static Bytes make(int64_t) {
-    return {{{places_of(0), places_of(1)}, {places_of(8), places_of(9)}}};
-  }
-
-  static uint8_t code(int number) { return static_cast<uint8_t>(number); }
-
-  static int64_t place(int64_t output, int64_t input) { return place_in_turns(output, input); }
+// Of 4 bits, by a table of magnitudes and the highest bit as the sign.
+struct Floats4 {
+  static constexpr int64_t bytes = 64;
+  static constexpr float higher = 0.0f;
 
   template <int H>
-  void load(const uint8_t* at, int half, int pair, Pairs w[H]) const {
-    const Line line = load_line(at + 64 * pair);
+  static void words(const uint8_t* at, int half, int pair, Line w[H]) {
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const Line line = load_line(at);
+    BATON_UNROLL for (int h = 0; h < H; ++h)
+      w[h] = of_halves(line, [&](__m256i codes) {
+        // The code in both bytes of a word: the number in both, the upper one then by its sign.
+        const __m256i code = _mm256_and_si256(
+            _mm256_srli_epi16(codes, 4 * (2 * pair + half + h)), _mm256_set1_epi16(15));
+        const __m256i number = _mm256_shuffle_epi8(table, _mm256_slli_epi16(code, 8));
+        return _mm256_srai_epi16(number, 8);
+      });
+  }
+};
+
+struct Bytes {
+  static constexpr int64_t bytes = 128;
+  static constexpr float higher = 0.0f;
+  static uint8_t code(int number) { return static_cast<uint8_t>(number); }
+
+  // Of a pair's 64 bytes: 16 outputs' two inputs, then the other outputs'.
+  static int64_t place(int64_t output, int64_t input) { return 2 * output + input % 2; }
+
+  template <int H>
+  static void words(const uint8_t* at, int half, int pair, Line w[H]) {
     BATON_UNROLL for (int h = 0; h < H; ++h) {
-      const __m256i *even = &places[half + h][0], *odd = &places[half + h][1];
-      w[h] = {{number(line.low, *even), number(line.high, *even)},
-              {number(line.low, *odd), number(line.high, *odd)}};
+      const auto* from = reinterpret_cast<const __m128i*>(at + 64 * pair + 32 * (half + h));
+      w[h] = {_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
+              _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
     }
-  }
-
- private:
-  static __m256 number(__m256i line, __m256i place) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_shuffle_epi8(line, place), 24));
-  }
-
-  // Bytes `first`, and every second after it, to the fourth byte of each lane, the others zeros.
-  static __m256i places_of(int first) {
-    const auto place = [&](int lane) {
-      return static_cast<int>(0x00808080u | static_cast<unsigned>(first + 2 * lane) << 24);
-    };
-    return _mm256_setr_epi32(place(0), place(1), place(2), place(3), place(0), place(1), place(2),
-                             place(3));
   }
 };
 

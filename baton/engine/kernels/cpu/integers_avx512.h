@@ -18,7 +18,7 @@ constexpr int kBothRows = 6;    // up to here two panels go together
 constexpr int halves_of(int) { return 2; }  // of a panel that some rows take at once
 
 using Ints = __m512i;  // 16 int32
-using Quad = __m512i;  // four uint8, the same in every lane
+using RowByte = uint8_t;  // a number of a row rounded to 8 bits
 
 inline Ints load_ints(const int32_t* from, Lanes lanes) {
   return _mm512_maskz_loadu_epi32(lanes, from);
@@ -26,14 +26,20 @@ inline Ints load_ints(const int32_t* from, Lanes lanes) {
 
 inline Floats difference(Ints a, Ints b) { return _mm512_cvtepi32_ps(_mm512_sub_epi32(a, b)); }
 
-inline Quad broadcast_quad(const uint8_t* from) {
-  int32_t four;
-  std::memcpy(&four, from, sizeof four);
-  return _mm512_set1_epi32(four);
+// sum [M][H] += the four numbers that begin at x(m), of each row m, by H vectors of four int8 a lane from
+// `w` on, exactly.
+template <int M, int H, class Row>
+BATON_VNNI inline void dot_quads(Ints (*sum)[H], const Row& x, const int8_t* w) {
+  Line weights[H];
+  BATON_UNROLL for (int h = 0; h < H; ++h) weights[h] = load_line(w + 64 * h);
+  BATON_UNROLL for (int m = 0; m < M; ++m) {
+    int32_t four;
+    std::memcpy(&four, x(m), sizeof four);
+    const __m512i each = _mm512_set1_epi32(four);
+    BATON_UNROLL for (int h = 0; h < H; ++h)
+      sum[m][h] = _mm512_dpbusd_epi32(sum[m][h], each, weights[h]);
+  }
 }
-
-// sum + the products of each lane's four uint8 and four int8, exactly.
-BATON_VNNI inline Ints dot(Ints sum, Quad x, Line w) { return _mm512_dpbusd_epi32(sum, x, w); }
 
 }  // namespace baton
 

@@ -5,15 +5,11 @@
 
 namespace baton {
 
-inline Line broadcast_words(const int16_t* from) {
+// sum + the products of each lane's two words by the two that begin at x, exactly.
+BATON_VNNI inline Ints dot_words(Ints sum, const int16_t* x, Line w) {
   int32_t two;
-  std::memcpy(&two, from, sizeof two);
-  return _mm512_set1_epi32(two);
-}
-
-// sum + the products of each lane's two words, exactly.
-BATON_VNNI inline Ints dot_words(Ints sum, Line x, Line w) {
-  return _mm512_dpwssd_epi32(sum, x, w);
+  std::memcpy(&two, x, sizeof two);
+  return _mm512_dpwssd_epi32(sum, _mm512_set1_epi32(two), w);
 }
 
 inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }

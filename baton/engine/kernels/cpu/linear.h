@@ -86,15 +86,9 @@ inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t
   BATON_UNROLL for (int m = 0; m < M; ++m)
     BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = broadcast(0.0f);
   for (int64_t k = 0; k < a.inputs; k += 2, w += 2 * kPanel) {
-    Pairs weights[V];
-    BATON_UNROLL for (int j = 0; j < V; ++j) weights[j] = load_pairs(w + 32 * j);
     for (int line = 0; line < ahead.lines; line += ahead.step, ahead.from += 64 * ahead.step)
       _mm_prefetch(ahead.from, _MM_HINT_T1);
-    BATON_UNROLL for (int m = 0; m < M; ++m) {
-      const Pair pair = broadcast_pair(x[m / 4] + m % 4 * a.inputs + k);
-      BATON_UNROLL for (int j = 0; j < V; ++j)
-        sum[m][j] = dot(sum[m][j], pair, weights[j]);
-    }
+    dot_rows<M>(sum, [&](int m) { return x[m / 4] + m % 4 * a.inputs + k; }, w);
   }
   for (int j = 0; j < V; ++j) {
     const Outputs outputs(a, from + 16 * j);

@@ -174,15 +174,8 @@ class PrefillTask {
     Floats local[M][kQueryVectors];
     BATON_UNROLL for (int i = 0; i < M; ++i)
       BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j) local[i][j] = sum[i][from + j];
-    for (int64_t k = 0; k < inputs; k += 2, w += 2 * columns) {
-      Pairs weights[kQueryVectors];
-      BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j) weights[j] = load_pairs(w + 32 * j);
-      BATON_UNROLL for (int i = 0; i < M; ++i) {
-        const Pair pair = broadcast_pair(x[i] + k);
-        BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j)
-          local[i][j] = dot(local[i][j], pair, weights[j]);
-      }
-    }
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * columns)
+      dot_rows<M>(local, [&](int i) { return x[i] + k; }, w);
     BATON_UNROLL for (int i = 0; i < M; ++i)
       BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j) sum[i][from + j] = local[i][j];
   }

@@ -24,7 +24,7 @@ void multiply_panel(const LinearArgs& a, Rows& rows, int64_t from, int64_t until
 
 void IntegerProducts::multiply_unit(const StepIntegers& by, const LinearArgs& like,
                                     IntegerRows& rows, const IntegerUnit& unit) {
-  if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.tiled, unit);
+  if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.rounded, unit);
   const IntegerArgs args = widening(by, like);
   baton::multiply_unit({args, IntegerLayout(args), room_.data()}, rows, unit);
 }

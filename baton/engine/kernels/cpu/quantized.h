@@ -105,12 +105,54 @@ inline void sum_groups(const IntegerArgs& a, int64_t row, float* sums) {
 // Whether tiles take products of such groups of inputs.
 inline bool tiles_take(const IntegerArgs& a) { return tiles_take(a.inputs / a.groups); }
 
+// Rows that are rounded to unsigned bytes, as one thread's products take them: as numbers of that kind.
+template <class Number>
+class RoundedRowsAs {
+ public:
+  TiledRows tiled;
+
+  // rows [.., 4 * quads], or null: there are none.
+  RoundedRowsAs(const uint8_t* rows, int64_t quads)
+      : tiled(rows, kQuad * quads), rows_(rows), quads_(quads) {}
+
+  // Those of row `from` on; rows [from, until) may be read, until others are asked for.
+  const Number* of(int64_t from, int64_t until) {
+    if constexpr (std::is_same_v<Number, uint8_t>) {
+      return rows_ + from * kQuad * quads_;
+    } else {
+      Number* const to = kept_room<RoundedRowsAs, Number>((until - from) * kQuad * quads_);
+      if (from_ != from || until_ != until) spread(to, from, until);
+      return to;
+    }
+  }
+
+ private:
+  void spread(Number* to, int64_t from, int64_t until) {
+    const uint8_t* x = rows_ + from * kQuad * quads_;
+    for (int64_t quad = 0; quad < (until - from) * quads_; ++quad, x += kQuad, to += kQuad) {
+      to[0] = x[0];
+      to[1] = x[2];
+      to[2] = x[1];
+      to[3] = x[3];
+    }
+    from_ = from;
+    until_ = until;
+  }
+
+  const uint8_t* rows_;
+  int64_t quads_, from_ = 0, until_ = 0;
+};
+
+using RoundedRows = RoundedRowsAs<RowByte>;
+
 // The rows of a product by integers, as one thread takes them.
 struct IntegerRows : Rows {
   WordRows words;
+  RoundedRows rounded;
 
   // x [.., inputs].
-  IntegerRows(const bf16* x, int64_t inputs) : Rows(x, inputs), words(x, inputs) {}
+  IntegerRows(const bf16* x, int64_t inputs)
+      : Rows(x, inputs), words(x, inputs), rounded(nullptr, 0) {}
 };
 
 // Bytes of a row of so many inputs that units read.

@@ -62,7 +62,7 @@ class IntegerProducts {
   // The rows as a thread's units take them.
   IntegerRows rows_of(const StepIntegers& by, const LinearArgs& like) {
     IntegerRows rows(like.x, like.inputs);
-    if (by.extra != nullptr) rows.tiled = rounded_rows(rounding(by, like));
+    if (by.extra != nullptr) rows.rounded = rounded_rows(rounding(by, like));
     return rows;
   }
 

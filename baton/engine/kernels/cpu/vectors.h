@@ -76,6 +76,20 @@ inline Floats across_each(const Floats rows[16], const Combine& combine) {
 
 inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
 
+// sum [M][V] += the pair that begins at x(m), of each row m, by V vectors of pairs from `w` on.
+template <int M, int V, class Row>
+inline void dot_rows(Floats (*sum)[V], const Row& x, const bf16* w) {
+#ifdef BATON_MANY_ROWS
+  if constexpr (M >= BATON_MANY_ROWS && V == 1) return dot_many_rows<M>(sum, x, w);
+#endif
+  Pairs weights[V];
+  BATON_UNROLL for (int j = 0; j < V; ++j) weights[j] = load_pairs(w + 32 * j);
+  BATON_UNROLL for (int m = 0; m < M; ++m) {
+    const Pair pair = broadcast_pair(x(m));
+    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = dot(sum[m][j], pair, weights[j]);
+  }
+}
+
 // Outputs of a product: float32 to `wide`, or rounded to `y` if that is null.
 template <class Args>
 inline void store_output(const Args& a, int64_t at, Floats values, Lanes lanes) {

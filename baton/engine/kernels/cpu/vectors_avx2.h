@@ -36,7 +36,7 @@ constexpr int kLongs = 4;
 // linear.h
 constexpr int kPanelVectors = 2;      // of a panel
 constexpr int kRows = 1;              // by a panel at once
-constexpr int kHalfRows = 4;          // by half a panel: 8 registers accumulate
+constexpr int kHalfRows = 6;          // by half a panel: 12 registers accumulate
 constexpr int kManyRows = kHalfRows;  // at once where there are many
 constexpr int kAskingPasses = 256;    // so many over a panel ask for the next one's lines
 // attention.h
@@ -45,7 +45,7 @@ constexpr int kValueParts = 1;  // of 32 numbers at once, by two query heads: as
 // delta_rule.h
 constexpr int kStateVectors = 2;  // columns of a matrix at once: 8 registers accumulate
 // prefill.h
-constexpr int kQueries = 4;  // at once by kQueryVectors: 8 registers accumulate
+constexpr int kQueries = 6;  // at once by kQueryVectors: 12 registers accumulate
 constexpr int kQueryVectors = 1;
 
 inline Floats broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
@@ -189,6 +189,44 @@ inline Pairs pairs_of(Line line) {
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const Factor* from) {
   return {_mm256_set1_ps(from[0]), _mm256_set1_ps(from[1])};
+}
+
+// sum + *x * w, in the registers of the sum and one more: a compiler that orders these instructions by
+// itself keeps a sum of twelve in memory.
+inline Floats add_products(Floats sum, const float* x, Floats w) {
+  __m256 each;
+  asm volatile(
+      "vbroadcastss %3, %2\n\t"
+      "vfmadd231ps %4, %2, %0\n\t"
+      "vfmadd231ps %5, %2, %1"
+      : "+x"(sum.low), "+x"(sum.high), "=&x"(each)
+      : "m"(*x), "x"(w.low), "x"(w.high));
+  return sum;
+}
+
+// The odd numbers of 8 pairs, read from memory behind the products that stand before.
+inline __m256 odd_in(const bf16* from) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  __m256 odd;
+  asm volatile("vandps %1, %2, %0"
+               : "=x"(odd)
+               : "m"(*reinterpret_cast<const __m256_u*>(from)), "x"(upper));
+  return odd;
+}
+
+#define BATON_MANY_ROWS 4
+
+// vectors.h's `dot_rows` of many rows: all rows' even products before the odd ones, so that one vector of
+// the weights is in registers at a time, beside the sums.
+template <int M, int V, class Row>
+inline void dot_many_rows(Floats (*sum)[V], const Row& x, const bf16* w) {
+  BATON_UNROLL for (int j = 0; j < V; ++j) {
+    const Line line = load_line(w + 32 * j);
+    const Floats even = {even_of(line.low), even_of(line.high)};
+    BATON_UNROLL for (int m = 0; m < M; ++m) sum[m][j] = add_products(sum[m][j], x(m), even);
+    const Floats odd = {odd_in(w + 32 * j), odd_in(w + 32 * j + 16)};
+    BATON_UNROLL for (int m = 0; m < M; ++m) sum[m][j] = add_products(sum[m][j], x(m) + 1, odd);
+  }
 }
 
 inline Floats dot(Floats sum, Pairs a, Pairs b) {

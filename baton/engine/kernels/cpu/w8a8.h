@@ -55,13 +55,13 @@ struct Int8Outputs {
   }
 };
 
-// M rows by P panels: outputs from 16 * half on, of H halves.
+// M rows, which begin at `rows`, by P panels: outputs from 16 * half on, of H halves.
 template <int M, int P, int H>
-BATON_VNNI void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Asking asking,
-                              int half) {
+BATON_VNNI void multiply_int8(const W8A8Args& a, const RowByte* rows, int64_t row, int64_t panel,
+                              Asking asking, int half) {
   const int64_t stride = a.quads * 4, size = a.quads * 4 * kNarrow;
-  const uint8_t* x[(M + 2) / 3];
-  for (int m = 0; m < M; m += 3) x[m / 3] = a.rounded + (row + m) * stride;
+  const RowByte* x[(M + 2) / 3];
+  for (int m = 0; m < M; m += 3) x[m / 3] = rows + m * stride;
   Ints sum[P][M][H];
   BATON_UNROLL for (int p = 0; p < P; ++p)
     BATON_UNROLL for (int m = 0; m < M; ++m)
@@ -72,13 +72,8 @@ BATON_VNNI void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Ask
     if (quad == turn) ahead = asking.last;
     BATON_UNROLL for (int p = 0; p < P; ++p) {
       const int8_t* lines = a.panels + (panel + p) * size + quad * 4 * kNarrow;
-      Line w[H];
-      BATON_UNROLL for (int h = 0; h < H; ++h) w[h] = load_line(lines + 64 * (half + h));
       ask(lines + ahead, 4 * kNarrow);
-      BATON_UNROLL for (int m = 0; m < M; ++m) {
-        const Quad each = broadcast_quad(x[m / 3] + (m % 3) * stride);
-        BATON_UNROLL for (int h = 0; h < H; ++h) sum[p][m][h] = dot(sum[p][m][h], each, w[h]);
-      }
+      dot_quads<M>(sum[p], [&](int m) { return x[m / 3] + m % 3 * stride; }, lines + 64 * half);
     }
     BATON_UNROLL for (int i = 0; i < (M + 2) / 3; ++i) x[i] += 4;
   }
@@ -90,16 +85,17 @@ BATON_VNNI void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Ask
     }
 }
 
-// `rows` rows, at most M of them, by a unit's panels, which lie side by side.
+// `count` rows, at most M of them, which begin at `rows`, by a unit's panels, which lie side by side.
 template <int M = kBlockRows>
-void multiply_int8_block(const W8A8Args& a, const IntegerUnit& unit, int64_t row, int64_t rows) {
+void multiply_int8_block(const W8A8Args& a, const RowByte* rows, const IntegerUnit& unit,
+                         int64_t row, int64_t count) {
   if constexpr (M > 1)
-    if (rows < M) return multiply_int8_block<M - 1>(a, unit, row, rows);
+    if (count < M) return multiply_int8_block<M - 1>(a, rows, unit, row, count);
   const int64_t size = a.quads * 4 * kNarrow;
-  each_panels<M>(unit, row, row + rows, size, [&](auto count, int64_t panel, Asking asking) {
+  each_panels<M>(unit, row, row + count, size, [&](auto panels, int64_t panel, Asking asking) {
     constexpr int halves = halves_of(M);
     for (int half = 0; half < 2; half += halves)
-      multiply_int8<M, count, halves>(a, row, panel, asking, half);
+      multiply_int8<M, panels, halves>(a, rows, row, panel, asking, half);
   });
 }
 
@@ -131,23 +127,24 @@ inline void multiply_int8_tiled(const W8A8Args& a, const uint8_t* rows, const In
 }
 #endif
 
-// Rows as `round_unsigned` leaves them, for a unit's tiles.
-inline TiledRows rounded_rows(const W8A8Args& a) { return {a.rounded, 4 * a.quads}; }
+// Rows as `round_unsigned` leaves them, for a unit.
+inline RoundedRows rounded_rows(const W8A8Args& a) { return {a.rounded, a.quads}; }
 
-inline void multiply_int8_unit(const W8A8Args& a, TiledRows& rows, const IntegerUnit& unit) {
+inline void multiply_int8_unit(const W8A8Args& a, RoundedRows& rows, const IntegerUnit& unit) {
 #ifdef BATON_TILES
   if (unit.until - unit.from >= kFewTiled && a.quads % kTileRows == 0)
-    return multiply_int8_tiled(a, rows.of(unit.from, unit.until), unit);
+    return multiply_int8_tiled(a, rows.tiled.of(unit.from, unit.until), unit);
 #endif
+  const RowByte* const x = rows.of(unit.from, unit.until);
   each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
-    multiply_int8_block(a, unit, row, count);
+    multiply_int8_block(a, x + (row - unit.from) * 4 * a.quads, unit, row, count);
   });
 }
 
 inline void w8a8_linear(const W8A8Args& a) {
   in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
     me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
-    TiledRows rows = rounded_rows(a);
+    RoundedRows rows = rounded_rows(a);
     share_units(me, a.rows, slab_of(4 * a.quads, kBlockRows), a.outputs,
                 [&](const IntegerUnit& unit) { multiply_int8_unit(a, rows, unit); });
   });

@@ -356,6 +356,8 @@ class PromptReader:
         """Return the text; if it certainly has too many tokens, only the part that `length` keeps.
 
         Raises ContextLengthExceeded for such a text if `length` does not allow a cut."""
+        if len(text) <= length.tokens:  # each token has room for a character
+            return text
         spare = 0 if length.side is None else CUT_TOKENS
         most = self._tokenizer.most_chars(length.tokens + spare)
         if most is None:

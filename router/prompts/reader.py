@@ -358,10 +358,8 @@ class PromptReader:
         Raises ContextLengthExceeded for such a text if `length` does not allow a cut."""
         if len(text) <= length.tokens:  # each token has room for a character
             return text
-        spare = 0 if length.side is None else CUT_TOKENS
-        most = self._tokenizer.most_chars(length.tokens + spare)
-        if most is None:
-            most = (length.tokens + spare) * UNKNOWN_CHARS_PER_TOKEN
+        count = length.tokens + (0 if length.side is None else CUT_TOKENS)
+        most = self._tokenizer.most_chars(count) or count * UNKNOWN_CHARS_PER_TOKEN
         if len(text) <= most:
             return text
         if length.side is None:

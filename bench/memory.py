@@ -38,7 +38,7 @@ from bench.start_up import WAIT_S, processes
 NODES: Final = ("prefill", "decode")
 # In this order: the first that is found in a mapping's name counts.
 KINDS: Final[Mapping[str, re.Pattern[str]]] = {
-    "weights": re.compile(r"/baton-weights-\d+/"),
+    "weights": re.compile(r"\.weights$|/baton-weights-\d+/"),
     "KV": re.compile(r"^/dev/shm/baton-|^/memfd:baton-kv"),
     "libraries": re.compile(r"\.so(\.|$)|/bin/"),
     "files": re.compile(r"^/"),

@@ -32,7 +32,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import AUTO, EngineConfig
 from baton.node.config import NodeConfig
 from baton.protocol.errors import BatonError, ConfigError, Unavailable
 from baton.runtime.config import add_config, add_options, load, parse
@@ -245,6 +245,8 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
             flags.setdefault("served_model_name", (Path(given).stem,))
         elif "/" in given and not Path(given).expanduser().is_dir():
             flags.setdefault("served_model_name", (given,))
+    if "BATON_SHARED_WEIGHTS_CACHE" not in os.environ:
+        flags.setdefault("shared_weights_cache", AUTO)  # the next start maps what this one packs
     if options.demo:
         told = {*flags, *given_options(UpOptions, arguments)}
         told |= {name.removeprefix("BATON_").lower() for name in os.environ}

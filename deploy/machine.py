@@ -13,6 +13,8 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
+from baton.engine.checkpoint.weight_folder import BLOCK, SUFFIX
+from baton.runtime.cache_folder import cache_folder
 from baton.runtime.redis.connections import connect
 from baton.runtime.redis.urls import check_redis_url
 from deploy.redis_server import find_redis_binary
@@ -41,6 +43,7 @@ class MachineFacts:
     kernels: str
     integer_kernels: str
     gpu: str
+    kept_weights: str = ""
 
     def rows(self) -> Iterable[tuple[str, str]]:
         """Yield the rows of a table for people."""
@@ -57,6 +60,7 @@ class MachineFacts:
         yield "CPU kernels", self.kernels
         yield "integer weights", self.integer_kernels
         yield "GPU", self.gpu
+        yield "kept weights", self.kept_weights or "none"
 
 
 async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFacts:
@@ -80,7 +84,20 @@ async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFac
         kernels=engine["kernels"],
         integer_kernels=engine["integer_kernels"],
         gpu=engine["gpu"],
+        kept_weights=kept_weights(),
     )
+
+
+def kept_weights() -> str:
+    """Return what packed weights take on the disk, and where; "" if none are kept."""
+    try:
+        folder = cache_folder("weights")
+        sizes = [path.stat().st_blocks * BLOCK for path in folder.glob(f"*{SUFFIX}")]
+    except OSError:
+        return ""
+    if not sizes:
+        return ""
+    return f"{sum(sizes) / 1e9:.1f} GB in {folder} (--shared-weights-cache bounds them)"
 
 
 def processor(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:

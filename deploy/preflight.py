@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.memory.available_memory import available_memory
 from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
+from baton.runtime.cache_folder import cache_folder, is_local
 from baton.runtime.config import load
 from baton.text.chat_template import ChatTemplate
 from deploy.plan import (
@@ -120,8 +122,13 @@ def held_once(checkpoint: Checkpoint, weights: int, engine: EngineConfig) -> boo
     before they start."""
     if not engine.shared_weights or checkpoint.stored_bytes < LEAST_BYTES:
         return False
+    places = [FOLDER]
+    with suppress(OSError):
+        cache = cache_folder("weights")
+        if engine.kept_weight_bytes != 0 and is_local(cache):
+            places.append(next(each for each in cache.parents if each.is_dir()))
     try:
-        return shutil.disk_usage(FOLDER).free >= weights
+        return any(shutil.disk_usage(place).free >= weights for place in places)
     except OSError:
         return False
 

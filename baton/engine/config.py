@@ -17,6 +17,7 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.config import option, spelled
 from baton.runtime.cores import parse_cores
 
+AUTO: Final = "auto"
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
@@ -109,8 +110,9 @@ class EngineConfig:
     )
     shared_weights_cache: str | None = option(
         None,
-        "memory for shared weights that no process uses, as in 8GB: the last used ones stay for "
-        "the next start (default: none)",
+        "what shared weights that no process uses may take, on disk where that serves as well as "
+        "memory: a size as in 8GB, the last used ones stay for the next start; auto: a quarter of "
+        "the disk's free space (default: nothing; baton up: auto)",
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
@@ -237,8 +239,7 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
         parse_bytes(self.image_cache_memory, field="image_cache_memory")
-        if self.shared_weights_cache is not None:
-            parse_bytes(self.shared_weights_cache, field="shared_weights_cache")
+        _ = self.kept_weight_bytes
 
     def _check_cores(self) -> None:
         if (self.core_board is None) != (self.spare_cores is None):
@@ -263,9 +264,11 @@ class EngineConfig:
         return parse_bytes(self.image_cache_memory, field="image_cache_memory")
 
     @property
-    def kept_weight_bytes(self) -> int:
-        """What shared weights that no process uses may take."""
+    def kept_weight_bytes(self) -> int | None:
+        """What shared weights that no process uses may take; None = auto. Raises ConfigError."""
         kept = self.shared_weights_cache
+        if kept == AUTO:
+            return None
         return 0 if kept is None else parse_bytes(kept, field="shared_weights_cache")
 
     @property

@@ -5,8 +5,10 @@ makes them.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,8 @@ SHM: Final = "shm"
 AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
 # Rows of images are sent in frames: nobody reads the memory in which they lie.
 ROW_LANES: Final = ("stream", "grpc")
+TAKE_AFTER_S: Final = 2.0  # first a node answers
+LEAST_PRIORITY: Final = 19
 # The distance of a lane's port from that of the stream lane.
 _NO_POOL: Final = "this node has none that it could read (tensor_parallel_size above 1 has several)"
 AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}
@@ -85,7 +89,8 @@ class PoolPlace:
 
     `optional`: if shared memory has no room, the pool lies elsewhere and lane `shm` is left out.
     Life: the engine gets `memory` and may call it once; afterwards `shared` is set, unless there
-    was no room; `close` unlinks the file.
+    was no room. `take` lets a thread take the memory that the pool does not have yet, until
+    `stop_taking`. `close` unlinks the file.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, *, optional: bool = False) -> None:
@@ -93,6 +98,8 @@ class PoolPlace:
         self._wanted = SHM in names
         self._optional = optional
         self._directory = directory
+        self._stopped = threading.Event()
+        self._taker: threading.Thread | None = None
 
     @property
     def memory(self) -> MakeMemory | None:
@@ -103,8 +110,35 @@ class PoolPlace:
         without = self._optional and self.shared is None
         return tuple(name for name in names if not (without and name == SHM))
 
+    def take(self, lost: Callable[[], object]) -> None:
+        """Take the pool's whole memory on a thread, TAKE_AFTER_S from now and after everything else
+        that wants this core. If there is no room any more, call `lost`, on that thread."""
+        shared = self.shared
+        if shared is None or self._taker is not None:
+            return
+
+        def work() -> None:
+            if self._stopped.wait(TAKE_AFTER_S):
+                return
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+            try:
+                shared.take_rest(self._stopped.is_set)
+            except ConfigError as error:
+                log.error("the node ends: %s", error.message)
+                lost()
+
+        self._taker = threading.Thread(target=work, name="kv-memory", daemon=True)
+        self._taker.start()
+
+    def stop_taking(self) -> None:
+        """Take no more, from when this returns. Idempotent."""
+        self._stopped.set()
+        if self._taker is not None:
+            self._taker.join()
+
     def close(self) -> None:
         """Unlink the shared file. Idempotent."""
+        self._stopped.set()
         if self.shared is not None:
             self.shared.close()
 
@@ -136,7 +170,7 @@ class PoolPlace:
 def check_room(directory: Path, num_bytes: int) -> None:
     """Raise ConfigError unless two pools of `num_bytes` fit: this node's and that of a second node.
 
-    A pool in shared memory takes all its memory at once, not page by page as it is used.
+    A pool in shared memory takes all its memory soon, not page by page as it is used.
     """
     try:
         free = shutil.disk_usage(directory).free

@@ -383,8 +383,7 @@ async def _run(
     names, group = parse_lanes(config.kv_lanes), life.group
     if program.role is Role.ENCODE:
         names = row_lanes(names)
-    optional = config.kv_lanes.strip() == AUTO
-    place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
+    place = PoolPlace(names, Path(config.kv_shm_dir), optional=config.kv_lanes.strip() == AUTO)
     group.on_death(place.remove_all)
     timing = replace(Timing(), drain_s=config.drain_s)
     if config.redis_url:
@@ -402,9 +401,9 @@ async def _run(
         if ranks is not None:
             ranks.on_lost(end)
         settings = LaneSettings.of(config, timing)
-        # A lane that reads the pool itself would see the heads of one rank only, so it gets no
-        # pool.
+        # A lane that reads the pool itself would see one rank's heads only, so it gets no pool.
         pool = parts.arena if ranks is None else None
+        parts.arena.before_giving_back = place.stop_taking
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
         around = Surroundings(timing, SystemClock(), lanes, group.name)
@@ -416,20 +415,21 @@ async def _run(
         if node is None:
             log.info("stopped before the model was loaded")
             return 0
-        await _serve(node, life)
+        await _serve(node, life, place)
     finally:
         place.close()
         await asyncio.to_thread(group.close)
     return 0
 
 
-async def _serve(node: NodeProcess, life: Life) -> None:
+async def _serve(node: NodeProcess, life: Life, place: PoolPlace) -> None:
     """Serve until the first signal, then drain until done or until the second signal."""
     health, group = life.health, life.group
     try:
         await node.start()
         health.started(lambda: node.gets_on, lambda: node.takes_work)
         await group.ready(node.ready() | {"health_port": health.port})
+        place.take(lost=end)
         await life.first.wait()
         await _until(group.drain(node.drain), life.second)
     finally:

@@ -66,7 +66,7 @@ class Tokenizer:
             token_id for token_id, t in backend.get_added_tokens_decoder().items() if t.special
         )
         self._skipped: dict[tuple[str, ...], frozenset[int]] = {}
-        self._bytes_of = _byte_table(backend) if _is_byte_level(backend) else None
+        self._bytes_of = _ByteTable(backend) if _is_byte_level(backend) else None
         self.pieces = (
             PieceEncoder.of(backend, lambda text: self.encode(text, False), keep_bytes)
             if keep_bytes
@@ -181,7 +181,8 @@ class Tokenizer:
         """The most characters of a text that one token stands for; None if there is no limit."""
         if self._bytes_of is None or not _drops_nothing(self._backend):
             return None
-        return max(map(len, self._bytes_of.values())) * _MOST_COMPOSED
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return max(len(self._bytes_of.of(token)) for token in vocabulary) * _MOST_COMPOSED
 
     def most_chars(self, num_tokens: int) -> int | None:
         """Return the most characters of a text of `num_tokens` tokens; None if there is no
@@ -199,7 +200,7 @@ class Tokenizer:
         Return b"" for an id outside the vocabulary.
         """
         if self._bytes_of is not None:
-            return self._bytes_of.get(token_id, b"")
+            return self._bytes_of[token_id]
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -232,7 +233,7 @@ class _ByteStream:
     It is exact for every sequence of ids, and needs one dictionary look-up per token.
     """
 
-    def __init__(self, bytes_of: Mapping[int, bytes], skipped: frozenset[int]) -> None:
+    def __init__(self, bytes_of: _ByteTable, skipped: frozenset[int]) -> None:
         self._bytes_of = bytes_of
         self._skipped = skipped
         self._utf8 = Utf8Decoder("replace")
@@ -240,11 +241,11 @@ class _ByteStream:
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._decoded(self._bytes_of.get(token_id, b""))
+        return self._decoded(self._bytes_of[token_id])
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         skipped, bytes_of = self._skipped, self._bytes_of
-        shown = [bytes_of.get(token_id, b"") for token_id in token_ids if token_id not in skipped]
+        shown = [bytes_of[token_id] for token_id in token_ids if token_id not in skipped]
         return self._decoded(b"".join(shown))
 
     def _decoded(self, data: bytes) -> str:
@@ -362,21 +363,33 @@ def _drops_nothing(backend: tokenizers.Tokenizer) -> bool:
     return normalizer is None or isinstance(normalizer, normalizers.NFC)
 
 
-def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """Return the bytes of every id of a byte-level vocabulary.
+class _ByteTable(dict[int, bytes]):
+    """The bytes of ids of a byte-level vocabulary, of each id once it was asked for: a vocabulary
+    of 150,000 would take most of a router's start. b"" for an id outside the vocabulary.
 
     If all characters of a token are in GPT-2's byte alphabet, the token stands for bytes. Any other
     token (an added token with a space, say) stands for its own UTF-8. Source: tokenizers,
     pre_tokenizers/byte_level.rs.
     """
-    byte_of = _gpt2_alphabet()
-    table: dict[int, bytes] = {}
-    for token, token_id in backend.get_vocab(with_added_tokens=True).items():
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        self._byte_of = _gpt2_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:
+            return b""
+        found = self[token_id] = self.of(token)
+        return found
+
+    def of(self, token: str) -> bytes:
+        """Return the bytes of a token by its spelling."""
         try:
-            table[token_id] = bytes([byte_of[char] for char in token])
+            return bytes([self._byte_of[char] for char in token])
         except KeyError:
-            table[token_id] = token.encode("utf-8", "replace")
-    return table
+            return token.encode("utf-8", "replace")
 
 
 def _gpt2_alphabet() -> dict[str, int]:

@@ -5,9 +5,9 @@
     page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
 
 Life: an arena is created, after files whose owner has died were swept away. memory() is given to
-the KV pool. Peers' files are attached and detached as conversations and adopted pages need them.
-close unlinks the file; processes that have it mapped keep its bytes, so a peer that dies takes
-nothing away.
+the KV pool; the owner calls take_rest soon. Peers' files are attached and detached as conversations
+and adopted pages need them. close unlinks the file; processes that have it mapped keep its bytes,
+so a peer that dies takes nothing away.
 
 An owner holds an exclusive flock for as long as it lives. The kernel releases the lock with the
 process, even after kill -9. A pid would mean nothing between containers, which share the directory
@@ -27,6 +27,7 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 DEFAULT_DIRECTORY: Final = Path("/dev/shm")
 RESERVED_BYTES: Final = 1 << 40  # addresses, not memory: room for peers
 BOARD_BYTES: Final = PAGE_BYTES  # word 0 is not 0 while the owner wants its pages back
+FIRST_BYTES: Final = 256 << 20  # memory that a new arena takes at once
+PIECE_BYTES: Final = 32 << 20
 _NAME: Final = re.compile(r"baton-[0-9a-f]{8,64}")
 _NEW: Final = ".new"
 
@@ -120,6 +123,28 @@ class ShmArena:
     def memory(self) -> torch.Tensor:
         """Return uint8 [num_bytes]: the own pages, zeroed and shared."""
         return self._all[: self.place.num_bytes]
+
+    def take_rest(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Take the memory behind FIRST_BYTES, from the first page to the last, until `stop`. Any
+        thread, while others use the arena. Raises ConfigError if there is no room.
+
+        A page that is touched earlier is taken then. Should the directory be full by that time, the
+        process dies; so a node calls this soon after its start, when it can use few pages only.
+        """
+        for start in range(FIRST_BYTES, self._own_bytes, PIECE_BYTES):
+            if stop():
+                return
+            try:
+                with self._lock:
+                    if self._descriptor < 0:
+                        return
+                    fd = os.dup(self._descriptor)
+                try:
+                    os.posix_fallocate(fd, start, min(PIECE_BYTES, self._own_bytes - start))
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise _no_room(self.directory, self.place.num_bytes, error) from error
 
     def pages(self) -> torch.Tensor:
         """Return uint8 [pages of the whole range, page_bytes]: own and foreign pages by their ids.
@@ -329,18 +354,27 @@ def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(new, path)
-        # Allocated now, not at the first write: a full tmpfs would kill the process in the middle
-        # of a step.
-        os.posix_fallocate(descriptor, 0, _up(num_bytes, PAGE_BYTES) + BOARD_BYTES)
+        # Allocated, not only at the first write: a full tmpfs would kill the process in the middle
+        # of a step. The kernel needs a second for a few gigabytes: hence take_rest.
+        size = _up(num_bytes, PAGE_BYTES) + BOARD_BYTES
+        room = os.fstatvfs(descriptor)
+        if room.f_bavail * room.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, min(size, FIRST_BYTES))
     except OSError as error:
         os.close(descriptor)
         for left in (new, path):
             left.unlink(missing_ok=True)
-        hint = "; containers need shm_size or ipc" if error.errno == errno.ENOSPC else ""
-        raise ConfigError(
-            f"{directory} cannot hold a KV pool of {num_bytes} bytes: {error.strerror}{hint}"
-        ) from error
+        raise _no_room(directory, num_bytes, error) from error
     return descriptor, ArenaPlace(name, os.fstat(descriptor).st_ino, num_bytes)
+
+
+def _no_room(directory: Path, num_bytes: int, error: OSError) -> ConfigError:
+    hint = "; containers need shm_size or ipc" if error.errno == errno.ENOSPC else ""
+    return ConfigError(
+        f"{directory} cannot hold a KV pool of {num_bytes} bytes: {error.strerror}{hint}"
+    )
 
 
 def _refuse(status: os.stat_result, place: ArenaPlace) -> str | None:

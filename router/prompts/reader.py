@@ -356,10 +356,10 @@ class PromptReader:
         """Return the text; if it certainly has too many tokens, only the part that `length` keeps.
 
         Raises ContextLengthExceeded for such a text if `length` does not allow a cut."""
-        spare = 0 if length.side is None else CUT_TOKENS
-        most = self._tokenizer.most_chars(length.tokens + spare)
-        if most is None:
-            most = (length.tokens + spare) * UNKNOWN_CHARS_PER_TOKEN
+        if len(text) <= length.tokens:  # each token has room for a character
+            return text
+        count = length.tokens + (0 if length.side is None else CUT_TOKENS)
+        most = self._tokenizer.most_chars(count) or count * UNKNOWN_CHARS_PER_TOKEN
         if len(text) <= most:
             return text
         if length.side is None:

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from baton.client import Migrations, Node, ServerInfo
+from baton.engine.config import AUTO
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import load
 from baton.runtime.log import LineFormatter
@@ -54,7 +55,17 @@ def test_flags_of_up_reach_the_launcher_and_the_engine(model: str) -> None:
     options, engine = settings(*flags.split(), "--dtype", "float32", "--model", model)
     assert (options.prefill, options.decode, options.port) == (3, 2, 9000)
     assert options.prefill_block_size == 64
+    assert engine.pop("shared_weights_cache") == AUTO, "the next start maps what this one packs"
     assert engine == {"model": model, "block_size": "16", "dtype": "float32"}
+
+
+def test_what_is_kept_for_the_next_start_may_be_told(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = settings("--model", model, "--shared-weights-cache", "0")[1]
+    assert told["shared_weights_cache"] == "0"
+    monkeypatch.setenv("BATON_SHARED_WEIGHTS_CACHE", "8GB")  # the nodes read it themselves
+    assert "shared_weights_cache" not in settings("--model", model)[1]
 
 
 def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +77,7 @@ def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.Monke
         "model": str(tmp_path),
         "served_model_name": (cli.DEMO_NAME,),
         "kv_cache_memory": cli.DEMO_POOL,
+        "shared_weights_cache": AUTO,
     }
     assert "kv_cache_memory" not in settings("--num-kv-blocks", "64")[1]
     monkeypatch.setenv("BATON_SERVED_MODEL_NAME", "mine")

@@ -44,9 +44,12 @@ def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where files of shared weights are; small models are shared, too."""
+    """Where files of shared weights are; small models are shared, too. The disk has small pages,
+    so that files lie in memory."""
     place = tmp_path / "shared"
     place.mkdir()
     monkeypatch.setattr(shared_weights, "FOLDER", place)
+    monkeypatch.setattr(shared_weights, "cache_folder", lambda name: place / name)
+    monkeypatch.setattr(shared_weights, "maps_large", lambda _: False)
     monkeypatch.setattr(loading, "LEAST_BYTES", 0)
     return place

@@ -1,27 +1,46 @@
-"""--shared-weights-cache: files of weights outlive their processes, within a bound."""
+"""--shared-weights-cache: files of weights outlive their processes, within a bound; where they
+lie."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from baton.engine.checkpoint import shared_weights
+from baton.engine.checkpoint import checkpoint, shared_weights
 from baton.engine.checkpoint.shared_weights import WeightsKey
 from baton.engine.checkpoint.weight_folder import WeightFolder
-from baton.engine.config import EngineConfig
+from baton.engine.config import AUTO, EngineConfig
 from baton.protocol.errors import ConfigError
-from tests.engine.running import load
+from baton.runtime import cache_folder
+from tests.engine.running import load, logits_of
 from tests.engine.test_shared_modules import universal
-from tests.engine.test_shared_weights import files, same, without_checkpoint
+from tests.engine.test_shared_weights import PROMPT, files, same, without_checkpoint
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 
 ENOUGH = "1GB"
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.fixture(params=["memory", "disk"])
+def place(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Both places of files in turn; what is kept does not depend on it."""
+    if request.param == "disk":
+        on_disk(monkeypatch)
+    return folder
+
+
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the disk serves as well as memory."""
+    monkeypatch.setattr(shared_weights, "is_local", lambda _: True)
+    monkeypatch.setattr(shared_weights, "maps_large", lambda _: True)
 
 
 def model(path: Path, seed: int = 0) -> Path:
@@ -36,45 +55,45 @@ def started_and_ended(path: Path, cache: str | None = ENOUGH) -> None:
 
 
 def test_the_next_start_maps_what_the_last_process_left(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model(tmp_path / "m")
     private = load(path, shared_weights=False)
     started_and_ended(path)
-    (left,) = files(folder)
+    (left,) = files(place)
     without_checkpoint(monkeypatch)
     again = load(path, shared_weights_cache=ENOUGH)
-    assert files(folder) == [left]
+    assert files(place) == [left]
     assert same(again, private)
 
 
-def test_so_it_does_on_the_universal_route(folder: Path, tmp_path: Path) -> None:
+def test_so_it_does_on_the_universal_route(place: Path, tmp_path: Path) -> None:
     path = save_random(tmp_path / "m", "gpt2")
     first = universal(path, shared_weights_cache=ENOUGH)
-    (left,) = files(folder)
+    (left,) = files(place)
     inode = left.stat().st_ino
     del first
     gc.collect()
-    assert [each.stat().st_ino for each in files(folder)] == [inode]
-    universal(path)
+    assert [each.stat().st_ino for each in files(place)] == [inode]
+    universal(path, shared_weights_cache="0")
     gc.collect()
-    assert not files(folder), "without the option the last process removes it"
+    assert not files(place), "the last process removes it"
 
 
-def test_the_last_used_ones_stay_within_the_bound(folder: Path, tmp_path: Path) -> None:
+def test_the_last_used_ones_stay_within_the_bound(place: Path, tmp_path: Path) -> None:
     paths = [model(tmp_path / str(seed), seed) for seed in range(3)]
     started_and_ended(paths[0])
-    (first,) = files(folder)
+    (first,) = files(place)
     size = first.stat().st_blocks * 512
     started_and_ended(paths[1], str(2 * size + size // 2))
-    assert len(files(folder)) == 2
+    assert len(files(place)) == 2
     started_and_ended(paths[0], str(2 * size + size // 2))  # used again
     started_and_ended(paths[2], str(2 * size + size // 2))
-    kept = files(folder)
+    kept = files(place)
     assert len(kept) == 2
     assert first in kept
     started_and_ended(paths[2], str(size // 2))
-    assert not files(folder), "it does not fit at all"
+    assert not files(place), "it does not fit at all"
 
 
 def test_what_is_mapped_is_not_counted_and_stays(folder: Path, tmp_path: Path) -> None:
@@ -95,23 +114,163 @@ def test_a_start_without_the_option_clears_what_others_left(folder: Path, tmp_pa
     assert not files(folder)
 
 
-def test_a_process_that_ends_leaves_it(folder: Path, tmp_path: Path) -> None:
-    path = model(tmp_path / "m")
+def test_a_process_that_ends_leaves_it(place: Path, tmp_path: Path) -> None:
+    path, large = model(tmp_path / "m"), shared_weights.maps_large(tmp_path)
     program = f"""
 from pathlib import Path
 from baton.engine.checkpoint import shared_weights
 from baton.engine.loading import loading
-from tests.engine.running import load
-shared_weights.FOLDER, loading.LEAST_BYTES = Path({str(folder)!r}), 0
+from tests.engine.running import load, logits_of
+shared_weights.FOLDER, loading.LEAST_BYTES = Path({str(place)!r}), 0
+shared_weights.cache_folder = lambda name: Path({str(place)!r}) / name
+shared_weights.is_local = shared_weights.maps_large = lambda _: {large}
 model = load(Path({str(path)!r}), shared_weights_cache="1GB")
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=Path.cwd(), check=False)
     assert ended.returncode == 0
-    (left,) = files(folder)
+    (left,) = files(place)
     inode = left.stat().st_ino
     again = load(path, shared_weights_cache=ENOUGH)
-    assert [each.stat().st_ino for each in files(folder)] == [inode]
+    assert [each.stat().st_ino for each in files(place)] == [inode]
     assert again.weight_bytes
+
+
+def test_what_is_kept_lies_on_the_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` keeps a part of the disk's free space, and nothing in memory."""
+    path = model(tmp_path / "m")
+    started_and_ended(path, AUTO)
+    assert not files(folder), "of memory nothing is kept unasked"
+    on_disk(monkeypatch)
+    started_and_ended(path, AUTO)
+    (left,) = files(folder)
+    assert left.parent == folder / "weights"
+    assert left.parent.stat().st_mode & 0o077 == 0
+    without_checkpoint(monkeypatch)
+    again = load(path, shared_weights_cache=AUTO)
+    assert again.weight_bytes
+
+
+def test_another_start_leaves_what_lies_on_the_disk_and_zero_removes_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(monkeypatch)
+    started_and_ended(model(tmp_path / "a"), AUTO)
+    (left,) = files(folder)
+    started_and_ended(model(tmp_path / "b", 1), None)
+    assert files(folder) == [left]
+    started_and_ended(model(tmp_path / "b", 1), "0")
+    assert not files(folder)
+
+
+def test_a_changed_checkpoint_is_read_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, with the same size and the same time of its last write."""
+    on_disk(monkeypatch)
+    monkeypatch.setattr(checkpoint, "cache_folder", lambda name: folder / name)
+    monkeypatch.setattr(cache_folder, "SETTLED_S", -60.0)
+    monkeypatch.setattr(cache_folder, "is_local", lambda _: True)
+    path, other = model(tmp_path / "m"), model(tmp_path / "other", 1)
+    started_and_ended(path, AUTO)
+    assert (folder / "digests" / "known.json").exists()
+    weights = path / "model.safetensors"
+    before = weights.stat()
+    while weights.stat().st_ctime_ns == before.st_ctime_ns:  # clocks of old kernels tick
+        weights.write_bytes((other / "model.safetensors").read_bytes())
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_size == before.st_size
+    again = load(path, shared_weights_cache=AUTO)
+    assert same(again, load(other, shared_weights=False))
+    assert not same(again, load(model(tmp_path / "old"), shared_weights=False))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "empty"])
+def test_a_kept_file_that_is_broken_is_made_anew(
+    folder: Path, tmp_path: Path, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(monkeypatch)
+    path = model(tmp_path / "m")
+    private = load(path, shared_weights=False)
+    started_and_ended(path, AUTO)
+    (left,) = files(folder)
+    whole = left.read_bytes()
+    broken = {"flipped": bytes([whole[0] ^ 1]) + whole[1:], "cut": whole[: len(whole) // 2]}
+    left.write_bytes(broken.get(harm, b""))
+    again = load(path, shared_weights_cache=AUTO)
+    assert same(again, private)
+    assert left.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_costs_one_warning(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_disk(monkeypatch)
+    (folder / "weights").write_text("a file where the folder should be")
+    path = model(tmp_path / "m")
+    with caplog.at_level(logging.WARNING, logger=shared_weights.__name__):
+        loaded = load(path, shared_weights_cache=AUTO)
+    assert ["not kept" in each.message for each in caplog.records] == [True]
+    assert files(folder), "in memory"
+    assert same(loaded, load(path, shared_weights=False))
+
+
+def test_a_full_disk_is_not_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Room(NamedTuple):
+        free: int
+
+    on_disk(monkeypatch)
+    monkeypatch.setattr(shared_weights.shutil, "disk_usage", lambda _: Room(1000))
+    loaded = load(model(tmp_path / "m"), shared_weights_cache=AUTO)
+    (file,) = files(folder)
+    assert file.parent != folder / "weights"
+    assert loaded.weight_bytes
+
+
+def test_two_starts_at_once_make_one_file(folder: Path, tmp_path: Path) -> None:
+    path = model(tmp_path / "m")
+    program = f"""
+import sys
+from pathlib import Path
+from baton.engine.checkpoint import shared_weights
+from baton.engine.loading import loading
+from tests.engine.running import load, logits_of
+from tests.engine.test_shared_weights import PROMPT, logits_of
+shared_weights.FOLDER, loading.LEAST_BYTES = Path({str(folder)!r}), 0
+shared_weights.cache_folder = lambda name: Path({str(folder)!r}) / name
+shared_weights.is_local = shared_weights.maps_large = lambda _: True
+print("ready", flush=True)
+sys.stdin.readline()
+model = load(Path({str(path)!r}), shared_weights_cache="auto")
+print(logits_of(model, PROMPT).double().sum().item(), flush=True)
+sys.stdin.readline()
+"""
+    command = [sys.executable, "-c", program]
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for line in range(2):  # "ready", then the sum
+        for each in started:
+            assert each.stdout is not None
+            assert each.stdin is not None
+            said = each.stdout.readline()
+            assert said
+            if line == 0:
+                assert said == "ready\n"
+                each.stdin.write("\n")
+                each.stdin.flush()
+            else:
+                expected = logits_of(load(path, shared_weights=False), PROMPT).double().sum().item()
+                assert float(said) == expected
+    assert len(files(folder)) == 1
+    for each in started:
+        each.communicate("\n")
+        assert each.returncode == 0
+    assert len(files(folder)) == 1
 
 
 def test_other_code_makes_other_files(monkeypatch: pytest.MonkeyPatch) -> None:

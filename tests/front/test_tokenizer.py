@@ -132,7 +132,8 @@ def test_special_tokens_that_somebody_reads_are_shown_all_the_same() -> None:
 def test_the_bytes_of_tokens_are_those_of_their_text(text: str) -> None:
     ids = BYTE_LEVEL.encode(text)
     assert b"".join(map(BYTE_LEVEL.token_bytes, ids)) == text.encode()
-    assert BYTE_LEVEL.token_bytes(BYTE_LEVEL.vocab_size + 5) == b""
+    for outside in (BYTE_LEVEL.vocab_size + 5, -1):
+        assert BYTE_LEVEL.token_bytes(outside) == b""
 
 
 def test_the_bytes_of_byte_fallback_tokens() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +20,7 @@ from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, 
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
+from kv_transfer.lanes import shm_arena
 from kv_transfer.lanes.dist import DistSettings
 from kv_transfer.lanes.grpc_stream import GrpcLane
 from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
@@ -24,6 +28,7 @@ from kv_transfer.protocol.base import Lane
 from tests.transfer.certificates import make_files
 
 TIMING = Timing()
+WAIT_S = 60.0
 
 
 def test_the_default_is_every_node_s_best() -> None:
@@ -126,6 +131,40 @@ def test_the_pool_of_a_killed_node_takes_no_room(
     pool_at(place)
     assert place.shared is not None
     assert not left.exists()
+    place.close()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_thread_takes_the_pools_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """After a while; without room the node ends. A pool that is given back takes no more."""
+    monkeypatch.setattr(node_lanes, "TAKE_AFTER_S", 0.0)
+    monkeypatch.setattr(shm_arena, "FIRST_BYTES", 4096)
+    place, lost = PoolPlace(("shm",), tmp_path), threading.Event()
+    place.take(lost.set)  # there is no pool yet
+    pool_at(place)
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_blocks
+    if not room:
+        refuse = OSError(28, "No space left on device")
+        monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=refuse))
+    taken, take = threading.Event(), shm_arena.ShmArena.take_rest
+
+    def take_rest(arena: shm_arena.ShmArena, stop: Callable[[], bool]) -> None:
+        take(arena, stop)
+        taken.set()
+
+    monkeypatch.setattr(shm_arena.ShmArena, "take_rest", take_rest)
+    place.take(lost.set)
+    if room:
+        assert taken.wait(WAIT_S)
+        assert path.stat().st_blocks * 512 >= path.stat().st_size > before * 512
+        assert not lost.is_set()
+    else:
+        assert lost.wait(WAIT_S)
+    place.stop_taking()
+    place.stop_taking()
     place.close()
 
 

@@ -15,6 +15,7 @@ import torch
 
 from baton.engine.memory.address_range import PAGE_BYTES
 from baton.protocol.errors import ConfigError, KVLost, KVRefused
+from kv_transfer.lanes import shm_arena
 from kv_transfer.lanes.shm_arena import ArenaPlace, ShmArena, sweep
 from tests.transfer.stream_bench import descriptors
 
@@ -257,6 +258,40 @@ def test_a_directory_that_cannot_hold_it_stops_the_start(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
     with pytest.raises(ConfigError, match="cannot read"):
         ShmArena(BOOT_A, 4096, 4096, tmp_path / "absent")
+
+
+def test_a_large_pool_takes_the_rest_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_arena, "FIRST_BYTES", 1 << 20)
+    monkeypatch.setattr(shm_arena, "PIECE_BYTES", 1 << 20)
+    size = 5 << 20
+    arena = ShmArena(BOOT_A, size, 4096, tmp_path)
+    (path,) = tmp_path.iterdir()
+
+    def taken() -> int:
+        return path.stat().st_blocks * 512
+
+    assert path.stat().st_size == size + shm_arena.BOARD_BYTES, "peers check it"
+    assert taken() < 2 << 20
+    arena.memory()[-1] = 7
+    asked = iter([False, True])
+    arena.take_rest(lambda: next(asked))
+    assert 2 << 20 <= taken() < 4 << 20
+    arena.take_rest()
+    assert taken() >= size
+    assert int(arena.memory()[-1]) == 7
+    assert not arena.memory()[:-1].any()
+    allocate = os.posix_fallocate
+
+    def full(fd: int, start: int, length: int) -> None:
+        if start >= 2 << 20:
+            raise OSError(28, "No space left on device")
+        allocate(fd, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="cannot hold a KV pool"):
+        arena.take_rest()
+    arena.close()
+    arena.take_rest()  # nothing is left to do
 
 
 def test_addresses_can_run_out(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from baton.engine.checkpoint.gguf.folder import WEIGHTS, gguf_folder, is_gguf
 from baton.engine.checkpoint.headers import with_dtype
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError, ModelRefused
+from baton.runtime.cache_folder import cache_folder, remembered
 
 # The files that a server may need. Weights are downloaded as safetensors only, never as .bin.
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
@@ -141,13 +142,13 @@ def adapter_files(name: str, path: Path) -> tuple[Path, Path]:
 
 def digest(checkpoint: Checkpoint) -> str:
     """Return the hex SHA-256 over the config and over the name, size, header and content hash of
-    each weight file."""
+    each weight file. A file that has not changed since it was hashed is not read again."""
     config = {key: value for key, value in checkpoint.config.items() if key not in _UNBOUND_KEYS}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in checkpoint.weight_files:
-        header, content = _file_hash(file)
+        header = _header(file)
         total.update(f"\n{file.name} {file.stat().st_size} ".encode())
-        total.update(header + content)
+        total.update(header + bytes.fromhex(_content_hash(file)))
     return total.hexdigest()
 
 
@@ -234,17 +235,30 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _file_hash(path: Path) -> tuple[bytes, bytes]:
-    """Return (safetensors header, xxh3_128 of the whole file). For a GGUF file the first is empty.
-    Raises ModelRefused for a broken header."""
-    content = xxhash.xxh3_128()
+def _header(path: Path) -> bytes:
+    """Return the safetensors header, empty for a GGUF file. Raises ModelRefused for a broken
+    one."""
     with path.open("rb") as file:
         prefix = file.read(8)
         header_bytes = 0 if path.name == WEIGHTS else int.from_bytes(prefix, "little")
         if len(prefix) < 8 or header_bytes > _MAX_HEADER_BYTES:
             raise ModelRefused(f"{path} is not a safetensors file", field="model")
-        header = file.read(header_bytes)
-        content.update(prefix + header)
+        return file.read(header_bytes)
+
+
+def _content_hash(path: Path) -> str:
+    """Return the xxh3_128 of the whole file, in hex."""
+    try:
+        folder = cache_folder("digests")
+    except OSError:  # no home: nothing can be remembered
+        return _hashed(path)
+    return remembered(path, _hashed, folder)
+
+
+def _hashed(path: Path) -> str:
+    """Return the xxh3_128 of the whole file, in hex, reading it."""
+    content = xxhash.xxh3_128()
+    with path.open("rb") as file:
         while part := file.read(_READ_BYTES):
             content.update(part)
-    return header, content.digest()
+    return content.hexdigest()

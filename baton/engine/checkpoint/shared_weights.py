@@ -1,15 +1,15 @@
-"""Holds the weights of a model once per host: processes that load the same weights map one file in
-memory.
+"""Holds the weights of a model once per host: processes that load the same weights map one file, in
+memory or on a disk.
 
     first process    reads the checkpoint, and copies each layer, packed for its kernel, into the
                      file; from then on it only reads the file
     other processes  map the file: they read no checkpoint, pack nothing, and hold no copy
 
-A file's name depends on everything that its bytes depend on (`WeightsKey`). When files are removed,
-and which are kept for the next start: weight_folder.py. Digests are checked when a file is mapped.
-Layers whose memory is not torch's own (those packed by oneDNN) are not shared, nor are those on a
-GPU. If no file can be made, each process holds its own weights. A file is one of the whole model,
-of a part of it (`WeightsPart`), or of a rank's share.
+A file's name depends on everything that its bytes depend on (`WeightsKey`). Where files lie, when
+they are removed, and which are kept for the next start: weight_folder.py. Digests are checked when
+a file is mapped. Layers whose memory is not torch's own (those packed by oneDNN) are not shared,
+nor are those on a GPU. If no file can be made, each process holds its own weights. A file is one of
+the whole model, of a part of it (`WeightsPart`), or of a rank's share.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,19 +26,33 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile
-from baton.engine.checkpoint.weight_folder import FOLDER, WeightFolder, wait_for
+from baton.engine.checkpoint.weight_folder import (
+    AUTO_SHARE,
+    BLOCK,
+    FOLDER,
+    SUFFIX,
+    CannotShare,
+    WeightCache,
+    WeightFolder,
+    wait_for,
+)
 from baton.engine.kernels.cpu.library import product_kernels_for
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.memory.file_pages import maps_large
 from baton.engine.quantization.linear import Linear, Linears, RankSums
 from baton.runtime import heap
+from baton.runtime.cache_folder import cache_folder, is_local
 
 log = logging.getLogger(__name__)
+
+
+NOTHING_KEPT: Final = WeightCache()
 
 
 class WeightSource(Linears, Protocol):
@@ -48,10 +63,6 @@ class WeightSource(Linears, Protocol):
     def num_bytes(self) -> int: ...
     @property
     def rounded_head_bytes(self) -> int: ...
-
-
-class CannotShare(Exception):
-    """These weights stay private; the text says why."""
 
 
 class WeightsPart(Enum):
@@ -106,13 +117,13 @@ def _layouts() -> str:
 def shared_weights(
     source: WeightSource,
     key: WeightsKey,
-    keep_bytes: int = 0,
+    cache: WeightCache = NOTHING_KEPT,
     exchange: RankSums | None = None,
 ) -> Iterator[WeightSource]:
     """Yield the weights to build a model from: shared ones, or `source` itself if sharing is not
     possible. `exchange`: the rank's sums over ranks, which its layers call. For the rest see
     shared_file."""
-    with shared_file(key, keep_bytes, exchange) as file:
+    with shared_file(key, cache, exchange) as file:
         yield source if file is None else Shared(source, file)
         if isinstance(file, WritingFile):
             file.seal(source.num_bytes, source.rounded_head_bytes)
@@ -121,13 +132,13 @@ def shared_weights(
 
 @contextmanager
 def shared_file(
-    key: WeightsKey, keep_bytes: int = 0, exchange: RankSums | None = None
+    key: WeightsKey, cache: WeightCache = NOTHING_KEPT, exchange: RankSums | None = None
 ) -> Iterator[ReadingFile | WritingFile | None]:
     """Yield the file of `key`: to read if it is there, else to write and seal; None if sharing is
     not possible. Other processes of this user that need the same weights wait here until it is
-    done. `keep_bytes`: see WeightFolder."""
+    done."""
     try:
-        folder = WeightFolder(_own_folder(FOLDER), keep_bytes)
+        folder = _disk_folder(cache, key.name) or _memory_folder(cache)
         lock = folder.open_lock()
     except (OSError, CannotShare) as error:
         log.info("weights are not shared: %s", error)
@@ -139,6 +150,13 @@ def shared_file(
             yield file
     finally:
         os.close(lock)
+
+
+def _memory_folder(cache: WeightCache) -> WeightFolder:
+    """Return the folder in memory. Raises CannotShare, OSError."""
+    place = _own_folder(FOLDER / f"baton-weights-{os.geteuid()}")
+    assert place is not None
+    return WeightFolder(place, cache.num_bytes or 0)
 
 
 @contextmanager
@@ -167,10 +185,41 @@ def _opened(
         writing.close()
 
 
-def _own_folder(folder: Path) -> Path:
-    """Return a folder that only this user can read and write; make it if there is none. Raises
-    CannotShare, OSError."""
-    place = folder / f"baton-weights-{os.geteuid()}"
+def _disk_folder(cache: WeightCache, name: str) -> WeightFolder | None:
+    """Return the folder on a disk for the file `name`; None if weights are to lie in memory: the
+    file is not there yet, and nothing is to be kept, or the disk has no room or small pages."""
+    if cache.num_bytes == 0 and not cache.asked:
+        return None
+    try:
+        place = _own_folder(cache_folder("weights"), make=cache.num_bytes != 0)
+        if place is None:
+            return None
+        kept = sum(path.stat().st_blocks * BLOCK for path in place.glob(f"*{SUFFIX}"))
+        room = shutil.disk_usage(place).free
+        keep = (room + kept) // AUTO_SHARE if cache.num_bytes is None else cache.num_bytes
+        folder = WeightFolder(place, keep, on_disk=True)
+        if keep and folder.path(name).exists():
+            return folder
+        folder.clean()
+        if not cache.stored_bytes <= min(keep, shutil.disk_usage(place).free):
+            if keep:
+                log.info("weights: no room on the disk, %s may take %d bytes", place, keep)
+            return None
+        if not is_local(place) or not maps_large(place):
+            log.info("weights: in memory, as %s has no large pages", place)
+            return None
+    except (OSError, CannotShare) as error:
+        log.warning("weights are not kept for the next start: %s", error)
+        return None
+    return folder
+
+
+def _own_folder(place: Path, *, make: bool = True) -> Path | None:
+    """Return a folder that only this user can read and write; if there is none, make it, or return
+    None without `make`. Raises CannotShare, OSError."""
+    if not make and not place.exists():
+        return None
+    place.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)
     found = place.lstat()

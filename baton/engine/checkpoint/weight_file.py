@@ -1,5 +1,5 @@
-"""A file of packed weights in memory. One process writes it layer by layer, others map it
-(shared_weights.py).
+"""A file of packed weights, in memory or on a disk. One process writes it layer by layer, others
+map it (shared_weights.py).
 
     tensors, each at a multiple of 64 bytes | index as JSON | its length | magic
 
@@ -35,6 +35,7 @@ from baton.engine.kernels.cpu.quantized import (
     PackedIntegers,
     integer_kernels_for,
 )
+from baton.engine.memory.huge_pages import HUGE
 from baton.engine.memory.shared_area import ALIGNMENT, SharedArea
 from baton.engine.quantization import integer, linear
 
@@ -69,7 +70,7 @@ class NotWritable(Exception):
 
 class WritingFile:
     """A file that is being written. It has a shared lock from the beginning, and its final name
-    from `seal` on. If the memory for it runs out, all further layers stay private, and the file
+    from `seal` on. If the room for it runs out, all further layers stay private, and the file
     never gets its name."""
 
     def __init__(
@@ -87,7 +88,7 @@ class WritingFile:
         self._unfinished = path.with_suffix(".unfinished")
         self._fd = _made(self._unfinished)
         try:
-            self._area = SharedArea(self._fd, _room(self._fd), writable=True)
+            self._area = SharedArea(self._fd, _room(self._fd), on_disk=folder.on_disk)
         except OSError:
             os.close(self._fd)
             self.close()
@@ -99,6 +100,7 @@ class WritingFile:
         self._index: dict[str, Any] = {}
         self._places: dict[tuple[int, str, tuple[int, ...]], list[Any]] = {}
         self._end = 0
+        self._filled = 0  # bytes that the file has, a multiple of HUGE
         self._full = False
 
     def take(self, name: str, make: Callable[[], T]) -> T:
@@ -120,8 +122,7 @@ class WritingFile:
         return cast("T", _read(written, self._area, self._kernels))
 
     def seal(self, num_bytes: int, rounded_head_bytes: int) -> None:
-        """Finish the file, so that other processes can map it. This process cannot change it from
-        now on."""
+        """Finish the file, so that other processes can map it."""
         self.num_bytes, self.rounded_head_bytes = num_bytes, rounded_head_bytes
         self._area.seal(self._end, self._copy_on_write)
         if self._full:
@@ -138,6 +139,7 @@ class WritingFile:
             with os.fdopen(os.dup(self._fd), "wb") as file:
                 file.seek(self._end)
                 file.write(text + len(text).to_bytes(8, "little") + MAGIC)
+                file.truncate()
             self._unfinished.rename(self._path)
         except OSError as error:
             log.warning("weights are not shared: %s", error)
@@ -152,7 +154,7 @@ class WritingFile:
 
     def _write(self, value: Any) -> Any:
         """Write the tensors of `value`; return its description for the index. Raises NotWritable,
-        and OSError if the memory runs out."""
+        and OSError if the room runs out."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -182,15 +184,31 @@ class WritingFile:
         start = self._end + -self._end % ALIGNMENT
         size = tensor.nbytes
         if size:
-            os.posix_fallocate(self._fd, start, size)  # a fault in a mapping would be fatal
+            self._put(start, tensor.contiguous().view(-1).view(torch.uint8))
             copy = self._area.tensor(start, tensor.dtype, shape)
-            copy.copy_(tensor)
             self._end = start + size
             place = [start, name, list(shape)]
             # A later tensor may be this copy itself, as with tied embeddings.
             self._places[copy.data_ptr(), name, shape] = place
             return place
         return [0, name, list(shape)]
+
+    def _put(self, start: int, numbers: Tensor) -> None:
+        """Write uint8 [n] at `start`, which lies at most ALIGNMENT behind what is written.
+
+        The file grows by whole large pages: a file system on a disk takes the size of a page from
+        the first write to it. Raises OSError.
+        """
+        known = min(max(0, self._filled - start), len(numbers))
+        whole = known + (len(numbers) - known) // HUGE * HUGE
+        _write(self._fd, numbers[:known], start)
+        _write(self._fd, numbers[known:whole], start + known)
+        self._filled += whole - known
+        if whole < len(numbers):
+            page = torch.zeros(HUGE, dtype=torch.uint8)
+            page[: len(numbers) - whole] = numbers[whole:]
+            _write(self._fd, page, start + whole)
+            self._filled += HUGE
 
 
 class ReadingFile:
@@ -224,7 +242,7 @@ class ReadingFile:
             if found is None or not os.fstat(fd).st_nlink:
                 raise OSError("no whole file of weights")
             index, end = found
-            area = SharedArea(fd, max(end, 1), writable=False)
+            area = SharedArea(fd, max(end, 1), on_disk=folder.on_disk)
             area.seal(end, copy_on_write)
             if _digests(area, end) != index["digests"]:
                 raise OSError("its contents have changed")
@@ -240,6 +258,14 @@ class ReadingFile:
         """Return the layer `name` of the file; what `make` returns if the file does not have it."""
         written = self._layers.get(name)
         return make() if written is None else cast("T", _read(written, self._area, self._kernels))
+
+
+def _write(fd: int, numbers: Tensor, start: int) -> None:
+    """Write uint8 [n] at `start`. Raises OSError, also if the room runs out."""
+    left = numbers.numpy().data
+    while left:
+        written = os.pwrite(fd, left, start)  # at most 2 GiB
+        left, start = left[written:], start + written
 
 
 def _made(path: Path) -> int:

@@ -1,4 +1,7 @@
-"""The folder of weight files: who removes a file, and when.
+"""The folder of weight files: where it is, who removes a file, and when.
+
+on a disk   the user's cache, if files stay for the next start and the disk serves as well as memory
+in memory   FOLDER, else
 
 mapped      each process that maps a file holds a shared lock on it; nobody removes it
 let go      the last process that lets a file go removes it, or leaves it for the next start
@@ -22,15 +25,33 @@ LEAST_BYTES: Final = 64 << 20  # smaller checkpoints are not shared: nothing is 
 LOCK: Final = "lock"  # a file; each byte of it is a lock
 _CLEANING: Final = 1 << 60  # the byte of whoever cleans up; keys have those below
 SUFFIX: Final = ".weights"
-_BLOCK: Final = 512  # of st_blocks
+AUTO_SHARE: Final = 4  # the automatic bound is this part of the disk's free space
+BLOCK: Final = 512  # of st_blocks
+
+
+class CannotShare(Exception):
+    """These weights stay private; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCache:
+    """What is kept for the next start. `num_bytes`: at most, 0 = nothing; None = as much of a disk
+    as AUTO_SHARE says, nothing in memory. `stored_bytes`: of the checkpoint to be loaded. `asked`:
+    somebody has named the bound."""
+
+    num_bytes: int | None = 0
+    stored_bytes: int = 0
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """A folder of this user's alone. `keep_bytes`: what files that nobody maps may take."""
+    """A folder of this user's alone. `keep_bytes`: what files that nobody maps may take.
+    `on_disk`: they take no memory then."""
 
     place: Path
     keep_bytes: int = 0
+    on_disk: bool = False
 
     def path(self, name: str) -> Path:
         """Return where the file of a key is."""
@@ -98,7 +119,7 @@ class WeightFolder:
 def _unheld(path: Path, fd: int) -> tuple[float, int, Path, int]:
     """Return when the file was last used, its bytes, and what was given."""
     found = os.fstat(fd)
-    return found.st_mtime, found.st_blocks * _BLOCK, path, fd
+    return found.st_mtime, found.st_blocks * BLOCK, path, fd
 
 
 def wait_for(lock: int, at: int) -> None:

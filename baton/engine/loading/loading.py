@@ -30,7 +30,7 @@ from baton.engine.checkpoint.shared_weights import (
     shared_file,
     shared_weights,
 )
-from baton.engine.checkpoint.weight_folder import LEAST_BYTES
+from baton.engine.checkpoint.weight_folder import LEAST_BYTES, WeightCache
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
@@ -377,13 +377,19 @@ def _once_per_host(
     if ranks is not None and part != WeightsPart.DENSE:
         place, whole = ranks.place, config.enable_expert_parallel
         key = replace(key, rank=place.rank, num_ranks=place.size, whole_experts=whole)
-    return shared_weights(weights, key, config.kept_weight_bytes, at.group)
+    return shared_weights(weights, key, _cache(config, checkpoint), at.group)
 
 
 def _shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
     """Whether configuration, device and size allow to share weights with other processes."""
     large = checkpoint.stored_bytes >= LEAST_BYTES
     return config.shared_weights and device.type == "cpu" and large
+
+
+def _cache(config: EngineConfig, checkpoint: Checkpoint) -> WeightCache:
+    """Return what the configuration keeps of shared weights for the next start."""
+    asked = config.shared_weights_cache is not None
+    return WeightCache(config.kept_weight_bytes, checkpoint.stored_bytes, asked)
 
 
 def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement) -> _Built:
@@ -410,7 +416,7 @@ def _build_universal(config: EngineConfig, checkpoint: Checkpoint, at: Placement
         if part is not ModelPart.WHOLE:
             made_by += f" {part.value}"
         key = WeightsKey(made_by, at.dtype, part=WeightsPart.MODULES)
-        shared = shared_file(key, config.kept_weight_bytes)
+        shared = shared_file(key, _cache(config, checkpoint))
     how = HowToLoad(at.dtype, at.device, config.deterministic, shared, part, at.group)
     model = load_universal(checkpoint, how)
     if model.tower is not None:

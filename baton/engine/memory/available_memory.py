@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -9,10 +11,14 @@ from baton.protocol.errors import ConfigError
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
+SHARED: Final = Path("/dev/shm")
+POOLS: Final = "baton-*"  # in SHARED; kv_transfer/lanes/shm_arena.py
+_BLOCK: Final = 512  # of st_blocks
 
 
-def available_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return the bytes that new memory can have: the machine's, or the container's if that is less.
+def available_memory(proc: Path = PROC, cgroup: Path = CGROUP, shared: Path = SHARED) -> int:
+    """Return the bytes that new memory can have: the machine's, or the container's if that is less,
+    without what KV pools in `shared` have still to take.
 
     Raises ConfigError if the kernel does not report it.
     """
@@ -25,7 +31,20 @@ def available_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
             field="kv_cache_memory",
         ) from error
     container = _container_memory(cgroup)
-    return machine if container is None else min(machine, container)
+    found = machine if container is None else min(machine, container)
+    return max(0, found - _promised(shared))
+
+
+def _promised(shared: Path) -> int:
+    """Return the bytes by which files of KV pools will still grow in memory."""
+    total = 0
+    with suppress(OSError):
+        for path in shared.glob(POOLS):
+            with suppress(OSError):  # it is gone
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode):
+                    total += max(0, found.st_size - found.st_blocks * _BLOCK)
+    return total
 
 
 def _container_memory(cgroup: Path) -> int | None:

@@ -94,6 +94,7 @@ class KVArena:
             raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
         self.device = place.device
         self.states: StateArena | None = None
+        self.before_giving_back: Callable[[], object] | None = None  # set by who made `memory`
         count = place.numel() // self.page_bytes
         self._reach = place[: count * self.page_bytes].view(count, self.page_bytes)
         self._pages = self._reach[:num_blocks]
@@ -167,6 +168,8 @@ class KVArena:
 
         Nobody may read or write until `take_again`.
         """
+        if self.before_giving_back is not None:
+            self.before_giving_back()
         return self.device.type == "cpu" and pages.give_back(self._pages)
 
     def take_again(self) -> None:

@@ -21,6 +21,7 @@ from baton.protocol.errors import Unavailable
 
 _DONTNEED: Final = 4
 _REMOVE: Final = 9
+_HUGEPAGE: Final = 14
 _POPULATE_WRITE: Final = 23  # Linux 5.14
 _COLLAPSE: Final = 25  # Linux 6.1
 
@@ -51,6 +52,11 @@ def take_again(memory: Tensor) -> None:
 def collapse(start: int, size: int) -> bool:
     """Whether the pages at these addresses are pages of 2 MiB now; both are multiples of that."""
     return not _madvise(start, size, _COLLAPSE)
+
+
+def advise_large(start: int, size: int) -> None:
+    """Ask for pages of 2 MiB at these addresses, wherever pages are made from now on."""
+    _madvise(start, size, _HUGEPAGE)
 
 
 def _whole_pages(memory: Tensor) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -113,8 +114,12 @@ class HostMemory:
         return max(0, self.total() - self.available())
 
     def available(self) -> int:
-        """See available_memory."""
-        return available_memory(self._proc, self._cgroup)
+        """See available_memory. Files that this process has mapped do not count as available:
+        weights on a disk lie in the page cache, which must have room for them."""
+        mapped = 0
+        with suppress(OSError, StopIteration, ValueError):
+            mapped = _status_bytes(self._proc, "RssFile")
+        return max(0, available_memory(self._proc, self._cgroup) - mapped)
 
     def peak_of(self, run: Callable[[], object]) -> int | None:
         """See DeviceMemory.peak_of. The result misses what fits memory that the process already

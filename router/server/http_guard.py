@@ -95,7 +95,7 @@ class GuardedProtocol(asyncio.Protocol):
         *,
         limits: HttpLimits,
     ) -> None:
-        self._hang_up = HangUp()
+        self._hang_up = HangUp(self._chunk)
         state = {**app_state, HANG_UP: self._hang_up}
         self._inner = HttpToolsProtocol(config, server_state, state, _loop)
         self._parser = BoundedParser(self._inner, limits.head_bytes)
@@ -141,6 +141,16 @@ class GuardedProtocol(asyncio.Protocol):
         cycle.keep_alive = False  # the client can send no further request
         self._half_closed = HalfClosed(self._transport, self._probe)
         return True
+
+    def _chunk(self, data: bytes) -> bool:
+        """Write a chunk of the present answer past ASGI; False if the answer is no stream under
+        way, or the client is behind."""
+        inner, cycle = self._inner, self._inner.cycle
+        if inner.flow.write_paused or not cycle.chunked_encoding or inner.transport.is_closing():
+            return False
+        if data and not cycle.response_complete:
+            inner.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not cycle.response_complete
 
     def _probe(self) -> bytes:
         """Return bytes that a client ignores while it waits for its answer, or b"" for none."""

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import BatonError, Cancelled
 from baton.runtime.concurrency import together
-from router.api.http.connection import HANG_UP, HangUp, while_connected
+from router.api.http.connection import HANG_UP, HangUp, WriteChunk, while_connected
 from router.api.http.web_errors import error_response
 from router.api.receipt import with_receipt
 from router.request.completion import CallRunner, Completion, Delta
@@ -119,7 +119,7 @@ async def _choices(
     prompt: int,
     runner: CallRunner,
     write: Callable[[bytes], Awaitable[None]],
-    chunk: Callable[[bytes], bool] | None = None,
+    chunk: WriteChunk | None = None,
 ) -> None:
     """Write the frames of one prompt's choices. A choice's opening is sent with its first delta.
 
@@ -128,9 +128,8 @@ async def _choices(
     openings = [each.opening() for each in frames]
 
     def at_once(delta: Callable[[], Delta]) -> bool:
-        if openings[0] or chunk is None or not chunk(b""):
-            return False
-        return chunk(on_one_line(frames[0].delta(delta())))
+        assert chunk is not None, "else it is not set"
+        return not openings[0] and chunk(lambda: on_one_line(frames[0].delta(delta())))
 
     if chunk is not None:
         completion.at_once = at_once
@@ -192,7 +191,7 @@ class FrameWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._unread = False
         self.started = False
-        self.chunk: Callable[[bytes], bool] | None = None  # HangUp's, for one writer at a time
+        self.chunk: WriteChunk | None = None  # HangUp's, for one writer at a time
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send frames; `more` is false for the last ones. Raises Cancelled if the client has not

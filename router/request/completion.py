@@ -305,11 +305,7 @@ class SampleText:
         self._stops: StopMatcher | None = None
         if rules.stop or self._parser is not None:
             self._stops = StopMatcher(rules.stop, rules.include_stop)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether only an event's finish reason can end the sample."""
-        return self._stops is None and not self._discard
+        self.is_plain = self._stops is None and not self._discard  # only an event's reason ends it
 
     def absorb(self, event: TokenEvent) -> Delta:
         """Return what one event adds. Mutates decoder, matcher, parser and counts."""

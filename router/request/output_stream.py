@@ -119,13 +119,14 @@ class OutputStream:
         """
         if event.finish_reason is not None or not self.prompt_reported or self._early:
             return False
-        shows, reader, ids = self._trace.shows, self._reader, self._samples[0]
-        waits = reader is not None and not reader.done() and not self._unread
-        follows = event.position == len(ids) and event.token_ids and not self._finished[0]
-        if shows is not None and waits and follows and event.sample == 0 and shows(event):
-            ids += event.token_ids
-            self.num_tokens = self._trace.output_tokens = len(ids)
-            return True
+        shows, reader = self._trace.shows, self._reader
+        if shows is not None and reader is not None and not (reader.done() or self._unread):
+            ids = self._samples[0]  # the only one
+            follows = event.position == len(ids) and event.token_ids and not self._finished[0]
+            if follows and event.sample == 0 and shows(event):
+                ids += event.token_ids
+                self.num_tokens = self._trace.output_tokens = len(ids)
+                return True
         try:
             self.show(event)
         except InternalError:

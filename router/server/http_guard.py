@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -142,15 +142,16 @@ class GuardedProtocol(asyncio.Protocol):
         self._half_closed = HalfClosed(self._transport, self._probe)
         return True
 
-    def _chunk(self, data: bytes) -> bool:
-        """Write a chunk of the present answer past ASGI; False if the answer is no stream under
-        way, or the client is behind."""
+    def _chunk(self, frames: Callable[[], bytes]) -> bool:
+        """Write a chunk of the present answer past ASGI, unless it is empty; False if the answer is
+        no stream under way, or the client is behind."""
         inner, cycle = self._inner, self._inner.cycle
-        if inner.flow.write_paused or not cycle.chunked_encoding or inner.transport.is_closing():
+        streams = cycle.chunked_encoding and not cycle.response_complete
+        if not streams or inner.flow.write_paused or inner.transport.is_closing():
             return False
-        if data and not cycle.response_complete:
+        if data := frames():
             inner.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return not cycle.response_complete
+        return True
 
     def _probe(self) -> bytes:
         """Return bytes that a client ignores while it waits for its answer, or b"" for none."""

@@ -14,16 +14,20 @@ T = TypeVar("T")
 HANG_UP: Final = "baton.hang_up"  # key of a connection's HangUp in the state of the ASGI scope
 
 
+WriteChunk = Callable[[Callable[[], bytes]], bool]
+
+
 class HangUp:
     """Tells the work for a connection's present request that the connection has ended.
 
     `over`: whether it has ended. `told`: the function to call when it ends, or None. `chunk`:
-    writes a chunk of the streamed answer, unless it is empty; False: it cannot go at once.
+    writes what its argument returns as a chunk of the streamed answer; False, and the argument is
+    not called, if it cannot go at once.
     """
 
     __slots__ = ("chunk", "over", "told")
 
-    def __init__(self, chunk: Callable[[bytes], bool] = lambda _: False) -> None:
+    def __init__(self, chunk: WriteChunk = lambda _: False) -> None:
         self.chunk = chunk
         self.over = False
         self.told: Callable[[], None] | None = None

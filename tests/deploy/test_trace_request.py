@@ -27,9 +27,12 @@ FILES = {
     "whole": 147,  # 146: 4 for images, checkpoints and reservations -> 90
 }
 FUNCTIONS = {
-    "router": 252,  # 251: 5 for what nodes tell of their times, 1 for images -> 250
-    "whole": 908,  # 908: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
-    # logits that the compiled step makes, 1 for tokens that are looked up in a head's panels
+    # 259: 5 for what nodes tell of their times, 1 for images, 8 for tokens shown without a task;
+    # they are asked in place of 8 generators of each token -> 250
+    "router": 260,
+    "whole": 916,  # 915: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
+    # logits that the compiled step makes, 1 for tokens that are looked up in a head's panels, 8 for
+    # tokens shown without a task
 }
 CALLS = {
     "router": 534,  # 531: 17 for the times of nodes, 8 for the first and the last byte

@@ -7,6 +7,8 @@ import sys
 
 from baton.runtime.collector import importing
 
+# gRPC reads this when it is imported. Of its own threads, three would wake for each step of a node.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
 with importing():
     from router.main import main
 

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import BatonError, Cancelled
 from baton.runtime.concurrency import together
-from router.api.http.connection import while_connected
+from router.api.http.connection import HANG_UP, HangUp, WriteChunk, while_connected
 from router.api.http.web_errors import error_response
 from router.api.receipt import with_receipt
 from router.request.completion import CallRunner, Completion, Delta
@@ -78,6 +78,9 @@ async def respond(
         await respond_whole(exchange, runner, scope, receive, send)
         return
     writer = FrameWriter(send)
+    if len(exchange.completions) == 1:
+        hang_up = scope.get("state", {}).get(HANG_UP)
+        writer.chunk = hang_up.chunk if isinstance(hang_up, HangUp) else None
     try:
         limit_s = exchange.timeout_s + GRACE_S
         await while_connected(receive, _stream(exchange, runner, writer), scope, limit_s)
@@ -98,7 +101,7 @@ async def respond(
 async def _stream(exchange: Exchange, runner: CallRunner, writer: FrameWriter) -> None:
     """Write the frames of all prompts as they come, then the tail."""
     if len(exchange.completions) == 1:
-        await _choices(exchange, 0, runner, writer.write)
+        await _choices(exchange, 0, runner, writer.write, writer.chunk)
     else:
         turn = asyncio.Lock()
 
@@ -112,12 +115,25 @@ async def _stream(exchange: Exchange, runner: CallRunner, writer: FrameWriter) -
 
 
 async def _choices(
-    exchange: Exchange, prompt: int, runner: CallRunner, write: Callable[[bytes], Awaitable[None]]
+    exchange: Exchange,
+    prompt: int,
+    runner: CallRunner,
+    write: Callable[[bytes], Awaitable[None]],
+    chunk: WriteChunk | None = None,
 ) -> None:
-    """Write the frames of one prompt's choices. A choice's opening is sent with its first delta."""
-    frames = exchange.frames(prompt)
+    """Write the frames of one prompt's choices. A choice's opening is sent with its first delta.
+
+    `chunk` (HangUp's): writes frames of later deltas without a switch to this task."""
+    completion, frames = exchange.completions[prompt], exchange.frames(prompt)
     openings = [each.opening() for each in frames]
-    async with aclosing(exchange.completions[prompt].deltas(runner)) as deltas:
+
+    def at_once(delta: Callable[[], Delta]) -> bool:
+        assert chunk is not None, "else it is not set"
+        return not openings[0] and chunk(lambda: on_one_line(frames[0].delta(delta())))
+
+    if chunk is not None:
+        completion.at_once = at_once
+    async with aclosing(completion.deltas(runner)) as deltas:
         async for delta in deltas:
             sample = delta.sample
             data = frames[sample].delta(delta)
@@ -153,6 +169,8 @@ async def respond_whole(
 def on_one_line(frames: bytes) -> bytes:
     """Return frames with Unicode's line separators written as JSON escapes. JSON and SSE allow them
     raw, but httpx's `iter_lines` (litellm, guidellm) would break a line there."""
+    if frames.isascii():
+        return frames
     for character in "\x85\u2028\u2029":
         frames = frames.replace(character.encode(), f"\\u{ord(character):04x}".encode())
     return frames
@@ -173,6 +191,7 @@ class FrameWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._unread = False
         self.started = False
+        self.chunk: WriteChunk | None = None  # HangUp's, for one writer at a time
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send frames; `more` is false for the last ones. Raises Cancelled if the client has not
@@ -187,7 +206,7 @@ class FrameWriter:
                 await self._send(
                     {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
                 )
-            body = data if data.isascii() else on_one_line(data)
+            body = on_one_line(data)
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
         except asyncio.CancelledError as error:
             if not self._unread or self._task is None or self._task.uncancel():

@@ -207,7 +207,9 @@ class GenerateApi:
     def __init__(self, services: RouterServices, http: HttpApi) -> None:
         self._services = services
         self._http = http
-        self._runner = CallRunner(services.dispatcher, services.metrics, services.clock)
+        self._runner = CallRunner(
+            services.dispatcher, services.metrics, services.clock, direct=True
+        )
 
     async def generate(self, request: HttpRequest) -> TokensExchange:
         body = struct_of(object_of(await read_body(request)), GenerateBody)

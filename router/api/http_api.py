@@ -64,7 +64,9 @@ class HttpApi:
         self._services = services
         self._prompts = prompts
         self._intake = Intake(services, prompts)
-        self._runner = CallRunner(services.dispatcher, services.metrics, services.clock)
+        self._runner = CallRunner(
+            services.dispatcher, services.metrics, services.clock, direct=True
+        )
         self._started = int(time.time())  # what /v1/models calls `created`
 
     def routes(self) -> list[Route]:

@@ -146,11 +146,10 @@ class Attachments:
     def receiver(self, event: RequestEvent) -> Attempt | None:
         """Return the attempt that `event` is for; None if it is gone or has another epoch."""
         attempt = self.by_id.get(event.request_id)
-        if attempt is None:
-            return None
+        if attempt is None or attempt.epoch == event.epoch:
+            return attempt
         # Epoch 0: the node refused the message before it could read the epoch.
-        unread = isinstance(event, RequestFailed) and event.epoch == 0
-        return attempt if unread or attempt.epoch == event.epoch else None
+        return attempt if isinstance(event, RequestFailed) and event.epoch == 0 else None
 
     def begin(self, attempt: Attempt) -> bool:
         """Note that the attempt's first token has come, so its prompt is computed.

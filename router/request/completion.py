@@ -10,9 +10,10 @@ stop string ends a sample here, because only the router sees text; the other sam
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -33,7 +34,7 @@ from router.request.terms import STANDARD, Terms
 from router.request.trace import RequestTrace
 
 if TYPE_CHECKING:
-    from router.metrics.router import RouterMetrics
+    from router.metrics.router import RequestMeter, RouterMetrics
 
 
 class Dispatch(Protocol):
@@ -45,11 +46,14 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallRunner:
-    """What a completion needs to run: the dispatcher of its tokens, the metrics, and the clock."""
+    """What a completion needs to run: the dispatcher of its tokens, the metrics, and the clock.
+
+    `direct`: the dispatcher shows each event as it is, so its reader may take it at once."""
 
     dispatch: Dispatch
     metrics: RouterMetrics
     clock: Clock
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,10 @@ class Completion:
         # The field in which the client gave the constraint, for errors about that constraint.
         self.guided_field = FIELD
         self.prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+        # Shows a delta to the client, made by the call of its argument, without a switch to the
+        # task that reads `deltas`; False: it must wait for that task. Set by that task.
+        self.at_once: Callable[[Callable[[], Delta]], bool] | None = None
+        self._failure: Exception | None = None  # of `at_once`, for that task
         self._samples = [
             SampleText(sample, request, rules, tokenizer)
             for sample in range(request.params.num_outputs)
@@ -179,11 +187,12 @@ class Completion:
         meter.params = self.request.params
         num_running = len(self._samples)
         last: Delta | None = None
+        self.trace.shows = self._shower(runner, meter)
         try:
             try:
                 async with aclosing(dispatch.run(self.request, self.trace)) as events:
                     async for event in events:
-                        sample = self._samples[event.sample]
+                        sample = self._sample_of(event)
                         if sample.ended:
                             continue  # was under way when a stop string ended the sample
                         self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
@@ -217,7 +226,35 @@ class Completion:
             outcome = as_baton_error(error).code
             raise
         finally:
+            self.trace.shows = None
             meter.end(clock.monotonic(), self.trace, len(self.request.prompt_ids), outcome)
+
+    def _sample_of(self, event: TokenEvent) -> SampleText:
+        """Return the sample of an event. Raises what showing an event at once has met."""
+        if self._failure is not None:
+            raise self._failure
+        return self._samples[event.sample]
+
+    def _shower(
+        self, runner: CallRunner, meter: RequestMeter
+    ) -> Callable[[TokenEvent], bool] | None:
+        """Return what takes the events that need no task; None if all of them need it."""
+        if runner.direct and len(self._samples) == 1 and self._samples[0].is_plain:
+            return partial(self._shows, meter, runner.clock)
+        return None
+
+    def _shows(self, meter: RequestMeter, clock: Clock, event: TokenEvent) -> bool:
+        """Show an event of the only sample at once, if that is possible. Raises nothing."""
+        if self.at_once is None or event.prompt_logprobs:
+            return False
+        try:
+            if not self.at_once(partial(self._samples[0].absorb, event)):
+                return False
+        except Exception as error:  # noqa: BLE001  the reader's task raises it
+            self._failure = error
+            return False
+        meter.tokens(clock.monotonic(), len(event.token_ids))
+        return True
 
     def _cut_short(self, held: Delta | None) -> list[Delta]:
         """Return the last deltas of a request that an operator has aborted, at least one.
@@ -268,6 +305,7 @@ class SampleText:
         self._stops: StopMatcher | None = None
         if rules.stop or self._parser is not None:
             self._stops = StopMatcher(rules.stop, rules.include_stop)
+        self.is_plain = self._stops is None and not self._discard  # only an event's reason ends it
 
     def absorb(self, event: TokenEvent) -> Delta:
         """Return what one event adds. Mutates decoder, matcher, parser and counts."""

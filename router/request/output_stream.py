@@ -112,12 +112,21 @@ class OutputStream:
             self._put(fresh)
 
     def show_next(self, event: TokenEvent) -> bool:
-        """Show an event that only continues its sample, without a switch to the journey's task.
+        """Show an event that only continues its sample, without a switch to the journey's task, and
+        without one to the reader's if `trace.shows` takes it.
 
         Returns False and changes nothing for an event that ends a sample or contradicts the output.
         """
         if event.finish_reason is not None or not self.prompt_reported or self._early:
             return False
+        shows, reader = self._trace.shows, self._reader
+        if shows is not None and reader is not None and not (reader.done() or self._unread):
+            ids = self._samples[0]  # the only one
+            follows = event.position == len(ids) and event.token_ids and not self._finished[0]
+            if follows and event.sample == 0 and shows(event):
+                ids += event.token_ids
+                self.num_tokens = self._trace.output_tokens = len(ids)
+                return True
         try:
             self.show(event)
         except InternalError:

@@ -5,6 +5,7 @@ Times are seconds of the router's Clock (monotonic); a time is None until its ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
@@ -63,6 +64,9 @@ class RequestTrace:
     left: bool = False  # given up here: another router goes on with it
     log_appends: LogAppends | None = None  # None: a plain request
     root: TraceContext | None = None  # its root span; None: traces are off
+    # Its reader's, while tokens need not wait for the reader's task: takes an event that continues
+    # the only sample, in the turn of the loop in which it came. False: it goes to the task instead.
+    shows: Callable[[TokenEvent], bool] | None = None
     # What its journey has reached, in order.
     marks: list[TimelineMark] = field(default_factory=list[TimelineMark])
     work: list[NodeWork] = field(default_factory=list[NodeWork])  # what nodes told of it

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -95,7 +95,7 @@ class GuardedProtocol(asyncio.Protocol):
         *,
         limits: HttpLimits,
     ) -> None:
-        self._hang_up = HangUp()
+        self._hang_up = HangUp(self._chunk)
         state = {**app_state, HANG_UP: self._hang_up}
         self._inner = HttpToolsProtocol(config, server_state, state, _loop)
         self._parser = BoundedParser(self._inner, limits.head_bytes)
@@ -140,6 +140,17 @@ class GuardedProtocol(asyncio.Protocol):
             return False
         cycle.keep_alive = False  # the client can send no further request
         self._half_closed = HalfClosed(self._transport, self._probe)
+        return True
+
+    def _chunk(self, frames: Callable[[], bytes]) -> bool:
+        """Write a chunk of the present answer past ASGI, unless it is empty; False if the answer is
+        no stream under way, or the client is behind."""
+        inner, cycle = self._inner, self._inner.cycle
+        streams = cycle.chunked_encoding and not cycle.response_complete
+        if not streams or inner.flow.write_paused or inner.transport.is_closing():
+            return False
+        if data := frames():
+            inner.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _probe(self) -> bytes:

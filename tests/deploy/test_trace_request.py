@@ -27,23 +27,31 @@ FILES = {
     "whole": 147,  # 146: 4 for images, checkpoints and reservations -> 90
 }
 FUNCTIONS = {
-    "router": 252,  # 251: 5 for what nodes tell of their times, 1 for images -> 250
-    "whole": 908,  # 908: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
-    # logits that the compiled step makes, 1 for tokens that are looked up in a head's panels
+    # 259: 5 for what nodes tell of their times, 1 for images, 8 for tokens shown without a task;
+    # they are asked in place of 8 generators of each token -> 250
+    "router": 260,
+    "whole": 916,  # 915: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
+    # logits that the compiled step makes, 1 for tokens that are looked up in a head's panels, 8 for
+    # tokens shown without a task
 }
 CALLS = {
-    "router": 534,  # 531: 17 for the times of nodes, 8 for the first and the last byte
+    # 541: 17 for the times of nodes, 8 for the first and the last byte, 7 for tokens shown without
+    # a task: the traced chat is so short that it pays for the way and hardly takes it
+    "router": 541,
 }
 # Of all stages together: carriers and side-cars are what stands for the request, rows are what each
 # step and each frame makes of it (tools/trace_types.py). -> 12 without the rows (docs/adr/0009)
 # Carriers and rows together: two steps that come at once are one object, and then its class is a
 # carrier and no row.
 TYPES = {
-    "carrier or row": 46,  # 45 with the times of nodes, and prompts that may hold images
+    # 47 with the times of nodes, prompts that may hold images, and a trace that leads to its reader
+    # (tokens shown without a task): it and the output stream then count, though no class is new
+    "carrier or row": 47,
     "side-car": 16,  # 16
 }
 ROUTER_TYPES = {
-    "carrier or row": 15,  # 15 with the entry of its timeline, and the prompt with its images
+    # 17 with the entry of its timeline, the prompt with its images, the trace's way to its reader
+    "carrier or row": 17,
     "side-car": 6,  # 6
 }
 

@@ -174,3 +174,38 @@ async def test_what_simply_goes_on_is_shown_at_once_and_nothing_else() -> None:
     got = await stream.next()
     assert got is not None
     assert got.token_ids == (5, 6)
+
+
+async def test_a_waiting_reader_takes_what_continues_the_sample_at_once() -> None:
+    trace, taken = RequestTrace(), list[TokenEvent]()
+    request = replace(make_request(), params=SamplingParams(temperature=0.0, seed=1))
+    output = OutputStream(request, trace, FakeClock())
+    takes = True
+
+    def shows(event: TokenEvent) -> bool:
+        taken.append(event)
+        return takes
+
+    trace.shows = shows
+    assert output.show_next(event(0, 5))
+    assert not taken, "nobody waits yet"
+    assert await output.next() == event(0, 5)
+    waiting = asyncio.create_task(output.next())
+    await asyncio.sleep(0)
+    assert output.show_next(event(1, 6))
+    assert taken == [event(1, 6)]
+    assert output.show_next(event(1, 6, 7)), "it repeats a token: the stream takes the rest of it"
+    assert len(taken) == 1
+    assert await waiting == event(2, 7)
+    waiting = asyncio.create_task(output.next())
+    await asyncio.sleep(0)
+    takes = False
+    assert output.show_next(event(3, 8))
+    assert taken[-1] == event(3, 8), "it was asked"
+    assert output.show_next(event(4, 9))
+    assert len(taken) == 2, "after an unread event nobody is"
+    assert await waiting == event(3, 8, 9)
+    assert not output.show_next(event(5, 10, end=True)), "an end is the journey's"
+    assert not output.show_next(event(9, 10)), "so is a gap"
+    assert output.output_ids == ((5, 6, 7, 8, 9),)
+    assert (output.num_tokens, trace.output_tokens) == (5, 5)

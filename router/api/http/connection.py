@@ -14,15 +14,21 @@ T = TypeVar("T")
 HANG_UP: Final = "baton.hang_up"  # key of a connection's HangUp in the state of the ASGI scope
 
 
+WriteChunk = Callable[[Callable[[], bytes]], bool]
+
+
 class HangUp:
     """Tells the work for a connection's present request that the connection has ended.
 
-    `over`: whether it has ended. `told`: the function to call when it ends, or None.
+    `over`: whether it has ended. `told`: the function to call when it ends, or None. `chunk`:
+    writes what its argument returns as a chunk of the streamed answer; False, and the argument is
+    not called, if it cannot go at once.
     """
 
-    __slots__ = ("over", "told")
+    __slots__ = ("chunk", "over", "told")
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: WriteChunk = lambda _: False) -> None:
+        self.chunk = chunk
         self.over = False
         self.told: Callable[[], None] | None = None
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 from baton.engine.checkpoint.quantized_checkpoint import checked, layout_of
 from baton.engine.config import AUTO_HEADS
 from baton.engine.quantization import integer as quantization
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.integer import (
     Int4Linear,
-    IntWeight,
     NibbleLinear,
     QuantizedFormat,
     Scheme,

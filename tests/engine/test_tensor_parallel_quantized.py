@@ -21,8 +21,8 @@ from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.parallel.group import RankGroup
 from baton.engine.performance.estimate import sized
 from baton.engine.performance.ideal import EstimateOptions
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.integer import (
-    IntWeight,
     NibbleLinear,
     QuantizedFormat,
     Scheme,

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import QUAD
 from baton.engine.quantization.float8 import LEAST_GROUP, Float8Weight
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 
 SMALLEST_GROUP: Final = 8  # inputs; with smaller groups, scales and zeros take too much memory

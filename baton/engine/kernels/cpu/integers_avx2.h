@@ -14,6 +14,9 @@ constexpr int kBothRows = 1;   // up to here two panels go together
 // Of a panel that some rows take at once.
 constexpr int halves_of(int rows) { return rows == 1 ? 2 : 1; }
 
+constexpr int kW4A8Rows = 6;   // kBlockRows of w4a8.h
+constexpr int64_t kRunQuads = 16;  // sums of words hold so many quads: 64 * 8 * 127 / 2 is less than 2^15
+
 using Ints = Line;  // 16 int32
 
 // Four uint8 as words, the same in every lane: the first and third, the others.
@@ -29,6 +32,25 @@ inline Ints load_ints(const int32_t* from, Lanes lanes) {
 inline Floats difference(Ints a, Ints b) {
   return {_mm256_cvtepi32_ps(_mm256_sub_epi32(a.low, b.low)),
           _mm256_cvtepi32_ps(_mm256_sub_epi32(a.high, b.high))};
+}
+
+inline Floats as_floats(Ints numbers) {
+  return {_mm256_cvtepi32_ps(numbers.low), _mm256_cvtepi32_ps(numbers.high)};
+}
+
+inline Ints as_ints(Floats numbers) {
+  return {_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high)};
+}
+
+inline Ints added_ints(Ints a, Ints b) {
+  return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
+
+// a * b, and no part of a fused product and sum.
+inline Floats rounded_product(Floats a, Floats b) {
+  Floats y = a * b;
+  asm("" : "+x"(y.low), "+x"(y.high));
+  return y;
 }
 
 inline Quad broadcast_quad(const uint8_t* from) {
@@ -48,6 +70,63 @@ inline __m256i dot(__m256i sum, Quad x, __m256i w) {
 // sum + the products of each lane's four uint8 and four int8, exactly.
 inline Ints dot(Ints sum, Quad x, Line w) {
   return {dot(sum.low, x, w.low), dot(sum.high, x, w.high)};
+}
+
+using SignedQuad = __m256i;  // four int8, the same in every lane
+
+inline SignedQuad broadcast_quad(const int8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return _mm256_set1_epi32(four);
+}
+
+// Sums of 16 outputs by nibbles, two words each: of the first two inputs of quads, and of the others.
+// Words wrap around, so a sum that ends within them is exact.
+using NibbleSums = Line;
+
+// What both words of each lane begin with.
+inline int32_t start_of(int first, int second) {
+  return static_cast<int32_t>((first & 0xffff) | static_cast<uint32_t>(second) << 16);
+}
+
+inline NibbleSums start_at(int32_t start) {
+  return {_mm256_set1_epi32(start), _mm256_set1_epi32(start)};
+}
+
+// A quad's nibbles of 16 * H outputs from 16 * half on, four to a lane.
+template <int H>
+inline void load_nibbles(const uint8_t* at, int half, Line w[H]) {
+  const __m256i lowest = _mm256_set1_epi8(15);
+  const Line line = load_line(at);
+  BATON_UNROLL for (int h = 0; h < H; ++h) {
+    const __m128i by = _mm_cvtsi32_si128(4 * (half + h));
+    w[h] = {_mm256_and_si256(_mm256_srl_epi16(line.low, by), lowest),
+            _mm256_and_si256(_mm256_srl_epi16(line.high, by), lowest)};
+  }
+}
+
+// No sum of two products is cut off: 2 * 15 * 127 is less than 2^15.
+inline NibbleSums add_nibbles(NibbleSums sum, Line w, SignedQuad x) {
+  return {_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(w.low, x)),
+          _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(w.high, x))};
+}
+
+inline Ints whole_of(NibbleSums sum) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.low, one), _mm256_madd_epi16(sum.high, one)};
+}
+
+// A word and a zero, the same in every lane.
+inline __m256i broadcast_word(const int16_t* from) {
+  int32_t two;
+  std::memcpy(&two, from, sizeof two);
+  return _mm256_set1_epi32(two);
+}
+
+// sum + a * x, `a` being words.
+inline Ints add_words(Ints sum, Ints a, __m256i x) {
+  return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, x)),
+          _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, x))};
 }
 
 // Nibble `n` of each word by a table of magnitudes, and its highest bit as the sign.

@@ -11,13 +11,6 @@ inline Line broadcast_words(const int16_t* from) {
   return _mm512_set1_epi32(two);
 }
 
-// sum + the products of each lane's two words, exactly.
-BATON_VNNI inline Ints dot_words(Ints sum, Line x, Line w) {
-  return _mm512_dpwssd_epi32(sum, x, w);
-}
-
-inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
-
 // x / scale to nearest even; returns what they add up to, exactly up to 512 of them.
 inline float round_words(const bf16* x, int16_t* to, int64_t count, float scale) {
   const Floats times = broadcast(1.0f / scale);

@@ -200,7 +200,8 @@ def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 8 / 64), ("fp8", 1.0)]
+    ("quantization", "per_weight"),
+    [("int8", 1.0), ("int4", 0.5 + 8 / 64), ("w4a8", 0.5 + 8 / 64), ("fp8", 1.0)],
 )
 def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: float) -> None:
     plain = 596_049_920 - 440_401_920

@@ -76,7 +76,8 @@ inline void load_nibbles(const uint8_t* at, int half, Line w[H]) {
 }
 
 BATON_VNNI inline NibbleSums add_nibbles(NibbleSums sum, Line w, SignedQuad x) {
-  return _mm512_dpbusd_epi32(sum, w, x);
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  return sum;
 }
 
 inline Ints whole_of(NibbleSums sum) { return sum; }

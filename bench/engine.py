@@ -8,8 +8,8 @@ Beside each: the shares of the machine's own limits, measured in the same run: M
 row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
 product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
-int4, w8a8 beside w8a8. --peer CMD adds another engine to every round (bench/peer.py); it may be
-repeated; --no-transformers leaves only peers. --roofline draws the rows under the two limits
+int4, w8a8 beside the others. --peer CMD adds another engine to every round (bench/peer.py); it may
+be repeated; --no-transformers leaves only peers. --roofline draws the rows under the two limits
 (bench/roofline.py).
 
 A second table compares every round by CPU time and by the clock: on a machine that does other work
@@ -72,7 +72,8 @@ ROWS: Final = (
     EngineRow(LARGE, 512), EngineRow(LARGE, 2048),
     EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 8),
     EngineRow(LARGE, 128, 16),
-    *(EngineRow(LARGE, context, batch, quantization) for quantization in ("int8", "int4", "w8a8")
+    *(EngineRow(LARGE, context, batch, quantization)
+      for quantization in ("int8", "int4", "w8a8", "w4a8")
       for context, batch in ((512, 0), (128, 1), (128, 16))),
     EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
     EngineRow(SMALL, 128, 16),

@@ -28,7 +28,8 @@ from baton.engine.models.elementwise import TorchElementwise
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
 from baton.engine.models.layers.gates import SoftmaxGate
-from baton.engine.quantization.integer import IntWeight, quantize
+from baton.engine.quantization.int_weight import IntWeight
+from baton.engine.quantization.integer import quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.sampling.sampler import Draw, sample
 from baton.engine.state.attention import AttentionLayer

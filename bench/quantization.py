@@ -44,6 +44,7 @@ VARIANTS = (
     ("none", "int4", "auto"), ("int8", "none", "auto"), ("int8", "int8", "auto"),
     ("int8", "int4", "auto"), ("w8a8", "none", "auto"), ("w8a8", "w8a8", "auto"),
     ("int4", "none", "auto"), ("int4", "int8", "auto"), ("int4", "int4", "auto"),
+    ("w4a8", "none", "auto"), ("w4a8", "w8a8", "auto"),
     ("none", "none", "int8"), ("none", "none", "fp8"), ("w8a8", "w8a8", "int8"),
 )  # fmt: skip
 

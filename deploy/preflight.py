@@ -39,7 +39,7 @@ from deploy.plan import (
 from router.config import RouterConfig
 
 _DTYPE_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-_ROUNDED_BYTES: Final = {"int8": 1.0, "w8a8": 1.0, "int4": 0.5}
+_ROUNDED_BYTES: Final = {"int8": 1.0, "w8a8": 1.0, "int4": 0.5, "w4a8": 0.5}
 SHM: Final = "shm"
 
 

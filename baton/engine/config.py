@@ -26,19 +26,19 @@ SpeculativeMethod = Literal["none", "ngram", "draft", "mtp", "eagle3"]
 # "widened": integers of a GGUF file and 8-bit floats are not kept. Those behind it: as it is
 # stored (checkpoint.py).
 Quantization = Literal[
-    "none", "int8", "w8a8", "int4", "widened", "compressed-tensors", "gptq", "awq", "gguf", "fp8",
-    "fbgemm_fp8", "mxfp4", "modelopt", "bitsandbytes",
+    "none", "int8", "w8a8", "int4", "w4a8", "widened", "compressed-tensors", "gptq", "awq", "gguf",
+    "fp8", "fbgemm_fp8", "mxfp4", "modelopt", "bitsandbytes",
 ]  # fmt: skip
 QUANTIZATIONS: Final = spelled(
     get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq", modelopt_fp4="modelopt"
 )
-HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4"]
+HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4", "w4a8"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 # An 8-bit head adds almost nothing to the error of quantized layers. A 4-bit head adds a fifth to
 # the error of 4-bit layers, and is most of the error beside others (docs/quantization.md).
-AUTO_HEADS: Final = {"int8": "int8", "w8a8": "w8a8", "int4": "int8"}
+AUTO_HEADS: Final = {"int8": "int8", "w8a8": "w8a8", "int4": "int8", "w4a8": "w8a8"}
 
 # Measured on a CPU: paged decode attention was 6 % faster with blocks of 32 than with 16. GPU
 # kernels prefer 16.

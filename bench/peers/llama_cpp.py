@@ -3,7 +3,7 @@ GGUF file that its server and bench.engine_gguf take.
 
 PYTHON has `llama-cpp-python` (built here, so for this processor) and `gguf`; Baton need not be
 installed there. Weights: bfloat16, q8_0 for int8 and w8a8 (its products take 8-bit activations),
-q4_0 for int4, or a type by llama.cpp's name; KV and everything else as it does by default.
+q4_0 for int4 and w4a8, or a type by llama.cpp's name; KV and everything else as it does by default.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 PYTHON has `openvino-genai` and, for the conversion, `optimum-intel` with torch; Baton need not be
 installed there. Continuous batching over its paged attention, as its own pipelines choose it on a
 CPU. Weights: bfloat16, int8 per channel (also for w8a8: it rounds activations to 8 bits by
-default), int4 in groups of 128; KV in 8 bits and everything else as it does by default.
+default), int4 in groups of 128 (also for w4a8, likewise); KV in 8 bits and everything else as it
+does by default.
 """
 
 from __future__ import annotations

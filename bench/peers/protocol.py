@@ -9,8 +9,8 @@
     (end of input)                                                the peer ends
 
 `model` is a checkpoint in Hugging Face's format, or a GGUF file; `quantization` is none (bfloat16,
-or the file as it is), int8, int4 or w8a8; `seconds` are those of the engine's own call; `tokens`,
-here cut short, may be left out: they show that both sides compute the same model.
+or the file as it is), int8, int4, w8a8 or w4a8; `seconds` are those of the engine's own call;
+`tokens`, here cut short, may be left out: they show that both sides compute the same model.
 {"error": "..."} answers what went wrong.
 Imports nothing but the standard library: it runs where Baton is not installed.
 """
@@ -44,8 +44,9 @@ class Setup:
 
     @property
     def weights(self) -> str:
-        """The weights' format; w8a8 is int8, for engines that round activations by themselves."""
-        return "int8" if self.quantization == "w8a8" else self.quantization
+        """The weights' format; w8a8 is int8 and w4a8 is int4, for engines that round activations by
+        themselves."""
+        return {"w8a8": "int8", "w4a8": "int4"}.get(self.quantization, self.quantization)
 
     def converted(self, ending: str, convert: Callable[[Path, str, Path], None]) -> Path:
         """Return the file that `convert` makes of the model and its weights.

@@ -9,7 +9,8 @@ Baton need not be installed there, nor a torchvision (one for another build of t
 transformers: remove it). vLLM runs in the peer's own process, so that its CPU time is told; it
 compiles each model with torch, which takes a minute the first time. No prefix cache; weights:
 bfloat16, int8 per channel with activations rounded per token (also for int8 alone: on CPUs vLLM has
-no 8-bit weights without that), int4 in groups of 128; everything else as it does by default.
+no 8-bit weights without that), int4 in groups of 128 (also for w4a8, activations as they are);
+everything else as it does by default.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ def test_weights_are_converted_once(tmp_path: Path) -> None:
         path = Setup(model, quantization, 2).converted(".x", convert)
         assert path == tmp_path / "M-int8.x"
     assert made == [(model, "int8")]
+    assert Setup(model, "w4a8", 2).weights == "int4"
     with pytest.raises(OSError, match="no room"):
         Setup(model, "int4", 2).converted(".x", convert)
     assert not (tmp_path / "M-int4.x").exists()

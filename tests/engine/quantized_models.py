@@ -105,11 +105,16 @@ def awq(module: str, r: Rounded) -> dict[str, Tensor]:
     }
 
 
-def compressed_int8(module: str, r: Rounded) -> dict[str, Tensor]:
-    return {
-        f"{module}.weight": (r.q - 128).to(torch.int8),
-        f"{module}.weight_scale": r.scales.clone(),
-    }
+def compressed_int8(bits: int) -> Packer:
+    """Numbers of so many bits, an int8 each."""
+
+    def packer(module: str, r: Rounded) -> dict[str, Tensor]:
+        return {
+            f"{module}.weight": (r.q - (1 << bits - 1)).to(torch.int8),
+            f"{module}.weight_scale": r.scales.clone(),
+        }
+
+    return packer
 
 
 def compressed_packed(bits: int, *, symmetric: bool = True) -> Packer:
@@ -163,11 +168,15 @@ class Recipe:
 RECIPES: Final = {
     "w8a8": Recipe(
         compressed_config("int-quantized", 8, "channel", activations=True),
-        8, None, True, compressed_int8,
+        8, None, True, compressed_int8(8),
+    ),
+    "w4a8": Recipe(
+        compressed_config("int-quantized", 4, "group", activations=True),
+        4, GROUP, True, compressed_int8(4),
     ),
     "w8a16": Recipe(
         compressed_config("int-quantized", 8, "channel", activations=False),
-        8, None, True, compressed_int8,
+        8, None, True, compressed_int8(8),
     ),
     "w8a16-packed": Recipe(
         compressed_config("pack-quantized", 8, "channel", activations=False),

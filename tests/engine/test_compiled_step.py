@@ -362,7 +362,7 @@ def test_threads_do_not_change_a_step(scheme: Scheme | None) -> None:
     assert all(same_answers(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("name", ["w8a8", "w8a16", "w4a16", "gptq-asymmetric", "awq"])
+@pytest.mark.parametrize("name", ["w8a8", "w4a8", "w8a16", "w4a16", "gptq-asymmetric", "awq"])
 def test_checkpoints_of_integers_take_whole_steps(name: str, tmp_path: Path) -> None:
     needs_kernels_of("int8")
     loaded = load(make_quantized(name, tmp_path)[0], dtype="bfloat16")

@@ -129,14 +129,14 @@ def test_in_bfloat16_the_same_as_the_universal_route(name: str, tmp_path: Path) 
         assert lean.model.step.num_steps == len(PROMPT)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4", "w4a8"])
 @pytest.mark.parametrize("name", [*ONE_EACH])
 def test_weights_rounded_on_load(name: str, scheme: Scheme, tmp_path: Path) -> None:
     path = save_wide(tmp_path / "model", name, tie_word_embeddings=False)
     rounded, twin = load(path, quantization=scheme), load(rounded_twin(path, scheme))
     assert rounded.weight_bytes < 0.6 * twin.weight_bytes
     error = relative_error(logits_of(rounded, PROMPT), logits_of(twin, PROMPT))
-    assert error < (0.1 if scheme == "w8a8" else 2e-5)
+    assert error < (0.1 if scheme in ("w8a8", "w4a8") else 2e-5)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "gptq-asymmetric", "awq"])
@@ -148,7 +148,7 @@ def test_checkpoints_of_integers(kind: str, name: str, tmp_path: Path) -> None:
     loaded = load(quantized)
     assert loaded.info.model_impl == "lean"
     error = relative_error(logits_of(loaded, PROMPT), logits_of(load(twin), PROMPT))
-    assert error < (0.05 if name == "w8a8" else 2e-5)
+    assert error < (0.05 if name in ("w8a8", "w4a8") else 2e-5)
 
 
 @pytest.mark.parametrize("scheme", ["none", "int8"])

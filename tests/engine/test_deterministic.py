@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows": ("mistral", {"sliding_window": 21}, {}),
     "qk-norm": ("qwen3", {}, {}),
     "int8-weights": ("qwen3", {}, {"quantization": "int8"}),
+    "w4a8": ("llama", {}, {"quantization": "w4a8"}),
     "w8a8-int8-kv": ("llama", {}, {"quantization": "w8a8", "kv_cache_dtype": "int8"}),
     "universal": ("gpt2", {}, {}),
 }

@@ -200,7 +200,7 @@ def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 8 / 64), ("fp8", 1.0)]
+    ("quantization", "per_weight"), [("int8", 1), ("int4", 0.625), ("w4a8", 0.625), ("fp8", 1)]
 )
 def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: float) -> None:
     plain = 596_049_920 - 440_401_920
@@ -211,7 +211,7 @@ def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: floa
 def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
     head, others = 151_936 * 1024, 596_049_920 - 440_401_920
     found = run(QWEN, quantization="int4", bandwidth="1TB/s")
-    narrow = 440_401_920 * (0.5 + 8 / 64)
+    narrow = 440_401_920 * 0.625
     assert found.lm_head_quantization == "int8"
     assert found.weight_bytes == int(others * 2 + narrow + head)
     assert found.decode[0].weight_bytes == int((others - head) * 2 + narrow + head)

@@ -25,7 +25,7 @@ def config_file(folder: Path, quantized: dict[str, Any] | None, **changes: Any) 
     return file
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16", "w8a8"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16", "w8a8", "w4a8"])
 def test_the_stored_format_by_its_name_changes_nothing(name: str, tmp_path: Path) -> None:
     file = config_file(tmp_path, RECIPES[name].config)
     plain = sized(EstimateOptions(model=file))

@@ -17,7 +17,8 @@ from baton.engine.checkpoint.gguf.header import BLOCKS
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import IntegerKernels
-from baton.engine.quantization.integer import IntegerPanels, IntWeight, QuantizedFormat
+from baton.engine.quantization.int_weight import IntWeight
+from baton.engine.quantization.integer import IntegerPanels, QuantizedFormat
 from baton.engine.quantization.linear import SideBySide
 from baton.engine.quantization.parts import of_inputs, of_outputs
 from baton.engine.state.interface import SequenceChunk

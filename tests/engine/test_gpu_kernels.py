@@ -36,7 +36,8 @@ from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
 from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.float8 import Float8Linear, Float8Weight, InputRounding
-from baton.engine.quantization.integer import IntWeight, quantize
+from baton.engine.quantization.int_weight import IntWeight
+from baton.engine.quantization.integer import quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import flatten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -13,13 +14,19 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels
-from baton.engine.kernels.cpu.quantized import FLOATS4, IntegerKernels
+from baton.engine.kernels.cpu.quantized import FLOATS4, W4A8, IntegerKernels
 from baton.engine.quantization import integer as quantization
+from baton.engine.quantization.int8_rows import (
+    LONGEST_GROUP,
+    W4A8Linear,
+    W8A8Linear,
+    round_rows,
+    short_groups,
+)
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.integer import (
     IntegerPanels,
-    IntWeight,
     QuantizedFormat,
-    W8A8Linear,
     W8A8Panels,
     WidenedLinear,
     quantize,
@@ -128,6 +135,12 @@ def test_real_weights_lose_only_the_last_bits(
     if scheme == "w8a8":
         assert isinstance(layer, W8A8Panels)
         assert torch.equal(layer(x), W8A8Linear(weight, bias, int_product=False)(x))
+    elif scheme == "w4a8":
+        assert isinstance(layer, IntegerPanels)
+        assert torch.equal(layer(x), W4A8Linear(weight, bias)(x))
+        rounded = replace(weight, int8_activations=False).dequantized(torch.float32)
+        twin = functional.linear(x.float(), rounded, bias.float())
+        assert relative_error(layer(x), twin) < 4 * BOUND  # of rounding the rows
     else:
         assert isinstance(layer, IntegerPanels)
         twin = functional.linear(x.float(), weight.dequantized(torch.float32), bias.float())
@@ -155,6 +168,58 @@ def test_w8a8_panels_are_the_plain_twin_exactly(
     y = layer(x)
     assert torch.equal(in_float32(layer, x).bfloat16(), y)
     assert torch.equal(y, W8A8Linear(weight, bias, int_product=False)(x))
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 140),
+    # The sums of groups of 64, of 128 and of 256 inputs are what fits a word.
+    grouping=st.tuples(st.integers(1, 4), st.sampled_from([4, 8, 32, 64, 72, 128, 256, 576])),
+    extras=st.tuples(st.booleans(), st.booleans()),
+)
+def test_w4a8_panels_are_the_plain_twin_exactly(
+    compiled: IntegerKernels,
+    rows: int,
+    outputs: int,
+    grouping: tuple[int, int],
+    extras: tuple[bool, bool],
+) -> None:
+    (groups, size), (zeros, biased) = grouping, extras
+    weight = integers(4, (outputs, groups * size), groups, zeros=zeros)
+    weight = replace(weight, int8_activations=True)
+    x, bias = noise(6, rows, groups * size), noise(7, outputs) if biased else None
+    x[0] = 3.0  # the greatest sums
+    if rows > 1:
+        x[1] = -3.0
+    layer, twin = IntegerPanels(compiled, weight, bias), W4A8Linear(weight, bias)
+    assert layer.packed.bits == W4A8
+    assert torch.equal(layer(x), twin(x))
+    assert torch.equal(layer.wide(x), twin.wide(x))
+    # The formula in float64; scales are rounded to 11 bits.
+    rounded, scales = round_rows(x)
+    numbers, plain = (rounded * scales).double(), weight.dequantized(torch.float32).double()
+    exact, parts = numbers @ plain.T, numbers.abs() @ plain.abs().T
+    shift = 0 if bias is None else bias.double()
+    assert ((layer.wide(x).double() - exact - shift).abs() <= 0.0006 * parts + 1e-5).all()
+
+
+@pytest.mark.parametrize(("inputs", "cut"), [(4096, 1), (4100, 5), (12288, 3), (4099, 4099)])
+def test_long_groups_are_cut(compiled: IntegerKernels, inputs: int, cut: int) -> None:
+    """A group's sum of the greatest products is still an exact float32."""
+    values = torch.full((70, inputs), 7, dtype=torch.int8)
+    values[::2] = -8
+    scales = torch.rand(70, 1, generator=torch.Generator().manual_seed(0))
+    weight = IntWeight(4, values, scales, torch.full((70, 1), 8.0), int8_activations=True)
+    assert short_groups(weight).num_groups == cut
+    assert short_groups(weight).group_size <= LONGEST_GROUP
+    x = torch.ones(3, inputs).bfloat16()
+    if IntegerPanels.takes(weight):
+        assert torch.equal(
+            IntegerPanels(compiled, weight, None).wide(x), W4A8Linear(weight, None).wide(x)
+        )
+    twin = (x.float() @ weight.dequantized(torch.float32).T).double()
+    assert relative_error(W4A8Linear(weight, None).wide(x), twin) < BOUND
 
 
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)

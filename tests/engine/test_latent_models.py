@@ -150,7 +150,7 @@ def test_weights_rounded_on_load(scheme: Scheme, dtype: str, tmp_path: Path) -> 
     twin = load(rounded_twin(path, scheme, getattr(torch, dtype)))
     error = relative_error(logits_of(rounded, PROMPT), logits_of(twin, PROMPT))
     # Rounded activations (w8a8), or bfloat16, send some tokens to other experts (measured: 0.19).
-    assert error < (2e-5 if dtype == "float32" and scheme != "w8a8" else 0.3)
+    assert error < (2e-5 if dtype == "float32" and scheme in ("int8", "int4") else 0.3)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     loaded = load(quantized)
     assert loaded.info.model_impl == "lean"
     found, expected = logits_of(loaded, PROMPT), logits_of(load(twin), PROMPT)
-    assert relative_error(found, expected) < (0.3 if name == "w8a8" else 2e-5)
+    assert relative_error(found, expected) < (0.3 if name in ("w8a8", "w4a8") else 2e-5)
 
 
 @pytest.mark.parametrize("scheme", ["none", "int8"])

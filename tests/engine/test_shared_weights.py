@@ -39,6 +39,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "w8a8": {"dtype": "bfloat16", "quantization": "w8a8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "w4a8": {"dtype": "bfloat16", "quantization": "w4a8"},
+    "w4a8 in float32": {"quantization": "w4a8"},
     "int4 in float32": {"quantization": "int4"}, "int8 in float32": {"quantization": "int8"},
     "a rounded head": {"lm_head_quantization": "w8a8"},
 }  # fmt: skip

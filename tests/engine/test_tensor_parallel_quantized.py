@@ -21,12 +21,12 @@ from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.parallel.group import RankGroup
 from baton.engine.performance.estimate import sized
 from baton.engine.performance.ideal import EstimateOptions
+from baton.engine.quantization.int8_rows import W4A8Linear, W8A8Linear
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.integer import (
-    IntWeight,
     NibbleLinear,
     QuantizedFormat,
     Scheme,
-    W8A8Linear,
     WidenedLinear,
     quantize,
 )
@@ -51,11 +51,14 @@ from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 # Of integers, in float32 on a CPU: a layer, and what every product of it calls.
-KERNELS = {NibbleLinear: "__call__", W8A8Linear: "wide", WidenedLinear: "__call__"}
+KERNELS = {
+    NibbleLinear: "__call__", W8A8Linear: "wide", W4A8Linear: "wide", WidenedLinear: "__call__",
+}  # fmt: skip
 ON_LOAD: dict[str, dict[str, Any]] = {
     "loaded as int8": {"quantization": "int8"},
     "loaded as w8a8": {"quantization": "w8a8"},
     "loaded as int4": {"quantization": "int4"},
+    "loaded as w4a8": {"quantization": "w4a8"},
     "loaded as int4, head too": {"quantization": "int4", "lm_head_quantization": "int4"},
     "head alone as w8a8": {"lm_head_quantization": "w8a8"},
 }
@@ -65,6 +68,7 @@ QUICK = {
     ("qwen3", "w8a8", 2), ("qwen3", "gptq-desc-act", 4), ("qwen3", "awq", 2),
     ("qwen3", "loaded as int4, head too", 4), ("qwen3_moe", "w8a8", 2),
     ("qwen3_moe", "loaded as int4", 4),
+    ("qwen3", "loaded as w4a8", 2), ("qwen3_moe", "w4a8", 2),
 }  # fmt: skip
 MATRIX = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
@@ -234,8 +238,11 @@ def test_every_format_gives_the_logits_of_one_rank(
     integer_products.clear()
     ranks = of_ranks(case, size)
     leader, found, _ = ranks[0]
-    assert found.argmax(-1).equal(expected.argmax(-1))
-    if "w8a8" in name and kind == "qwen3_moe":
+    assert found.argmax(-1).equal(expected.argmax(-1)) or "w4a8" in name
+    if "w4a8" in name:
+        # Each rank rounds rows by the greatest number of its own inputs (measured: up to 0.059).
+        assert 0 < relative_error(found, expected) < 0.1
+    elif "w8a8" in name and kind == "qwen3_moe":
         # Experts' sums are rounded on each rank. A number that lies between two integers may then
         # be rounded to the other one: few rows differ.
         assert relative_error(found, expected) < 0.03
@@ -259,7 +266,7 @@ def test_modules_that_stay_plain_stand_beside_integers(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "int4"])
+@pytest.mark.parametrize("scheme", ["w8a8", "int4", "w4a8"])
 @torch.inference_mode()
 def test_biases_and_shared_experts(scheme: str, tmp_path: Path) -> None:
     """A bias is added once, whoever has the sum, also that of an expert; a shared expert's part is
@@ -271,9 +278,13 @@ def test_biases_and_shared_experts(scheme: str, tmp_path: Path) -> None:
     shared = save_random(
         tmp_path / "moe", "qwen2_moe", **SHAPE, **MIXTURE, shared_expert_intermediate_size=64
     )
-    mixed = 0.03 if scheme == "w8a8" else 1e-5
+    mixed = {"int4": 1e-5, "w8a8": 0.03, "w4a8": 0.1}[scheme]  # (w4a8 measured: 0.07)
     experts = save_gpt_oss(tmp_path / "gpt-oss", **WIDE_OSS)
-    for path, bound in ((biased, 1e-5), (shared, mixed), (experts, mixed)):
+    for path, bound in (
+        (biased, 0.03 if scheme == "w4a8" else 1e-5),
+        (shared, mixed),
+        (experts, mixed),
+    ):
         case = Case(path, {"quantization": scheme})
         expected = logits_of(load_model(config_of(path, **case.options)), 1)
         (_, found, _), *_ = of_ranks(case, 4)
@@ -304,7 +315,7 @@ def test_w8a8_rounds_rows_once_per_sum(
 def test_bfloat16_over_two_ranks(tmp_path: Path) -> None:
     """By the compiled kernels, where there are any; sums are rounded once more."""
     for kind in KINDS:
-        for scheme, bound in (("int8", 0.04), ("w8a8", 0.06), ("int4", 0.06)):
+        for scheme, bound in (("int8", 0.04), ("w8a8", 0.06), ("int4", 0.06), ("w4a8", 0.06)):
             case = make_case(kind, f"loaded as {scheme}", tmp_path / kind / scheme)
             config = replace(config_of(case.path, **case.options), dtype="bfloat16")
             expected = logits_of(load_model(config), 1)

@@ -21,7 +21,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = prompts((37, 20))
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"}, "w8a8": {"quantization": "w8a8"},
-    "int4": {"quantization": "int4"}, "head alone": {"lm_head_quantization": "int8"},
+    "int4": {"quantization": "int4"}, "w4a8": {"quantization": "w4a8"},
+    "head alone": {"lm_head_quantization": "int8"},
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from baton.runtime.cache_folder import cache_folder, remembered
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 HUB_SKIPPED: Final = ("original/*", "onnx/*", "consolidated*")
 # Values of --quantization that say what is done to weights when they are loaded.
-ROUNDED: Final = ("none", "int8", "w8a8", "int4", "widened")
+ROUNDED: Final = ("none", "int8", "w8a8", "int4", "w4a8", "widened")
 _UNBOUND_KEYS: Final = ("_name_or_path", "transformers_version")  # differ between equal checkpoints
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _READ_BYTES: Final = 8 << 20

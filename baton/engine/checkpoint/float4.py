@@ -26,7 +26,7 @@ from torch import Tensor
 from baton.engine.checkpoint.float8 import UNREAD, read_scale
 from baton.engine.checkpoint.quantized_checkpoint import StoredTensors
 from baton.engine.checkpoint.stored import Readable, Slab, StoredTensor, WidenedTensor, refused
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its 3 lowest bits
 _GROUP_SIZES: Final = (16, 32)  # of NVFP4 and of MXFP4

@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 from baton.protocol.errors import ModelRefused
 
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # output in each nibble of a word, lowest first
@@ -271,10 +271,10 @@ def _group(name: str, group: Mapping[str, Any]) -> TensorGroup:
                 "(only dynamic int8 per token)"
             )
         symmetric = inputs.get("symmetric", True) and weights.get("symmetric", True)
-        if not symmetric or bits != 8 or strategy == "group":
+        if not symmetric or (bits == 8 and strategy == "group"):
             raise _refused(
-                f"compressed-tensors {name}: int8 activations beside anything but symmetric int8 "
-                "weights with a scale per channel"
+                f"compressed-tensors {name}: int8 activations beside anything but symmetric "
+                "integers, those of 8 bits with a scale per channel"
             )
     size = _group_size(weights) if strategy == "group" else None
     return TensorGroup(tuple(group.get("targets") or ()), bits, inputs is not None, size)

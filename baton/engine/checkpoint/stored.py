@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.quantization.float8 import Float8Weight
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 from baton.protocol.errors import ModelRefused
 
 _BUFFER_BYTES: Final = 1 << 20  # one buffer per thread; transformers reads with many threads

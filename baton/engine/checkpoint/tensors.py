@@ -27,7 +27,7 @@ from torch import Tensor
 
 from baton.engine.checkpoint.stored import Readable, StoredTensor, WidenedTensor
 from baton.engine.quantization.float8 import Float8Weight
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 from baton.protocol.errors import ModelRefused
 
 log = logging.getLogger(__name__)

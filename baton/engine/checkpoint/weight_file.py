@@ -37,7 +37,7 @@ from baton.engine.kernels.cpu.quantized import (
 )
 from baton.engine.memory.huge_pages import HUGE
 from baton.engine.memory.shared_area import ALIGNMENT, SharedArea
-from baton.engine.quantization import integer, linear
+from baton.engine.quantization import int8_rows, int_weight, integer, linear
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ SHARED: Final = {
     for kind in (
         linear.PlainLinear, linear.PanelLinear, linear.SideBySide, linear.W8A8Share,
         integer.Reordered, integer.IntegerPanels, integer.W8A8Panels, integer.WidenedLinear,
-        integer.W8A8Linear, integer.Int4Linear, integer.NibbleLinear, integer.IntWeight,
+        int8_rows.W8A8Linear, int8_rows.W4A8Linear, integer.Int4Linear, integer.NibbleLinear,
+        int_weight.IntWeight,
         PackedIntegers, PackedInt8,
     )
 }  # fmt: skip

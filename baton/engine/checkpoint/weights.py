@@ -29,13 +29,8 @@ from baton.engine.checkpoint.quantized_checkpoint import Layout, module_names
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.widening import integer_layout
 from baton.engine.quantization.float8 import Float8Format, Float8Weight, stack_float8
-from baton.engine.quantization.integer import (
-    IntWeight,
-    QuantizedFormat,
-    Scheme,
-    quantize,
-    stack_weights,
-)
+from baton.engine.quantization.int_weight import IntWeight
+from baton.engine.quantization.integer import QuantizedFormat, Scheme, quantize, stack_weights
 from baton.engine.quantization.linear import Linear, LinearFormat, SideBySide, choose_linear
 from baton.protocol.errors import ModelRefused
 

@@ -37,7 +37,7 @@ from baton.engine.models.experts import ExpertDispatch
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
 from baton.engine.quantization.float8 import Float8Weight
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.linear import EmbeddingTable
 from baton.engine.quantization.parts import (
     float8_inputs,
@@ -308,7 +308,7 @@ class RankShare:
         if outputs is not None:
             return of_outputs(whole, outputs)
         part = of_inputs(whole, inputs)
-        return with_exchange(part, self._group) if part.int8_activations else part
+        return with_exchange(part, self._group) if part.is_w8a8 else part
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:
         """See Share. Of a row-parallel product, whose results are summed over the ranks, only the

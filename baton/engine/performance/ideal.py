@@ -36,10 +36,8 @@ from baton.runtime.config import option
 
 WEIGHT_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 QUANTIZED: Final = {
-    "int8": StoredWeights("int8", 8),
-    "w8a8": StoredWeights("w8a8", 8),
-    "fp8": StoredWeights("fp8", 8),
-    "int4": StoredWeights("int4", 4, 64),
+    **{name: StoredWeights(name, 8) for name in ("int8", "w8a8", "fp8")},
+    **{name: StoredWeights(name, 4, 64) for name in ("int4", "w4a8")},
 }
 DEFAULT_CONTEXT: Final = 4096
 DEFAULT_PROMPT: Final = 1024

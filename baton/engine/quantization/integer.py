@@ -4,6 +4,7 @@
     int8     int8, a scale per output channel    as they are      widened slabs; few rows: ATen's
     w8a8     int8, a scale per output channel    int8 per token   int8 x int8 -> int32, exact
     int4     4 bits, scale and zero per group    as they are      few rows: ATen's; else widened
+    w4a8     4 bits, scale and zero per group    int8 per token   a group's sum is exact
 
 For bfloat16 on a CPU, Baton's own kernels are used if they were compiled; they widen integers in
 registers (kernels/cpu/quantized.py). `QuantizedFormat` tests every kernel on a small product when a
@@ -26,94 +27,43 @@ from baton.engine.kernels.cpu.quantized import (
     FLOATS4,
     MAX_INPUTS,
     QUAD,
+    W4A8,
     IntegerKernels,
     integer_kernels_for,
 )
 from baton.engine.kernels.gpu.support import triton_serves
-from baton.engine.quantization.linear import Linear, RankSums, W8A8Share, row_scales
+from baton.engine.quantization.int8_rows import (
+    W4A8Linear,
+    W8A8Linear,
+    add_bias,
+    short_groups,
+    try_int_product,
+)
+from baton.engine.quantization.int_weight import (
+    IntWeight,
+    pack_nibbles,
+    slab_rows,
+    unpack_nibbles,
+)
+from baton.engine.quantization.linear import Linear, W8A8Share
 
 logger = logging.getLogger(__name__)
 
-Scheme = Literal["int8", "w8a8", "int4"]
+Scheme = Literal["int8", "w8a8", "int4", "w4a8"]
 SCHEMES: Final = get_args(Scheme)
-GROUP_SIZES: Final = (64, 32)  # of int4 on load: the first that divides the inputs
-SLAB_BYTES: Final = 2 << 20  # widened weights that one product reads: they stay in the caches
+GROUP_SIZES: Final = (64, 32)  # of 4 bits on load: the first that divides the inputs
 SLAB_OUTPUTS: Final = 8192  # rounded at once: a float32 copy of a whole head would take gigabytes
 FEW_ROWS: Final = 8  # up to here ATen's int8 kernel beat widening (measured on AVX-512)
 FEW_ROWS_INT4: Final = 16  # the same for the int4 kernel
 INT4_KERNEL_GROUPS: Final = (32, 64, 128, 256)
 INT4_KERNEL_ROWS: Final = 64  # outputs per tile of the packed layout
-CUDA_INT_ROWS: Final = 32  # cuBLAS wants more than 16 rows
-
-
-@dataclass(frozen=True, slots=True)
-class IntWeight:
-    """w[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g] for the i-th input of group g.
-
-    values [out, in] int8 (4 bits: -8..7), scales [out, groups] float32, zeros [out, groups] float32
-    or None = all 0. A group is a run of in / groups columns of values. `order` [in]: column j
-    belongs to input order[j]; None = to input j. `int8_activations`: inputs are rounded to int8 per
-    token. `exchange`: other ranks hold the other inputs, and the last PEAK_INPUTS columns are 0
-    (W8A8Share). `floats`: the weights are 4-bit floats (E2M1); values hold twice their numbers.
-    """
-
-    bits: Literal[4, 8]
-    values: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    order: Tensor | None = None
-    int8_activations: bool = False
-    exchange: RankSums | None = None
-    floats: bool = False
-
-    @property
-    def shape(self) -> torch.Size:
-        """[out, in]."""
-        return self.values.shape
-
-    @property
-    def num_groups(self) -> int:
-        return self.scales.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weight as layers keep it: packed integers, scales, zeros and order. Only
-        compiled kernels keep 4-bit floats, and their scales are float16."""
-        parts = (self.zeros, self.order)
-        return (
-            self.values.numel() * self.bits // 8
-            + self.scales.nbytes // (2 if self.floats else 1)
-            + sum(part.nbytes for part in parts if part is not None)
-        )
-
-    @property
-    def group_size(self) -> int:
-        return self.values.shape[1] // self.num_groups
-
-    def to(self, device: torch.device) -> IntWeight:
-        """Return the weight on `device`; `order` stays where it is."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(
-            self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros
-        )
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`, computed in float32."""
-        weight = self.values.float().unflatten(1, (self.num_groups, -1))
-        if self.zeros is not None:
-            weight -= self.zeros[:, :, None]
-        weight = (weight * self.scales[:, :, None]).flatten(1).to(dtype)
-        if self.order is None:
-            return weight
-        inputs = int(self.order.max()) + 1  # some columns may be padding of zeros (parts.py)
-        return weight.new_zeros(len(weight), inputs).index_add_(1, self.order, weight)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     """Round weight [out, in] to nearest, a slab of outputs at a time.
 
-    int8 and w8a8: symmetric, a scale per output. int4: from minimum to maximum of each group.
-    Raises ValueError if no group size divides the inputs (int4).
+    int8 and w8a8: symmetric, a scale per output. int4 and w4a8: from minimum to maximum of each
+    group. Raises ValueError if no group size divides the inputs (4 bits).
     """
     slabs = [_quantize(slab.float(), scheme) for slab in weight.split(SLAB_OUTPUTS)]
     whole = stack_weights(slabs)
@@ -123,7 +73,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
 
 def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     """Round one slab, a float32 weight; see quantize."""
-    if scheme != "int4":
+    if scheme in ("int8", "w8a8"):
         scales = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
         values = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
         return IntWeight(8, values, scales, int8_activations=scheme == "w8a8")
@@ -135,7 +85,8 @@ def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     scales = (high - low).clamp_(min=1e-12) / 15
     zeros = (-low / scales).round_() - 8
     values = (groups / scales[:, :, None]).round_() + zeros[:, :, None]
-    return IntWeight(4, values.clamp_(-8, 7).to(torch.int8).flatten(1), scales, zeros)
+    values = values.clamp_(-8, 7).to(torch.int8).flatten(1)
+    return IntWeight(4, values, scales, zeros, int8_activations=scheme == "w4a8")
 
 
 def stack_weights(parts: list[IntWeight]) -> IntWeight | None:
@@ -202,7 +153,9 @@ class QuantizedFormat:
                 return IntegerPanels(self._compiled, weight, bias)
         if weight.floats:
             return WidenedLinear(weight, bias, few_rows_kernel=False)
-        if weight.int8_activations and weight.num_groups == 1 and weight.zeros is None:
+        if weight.is_w4a8:
+            return W4A8Linear(weight, bias)
+        if weight.is_w8a8:
             fits = outputs % 8 == 0 and inputs % 8 == 0
             return W8A8Linear(weight, bias, int_product=self._int_product and fits)
         if self._triton:
@@ -232,18 +185,22 @@ class Reordered:
 
 
 class IntegerPanels:
-    """Weights of 4 or 8 bits in panels for the compiled kernel (kernels/cpu/quantized.h)."""
+    """Weights of 4 or 8 bits in panels for the compiled kernel (kernels/cpu/quantized.h). Those of
+    w4a8 give W4A8Linear's results, bit for bit."""
 
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels
         bits = FLOATS4 if weight.floats else weight.bits
+        if weight.is_w4a8:
+            weight, bits = short_groups(weight), W4A8
         self.packed = kernels.pack(weight.values, weight.scales, weight.zeros, bits)
         self.bias = bias
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
         """Whether the kernel supports `weight`."""
-        return not weight.int8_activations and weight.group_size % QUAD == 0
+        fits = short_groups(weight).group_size % QUAD == 0
+        return fits and (weight.is_w4a8 or not weight.int8_activations)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
@@ -265,8 +222,7 @@ class W8A8Panels:
     @staticmethod
     def takes(weight: IntWeight) -> bool:
         """Whether the kernel supports `weight`."""
-        simple = weight.num_groups == 1 and weight.zeros is None
-        return weight.int8_activations and simple and weight.shape[1] <= MAX_INPUTS
+        return weight.is_w8a8 and weight.shape[1] <= MAX_INPUTS
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
@@ -296,47 +252,13 @@ class WidenedLinear:
             out = kernel(x.contiguous(), self._weight.values, self._kernel_scale)
             return out if self._bias is None else out + self._bias
         slabs = slab_rows(self._weight.values.shape, x.dtype)
-        return _add_bias(torch.cat([self._slab(x, rows) for rows in slabs], 1), self._bias, x.dtype)
+        return add_bias(torch.cat([self._slab(x, rows) for rows in slabs], 1), self._bias, x.dtype)
 
     def _slab(self, x: Tensor, rows: slice) -> Tensor:
         if self._scale is not None and self._weight.zeros is None:
             product = functional.linear(x, self._weight.values[rows].to(x.dtype))
             return product * self._scale[rows]
         return functional.linear(x, _slab_of(self._weight, rows).dequantized(x.dtype))
-
-
-class W8A8Linear:
-    """int8 weights, and inputs rounded to int8 per token. The sums are exact integers, so a row's
-    result depends on no other row, whatever the kernel.
-    """
-
-    def __init__(self, weight: IntWeight, bias: Tensor | None, *, int_product: bool) -> None:
-        self._values = weight.values.contiguous()
-        self._scale, self._bias = weight.scales.flatten(), bias
-        self._int_product = int_product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See Linear."""
-        return self.wide(x).to(x.dtype)
-
-    def wide(self, x: Tensor) -> Tensor:
-        """See WideLinear."""
-        rounded, scales = round_rows(x)
-        if self._int_product:
-            sums = int_product(rounded, self._values).float()
-        else:
-            slabs = slab_rows(self._values.shape, torch.float32)
-            wide = rounded.float()
-            parts = [functional.linear(wide, self._values[rows].float()) for rows in slabs]
-            sums = torch.cat(parts, 1)
-        return _add_bias(sums.mul_(scales).mul_(self._scale), self._bias, torch.float32)
-
-
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x [T, in] to int8 [T, in] and scales [T, 1] float32, symmetric, one scale per row."""
-    wide = x.float()
-    scales = row_scales(wide.abs().amax(1, keepdim=True))
-    return (wide / scales).round_().to(torch.int8), scales
 
 
 class Int4Linear:
@@ -378,10 +300,7 @@ class NibbleLinear:
     """4-bit weights, two to a byte, widened slab by slab: for any dtype and device."""
 
     def __init__(self, weight: IntWeight, bias: Tensor | None) -> None:
-        values = weight.values + 8
-        if values.shape[1] % 2:
-            values = functional.pad(values, (0, 1))
-        self._bytes = (values[:, ::2] | values[:, 1::2] << 4).view(torch.uint8)
+        self._bytes = pack_nibbles(weight.values)
         self._weight = IntWeight(4, self._bytes, weight.scales, weight.zeros)
         self._inputs, self._bias = weight.values.shape[1], bias
 
@@ -392,36 +311,14 @@ class NibbleLinear:
         return out if self._bias is None else out + self._bias
 
     def _widened(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        part = self._bytes[rows]
-        values = torch.stack((part & 15, part >> 4), -1).flatten(1).to(torch.int8) - 8
+        values = unpack_nibbles(self._bytes[rows], self._inputs)
         slab = _slab_of(self._weight, rows)
-        return IntWeight(4, values[:, : self._inputs], slab.scales, slab.zeros).dequantized(dtype)
-
-
-def slab_rows(
-    shape: torch.Size | tuple[int, int], dtype: torch.dtype, tile: int = 1
-) -> list[slice]:
-    """Return ranges of outputs whose widened weights take about SLAB_BYTES each. Each range is a
-    multiple of `tile`, except for the last."""
-    rows = max(1, SLAB_BYTES // (shape[1] * dtype.itemsize * tile)) * tile
-    return [slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows)]
+        return IntWeight(4, values, slab.scales, slab.zeros).dequantized(dtype)
 
 
 def _slab_of(weight: IntWeight, rows: slice) -> IntWeight:
     zeros = None if weight.zeros is None else weight.zeros[rows]
     return IntWeight(weight.bits, weight.values[rows], weight.scales[rows], zeros)
-
-
-def _add_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return (out if bias is None else out + bias).to(dtype)
-
-
-def int_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply int8 x [T, in] by weight [out, in]; return exact sums int32 [T, out]."""
-    rows = x.shape[0]
-    if x.device.type == "cuda" and rows < CUDA_INT_ROWS:
-        x = functional.pad(x, (0, 0, 0, CUDA_INT_ROWS - rows))
-    return torch.ops.aten._int_mm(x, weight.t())[:rows]
 
 
 def works(name: str, trial: Callable[[], bool]) -> bool:
@@ -451,6 +348,9 @@ def try_panels(compiled: IntegerKernels) -> bool:
         if scheme == "w8a8":
             layer = W8A8Panels(compiled, weight, None)
             twin = W8A8Linear(weight, None, int_product=False)(x).float()
+        elif scheme == "w4a8":
+            layer = IntegerPanels(compiled, weight, None)
+            twin = W4A8Linear(weight, None)(x).float()
         else:
             layer = IntegerPanels(compiled, weight, None)
             twin = functional.linear(x.float(), weight.dequantized(torch.float32))
@@ -460,19 +360,6 @@ def try_panels(compiled: IntegerKernels) -> bool:
         ):
             return False
     return True
-
-
-def try_int_product(device: torch.device) -> bool:
-    """Whether int_product is exact, also for extreme values: without VNNI, some kernels saturate at
-    16 bits."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(-127, 128, (37, 512), generator=generator).to(torch.int8)
-    weight = torch.randint(-128, 128, (64, 512), generator=generator).to(torch.int8)
-    x[0], weight[0], x[1], weight[1] = 127, 127, -127, -128
-    expected = x.int() @ weight.int().t()
-    counts = (1, 5, 37)
-    results = [int_product(x[:n].to(device), weight.to(device)).cpu() for n in counts]
-    return all(torch.equal(r, expected[:n]) for n, r in zip(counts, results, strict=True))
 
 
 def try_int8_kernel() -> bool:

@@ -11,8 +11,9 @@ weight and is never rounded anew, so the weights are the same for any number of 
     with `order`    otherwise differ in length
     w8a8, some      the ranks exchange the greatest magnitudes of rows and the integer sums, so that
     inputs          rounding and scaling equal those of the whole weight (linear.W8A8Share)
-    8-bit floats,   each rank rounds its inputs by itself, as in vLLM: nothing is exchanged, and the
-    some inputs     scales of inputs may differ from those of the whole row
+    w4a8 and 8-bit  each rank rounds its inputs by itself, as in vLLM: nothing is exchanged, and the
+    floats, some    scales of inputs may differ from those of the whole row
+    inputs
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import QUAD
 from baton.engine.quantization.float8 import LEAST_GROUP, Float8Weight
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 
 SMALLEST_GROUP: Final = 8  # inputs; with smaller groups, scales and zeros take too much memory

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.int_weight import IntWeight
 
 MOST_STEPS: Final = 65_000  # zero points up to this fit into float16; see integers_of
 _K_SCALES: Final = 12  # bytes that hold 8 scales and 8 minima of 6 bits

@@ -29,7 +29,8 @@ from baton.engine.checkpoint.stored import (
     WidenedTensor,
     refused,
 )
-from baton.engine.quantization.integer import IntWeight, stack_weights
+from baton.engine.quantization.int_weight import IntWeight
+from baton.engine.quantization.integer import stack_weights
 
 _STORED: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

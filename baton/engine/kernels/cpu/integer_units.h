@@ -24,6 +24,7 @@ inline int64_t place_in_turns(int64_t output, int64_t input) {
 }
 
 constexpr int64_t kFloats4 = -4;  // in place of a number of bits
+constexpr int64_t kW4A8 = 48;     // likewise: integers of 4 bits, by rows rounded to int8 (w4a8.h)
 
 // What a nibble of Floats4 stands for, and back.
 inline int number_of_float4(int code) {
@@ -65,7 +66,7 @@ struct IntegerArgs {
   const float* peaks;     // [outputs]
   const bf16* bias;       // [outputs], or null
   bf16* y;                // [rows, outputs]
-  int64_t rows, inputs, outputs, groups, bits, has_zeros;  // bits: 8, 6, 4, kFloats4
+  int64_t rows, inputs, outputs, groups, bits, has_zeros;  // bits: 8, 6, 4, kFloats4, kW4A8
   int64_t stride;         // numbers from a row of y to the next
   float* wide = nullptr;  // [rows, outputs], instead of y
 };
@@ -107,7 +108,7 @@ struct IntegerLayout {
 struct IntegerWork {
   const IntegerArgs& a;
   const IntegerLayout at;
-  const float* sums;  // [rows, groups] of x, if there are zeros
+  float* sums;  // [rows, groups] of x, if there are zeros; or RoundedRows
 
   // Where a panel's group begins, and the zeros of 16 of its outputs.
   const uint8_t* head(int64_t panel, int64_t group) const {
@@ -165,9 +166,9 @@ inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, Flo
 }
 
 // Even blocks of rows [from, until): 16 are 8 and 8, not 12 and 4. Calls work(row, count).
-template <class Work>
+template <int64_t Most = kBlockRows, class Work>
 void each_row_block(int64_t from, int64_t until, const Work& work) {
-  int64_t parts = (until - from + kBlockRows - 1) / kBlockRows;
+  int64_t parts = (until - from + Most - 1) / Most;
   for (int64_t row = from; row < until; --parts) {
     const int64_t count = (until - row + parts - 1) / parts;
     work(row, count);

@@ -15,6 +15,9 @@ constexpr int kBothRows = 1;   // up to here two panels go together
 // Of a panel that some rows take at once.
 constexpr int halves_of(int rows) { return rows == 1 ? 2 : 1; }
 
+constexpr int kW4A8Rows = 6;   // kBlockRows of w4a8.h
+constexpr int64_t kRunQuads = 16;  // sums of words hold so many quads: 64 * 8 * 127 / 2 is less than 2^15
+
 using Ints = Line;  // 16 int32
 
 // A number of a row rounded to 8 bits, as a word: of each four the first and third, then the others.
@@ -40,11 +43,28 @@ inline Floats as_floats(Ints numbers) {
   return {_mm256_cvtepi32_ps(numbers.low), _mm256_cvtepi32_ps(numbers.high)};
 }
 
+inline Ints as_ints(Floats numbers) {
+  return {_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high)};
+}
+
+inline Ints added_ints(Ints a, Ints b) {
+  return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
+
+// a * b, and no part of a fused product and sum.
+inline Floats rounded_product(Floats a, Floats b) {
+  Floats y = a * b;
+  asm("" : "+x"(y.low), "+x"(y.high));
+  return y;
+}
+
+// sum + the products of each lane's two words, exactly.
 inline Ints dot_words(Ints sum, __m256i x, Line w) {
   return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(x, w.low)),
           _mm256_add_epi32(sum.high, _mm256_madd_epi16(x, w.high))};
 }
 
+// Two words, the same in every lane.
 inline __m256i broadcast_words(const int16_t* from) {
   int32_t two;
   std::memcpy(&two, from, sizeof two);
@@ -101,6 +121,53 @@ inline void dot_quads(Ints (*sum)[H], const Row& x, const int8_t* w) {
     BATON_UNROLL for (int m = 0; m < M; ++m) sum[m][h] = dot_words(sum[m][h], x(m) + 2, odd);
   }
 }
+
+using SignedQuad = __m256i;  // four int8, the same in every lane
+
+inline SignedQuad broadcast_quad(const int8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return _mm256_set1_epi32(four);
+}
+
+// Sums of 16 outputs by nibbles, two words each: of the first two inputs of quads, and of the others.
+// Words wrap around, so a sum that ends within them is exact.
+using NibbleSums = Line;
+
+// What both words of each lane begin with.
+inline int32_t start_of(int first, int second) {
+  return static_cast<int32_t>((first & 0xffff) | static_cast<uint32_t>(second) << 16);
+}
+
+inline NibbleSums start_at(int32_t start) {
+  return {_mm256_set1_epi32(start), _mm256_set1_epi32(start)};
+}
+
+// A quad's nibbles of 16 * H outputs from 16 * half on, four to a lane.
+template <int H>
+inline void load_nibbles(const uint8_t* at, int half, Line w[H]) {
+  const __m256i lowest = _mm256_set1_epi8(15);
+  const Line line = load_line(at);
+  BATON_UNROLL for (int h = 0; h < H; ++h) {
+    const __m128i by = _mm_cvtsi32_si128(4 * (half + h));
+    w[h] = {_mm256_and_si256(_mm256_srl_epi16(line.low, by), lowest),
+            _mm256_and_si256(_mm256_srl_epi16(line.high, by), lowest)};
+  }
+}
+
+// No sum of two products is cut off: 2 * 15 * 127 is less than 2^15.
+inline NibbleSums add_nibbles(NibbleSums sum, Line w, SignedQuad x) {
+  return {_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(w.low, x)),
+          _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(w.high, x))};
+}
+
+inline Ints whole_of(NibbleSums sum) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.low, one), _mm256_madd_epi16(sum.high, one)};
+}
+
+// sum + a * x, `a` being words.
+inline Ints add_words(Ints sum, Ints a, __m256i x) { return dot_words(sum, x, a); }
 
 // x / scale to nearest even; returns what they add up to, exactly up to 512 of them.
 inline float round_words(const bf16* x, int16_t* to, int64_t count, float scale) {

@@ -17,6 +17,9 @@ constexpr int kBlockRows = 12;  // rows at once by one panel: 24 registers accum
 constexpr int kBothRows = 6;    // up to here two panels go together
 constexpr int halves_of(int) { return 2; }  // of a panel that some rows take at once
 
+constexpr int kW4A8Rows = kBlockRows;  // of w4a8.h
+constexpr int64_t kRunQuads = 64;      // their inputs sum to a word: 256 * 127 is less than 2^15
+
 using Ints = __m512i;  // 16 int32
 using RowByte = uint8_t;  // a number of a row rounded to 8 bits
 
@@ -40,6 +43,62 @@ BATON_VNNI inline void dot_quads(Ints (*sum)[H], const Row& x, const int8_t* w) 
       sum[m][h] = _mm512_dpbusd_epi32(sum[m][h], each, weights[h]);
   }
 }
+
+inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
+inline Ints as_ints(Floats numbers) { return _mm512_cvtps_epi32(numbers); }
+inline Ints added_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+
+// a * b, and no part of a fused product and sum.
+inline Floats rounded_product(Floats a, Floats b) {
+  Floats y = a * b;
+  asm("" : "+v"(y));
+  return y;
+}
+
+// sum + the products of each lane's two words, exactly.
+BATON_VNNI inline Ints dot_words(Ints sum, Line x, Line w) {
+  return _mm512_dpwssd_epi32(sum, x, w);
+}
+
+using SignedQuad = __m512i;  // four int8, the same in every lane
+
+inline SignedQuad broadcast_quad(const int8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+// Sums of 16 outputs by nibbles.
+using NibbleSums = Ints;
+
+// What sums begin with, of the first two inputs of quads and of the others.
+inline int32_t start_of(int first, int second) { return first + second; }
+inline NibbleSums start_at(int32_t start) { return _mm512_set1_epi32(start); }
+
+// A quad's nibbles of 16 * H outputs from 16 * half on, four to a lane.
+template <int H>
+inline void load_nibbles(const uint8_t* at, int half, Line w[H]) {
+  const Line line = load_line(at);
+  BATON_UNROLL for (int h = 0; h < H; ++h)
+    w[h] = _mm512_and_si512(_mm512_srli_epi16(line, 4 * (half + h)), _mm512_set1_epi8(15));
+}
+
+BATON_VNNI inline NibbleSums add_nibbles(NibbleSums sum, Line w, SignedQuad x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  return sum;
+}
+
+inline Ints whole_of(NibbleSums sum) { return sum; }
+
+// Two words, the same in every lane.
+inline Line broadcast_words(const int16_t* from) {
+  int32_t two;
+  std::memcpy(&two, from, sizeof two);
+  return _mm512_set1_epi32(two);
+}
+
+// sum + a * x, `a` being words.
+BATON_VNNI inline Ints add_words(Ints sum, Ints a, Line x) { return dot_words(sum, a, x); }
 
 }  // namespace baton
 

@@ -7,12 +7,8 @@ namespace baton {
 
 // sum + the products of each lane's two words by the two that begin at x, exactly.
 BATON_VNNI inline Ints dot_words(Ints sum, const int16_t* x, Line w) {
-  int32_t two;
-  std::memcpy(&two, x, sizeof two);
-  return _mm512_dpwssd_epi32(sum, _mm512_set1_epi32(two), w);
+  return dot_words(sum, broadcast_words(x), w);
 }
-
-inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
 
 // x / scale to nearest even; returns what they add up to, exactly up to 512 of them.
 inline float round_words(const bf16* x, int16_t* to, int64_t count, float scale) {

@@ -19,6 +19,7 @@
 #include "integer_units.h"
 #include "integer_widened.h"
 #include "integer_words.h"
+#include "w4a8.h"
 
 namespace baton {
 
@@ -107,12 +108,12 @@ inline bool tiles_take(const IntegerArgs& a) { return tiles_take(a.inputs / a.gr
 
 // Rows that are rounded to unsigned bytes, as one thread's products take them: as numbers of that kind.
 template <class Number>
-class RoundedRowsAs {
+class ByteRowsAs {
  public:
   TiledRows tiled;
 
   // rows [.., 4 * quads], or null: there are none.
-  RoundedRowsAs(const uint8_t* rows, int64_t quads)
+  ByteRowsAs(const uint8_t* rows, int64_t quads)
       : tiled(rows, kQuad * quads), rows_(rows), quads_(quads) {}
 
   // Those of row `from` on; rows [from, until) may be read, until others are asked for.
@@ -120,7 +121,7 @@ class RoundedRowsAs {
     if constexpr (std::is_same_v<Number, uint8_t>) {
       return rows_ + from * kQuad * quads_;
     } else {
-      Number* const to = kept_room<RoundedRowsAs, Number>((until - from) * kQuad * quads_);
+      Number* const to = kept_room<ByteRowsAs, Number>((until - from) * kQuad * quads_);
       if (from_ != from || until_ != until) spread(to, from, until);
       return to;
     }
@@ -143,12 +144,12 @@ class RoundedRowsAs {
   int64_t quads_, from_ = 0, until_ = 0;
 };
 
-using RoundedRows = RoundedRowsAs<RowByte>;
+using ByteRows = ByteRowsAs<RowByte>;
 
 // The rows of a product by integers, as one thread takes them.
 struct IntegerRows : Rows {
   WordRows words;
-  RoundedRows rounded;
+  ByteRows rounded;
 
   // x [.., inputs].
   IntegerRows(const bf16* x, int64_t inputs)
@@ -163,12 +164,22 @@ inline int64_t integer_row_bytes(int64_t inputs) {
 // Rows of the slabs that a team shares.
 inline int64_t integer_slab(const IntegerArgs& a) {
   const int64_t row_bytes = integer_row_bytes(a.inputs);
+  if (a.bits == kW4A8) return slab_of(a.inputs, kW4A8Rows);
   if (widens_once(a, a.rows)) return widened_slab(a.rows, row_bytes, a.outputs);
   return slab_of(row_bytes, kBlockRows);
 }
 
-// Whether IntegerWork::sums are met.
-inline bool needs_sums(const IntegerArgs& a) { return a.has_zeros && (!kWords || tiles_take(a)); }
+// Numbers of IntegerWork::sums that a row needs.
+inline int64_t sums_of_row(const IntegerArgs& a) {
+  if (a.bits == kW4A8) return RoundedRows::room(a.inputs);
+  return a.has_zeros && (!kWords || tiles_take(a)) ? a.groups : 0;
+}
+
+// Finds them.
+inline void prepare_row(const IntegerWork& work, int64_t row) {
+  if (work.a.bits == kW4A8) return RoundedRows(work).round(work.a.x, row, work.at);
+  sum_groups(work.a, row, work.sums + row * work.a.groups);
+}
 
 template <class Source>
 struct OfSource {
@@ -187,6 +198,7 @@ void by_source(int64_t bits, const Work& work) {
 }
 
 inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const IntegerUnit& unit) {
+  if (work.a.bits == kW4A8) return multiply_w4a8_unit(work, unit);
 #ifdef BATON_TILES
   if (tiles_take(work.a)) {
     const uint8_t* tiled = rows.tiled.of(unit.from, unit.until);
@@ -214,13 +226,10 @@ inline void multiply_unit(const IntegerWork& work, IntegerRows& rows, const Inte
 }
 
 inline void integer_linear(const IntegerArgs& a) {
-  std::vector<float> sums(needs_sums(a) ? a.rows * a.groups : 0);
+  std::vector<float> sums(a.rows * sums_of_row(a));
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
   in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
-    if (needs_sums(a))
-      me.share(a.rows, [&](int64_t row, int64_t) {
-        sum_groups(a, row, sums.data() + row * a.groups);
-      });
+    if (!sums.empty()) me.share(a.rows, [&](int64_t row, int64_t) { prepare_row(work, row); });
     IntegerRows rows(a.x, a.inputs);
     share_units(me, a.rows, integer_slab(a), a.outputs,
                 [&](const IntegerUnit& unit) { multiply_unit(work, rows, unit); });
@@ -261,6 +270,10 @@ inline void pack_integers(const IntegerPack& a) {
         if (a.bits == 8) {
           for (int64_t at = i; at < i + 2; ++at)
             to[at / 2 * 64 + Bytes::place(o, at)] = Bytes::code(from[at]);
+          continue;
+        }
+        if (a.bits == kW4A8) {
+          for (int64_t at = i; at < i + 2; ++at) put_w4a8(to + at / 4 * 64, o, at, from[at]);
           continue;
         }
         // Word 2 * (o % 16) + input % 2, nibble 2 * (pair of the quad) + o / 16.

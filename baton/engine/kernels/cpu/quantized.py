@@ -25,7 +25,14 @@ LINE: Final = 64  # bytes
 MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
 HALF_BITS: Final = 15  # the greatest of an output's scales is held as at most 2 ** 15
 FLOATS4: Final = -4  # quantized.h's: in place of a number of bits
-QUAD_BYTES: Final[dict[int, int]] = {FLOATS4: 64, 4: 64, 6: 96, 8: 128}  # of NARROW outputs
+W4A8: Final = 48  # likewise: 4 bits by rows rounded to int8
+QUAD_BYTES: Final[dict[int, int]] = {
+    FLOATS4: 64,
+    4: 64,
+    W4A8: 64,
+    6: 96,
+    8: 128,
+}  # of NARROW outputs
 PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
 
 _POINTER = ctypes.c_void_p
@@ -65,13 +72,13 @@ class _W8A8Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """Weights [outputs, inputs] of 4, 6 or 8 bits, or FLOATS4, in the panels of quantized.h."""
+    """Weights [outputs, inputs] of 4, 6 or 8 bits, FLOATS4 or W4A8, in quantized.h's panels."""
 
     panels: Tensor  # uint8
     peaks: Tensor  # [outputs] float32
     inputs: int
     groups: int
-    bits: Literal[-4, 4, 6, 8]
+    bits: Literal[-4, 4, 6, 8, 48]
     has_zeros: bool
 
     @property
@@ -110,17 +117,17 @@ class IntegerKernels:
             function.restype = None
 
     def pack(
-        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[-4, 4, 8]
+        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[-4, 4, 8, 48]
     ) -> PackedIntegers:
         """Pack values [outputs, inputs] int8 (4 bits: -8..7; FLOATS4: see IntWeight.floats).
 
-        scales and zeros are [outputs, groups]; the zeros are numbers of float16. The inputs of a
-        group are a multiple of QUAD. 8 bits that 6 can hold are packed in 6 where the library has
-        these.
+        scales and zeros are [outputs, groups]; the zeros are numbers of float16, of W4A8
+        integers. The inputs of a group are a multiple of QUAD. 8 bits that 6 can hold are packed
+        in 6 where the library has these.
         """
         (outputs, inputs), groups = values.shape, scales.shape[1]
         packed = 6 if bits == 8 and self._packs_sixes and _fit_sixes(values, groups) else bits
-        peaks, shares = _peaks_and_shares(scales.float())
+        peaks, shares = peaks_and_shares(scales.float())
         shifts = None if zeros is None else zeros.half().contiguous()
         lines = inputs // QUAD * QUAD_BYTES[packed] // LINE
         lines += groups * (1 if zeros is None else 2)
@@ -195,7 +202,7 @@ class IntegerKernels:
         return y
 
 
-def _peaks_and_shares(scales: Tensor) -> tuple[Tensor, Tensor]:
+def peaks_and_shares(scales: Tensor) -> tuple[Tensor, Tensor]:
     """scales [outputs, groups] float32 -> peaks [outputs] and scales over them, float16.
 
     Scales that a power of two makes float16 numbers are held exactly, others with 11 bits; that is

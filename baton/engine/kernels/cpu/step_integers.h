@@ -32,7 +32,7 @@ class IntegerProducts {
  public:
   // `most`: inputs of a product.
   IntegerProducts(int64_t rows, int64_t most)
-      : rows_(rows), room_(rows * quads_of(most)), row_scales_(rows) {}
+      : rows_(rows), room_(rows * RoundedRows::room(kQuad * quads_of(most))), row_scales_(rows) {}
 
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
@@ -48,10 +48,9 @@ class IntegerProducts {
     if (by.extra != nullptr) {
       const W8A8Args args = rounding(by, like);
       me.share(rows_, [&](int64_t row, int64_t) { round_unsigned(args, row); });
-    } else if (const IntegerArgs args = widening(by, like); needs_sums(args)) {
-      me.share(rows_, [&](int64_t row, int64_t) {
-        sum_groups(args, row, room_.data() + row * by.groups);
-      });
+    } else if (const IntegerArgs args = widening(by, like); sums_of_row(args) > 0) {
+      const IntegerWork work{args, IntegerLayout(args), room_.data()};
+      me.share(rows_, [&](int64_t row, int64_t) { prepare_row(work, row); });
     }
   }
 
@@ -74,7 +73,8 @@ class IntegerProducts {
 
   // Of a row, as units read it.
   static int64_t row_bytes(const StepIntegers& by, const LinearArgs& like) {
-    return by.extra != nullptr ? 4 * quads_of(like.inputs) : integer_row_bytes(like.inputs);
+    if (by.extra != nullptr || by.bits == kW4A8) return 4 * quads_of(like.inputs);
+    return integer_row_bytes(like.inputs);
   }
 
  private:
@@ -92,7 +92,7 @@ class IntegerProducts {
   }
 
   const int64_t rows_;
-  std::vector<float> room_;  // a float per quad: 4 rounded numbers, or the sum of a group
+  std::vector<float> room_;  // RoundedRows, or 4 rounded numbers a quad, or the sum of each group
   std::vector<float> row_scales_;
 };
 

@@ -128,9 +128,9 @@ inline void multiply_int8_tiled(const W8A8Args& a, const uint8_t* rows, const In
 #endif
 
 // Rows as `round_unsigned` leaves them, for a unit.
-inline RoundedRows rounded_rows(const W8A8Args& a) { return {a.rounded, a.quads}; }
+inline ByteRows rounded_rows(const W8A8Args& a) { return {a.rounded, a.quads}; }
 
-inline void multiply_int8_unit(const W8A8Args& a, RoundedRows& rows, const IntegerUnit& unit) {
+inline void multiply_int8_unit(const W8A8Args& a, ByteRows& rows, const IntegerUnit& unit) {
 #ifdef BATON_TILES
   if (unit.until - unit.from >= kFewTiled && a.quads % kTileRows == 0)
     return multiply_int8_tiled(a, rows.tiled.of(unit.from, unit.until), unit);
@@ -144,7 +144,7 @@ inline void multiply_int8_unit(const W8A8Args& a, RoundedRows& rows, const Integ
 inline void w8a8_linear(const W8A8Args& a) {
   in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
     me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
-    RoundedRows rows = rounded_rows(a);
+    ByteRows rows = rounded_rows(a);
     share_units(me, a.rows, slab_of(4 * a.quads, kBlockRows), a.outputs,
                 [&](const IntegerUnit& unit) { multiply_int8_unit(a, rows, unit); });
   });

@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.engine.kernels.gpu.products import integers, product
 
 if TYPE_CHECKING:
-    from baton.engine.quantization.integer import IntWeight
+    from baton.engine.quantization.int_weight import IntWeight
 
 MAX_STEP: Final = 128  # inputs per step of a product
 MIN_STEP: Final = 32  # half a step of int4 must not be shorter than a product's shortest side

@@ -61,7 +61,8 @@ def test_a_file_speaks_for_up_and_for_its_nodes(
     options, engine = up_settings(cli.parse(cli.build_parser(), flags))
     assert options.prefill == 2
     assert engine == {
-        "model": str(model), "served_model_name": ["a", "b"], "max_num_seqs": 9, "dtype": "float32"
+        "model": str(model), "served_model_name": ["a", "b"], "max_num_seqs": 9, "dtype": "float32",
+        "shared_weights_cache": "auto",
     }  # fmt: skip
     monkeypatch.setenv("BATON_MAX_NUM_SEQS", "5")
     _, engine = up_settings(cli.parse(cli.build_parser(), flags))

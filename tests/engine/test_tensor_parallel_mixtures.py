@@ -91,6 +91,11 @@ def of_ranks(path: Path, size: int, **options: Any) -> list[tuple[LoadedModel, t
     return by_threads(size, share_of(config_of(path, tensor_parallel_size=size, **options), size))
 
 
+W4A8_ERROR = (
+    0.25  # of random mixtures, some of whose tokens choose other experts; measured: up to 0.163
+)
+
+
 def assert_as_one_rank(path: Path, size: int, whole_experts: bool, **options: Any) -> None:
     whole = load_model(config_of(path, **options))
     expected = logits_of(whole, 1)
@@ -100,6 +105,9 @@ def assert_as_one_rank(path: Path, size: int, whole_experts: bool, **options: An
         # A number between two integers may be rounded to the other one: few rows differ.
         assert relative_error(found, expected) < 0.2
         assert (found - expected).abs().amax(1).quantile(0.25) < 2e-3
+    elif options.get("quantization") == "w4a8" or "w4a8" in str(path):
+        # Each rank rounds rows by the greatest number of its own inputs: no row is the same.
+        assert relative_error(found, expected) < W4A8_ERROR
     else:
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
         assert found.argmax(-1).equal(expected.argmax(-1))

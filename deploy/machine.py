@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from baton.engine.checkpoint.weight_folder import BLOCK, SUFFIX
+from baton.engine.checkpoint.weight_folder import held_bytes
 from baton.runtime.cache_folder import cache_folder
 from baton.runtime.redis.connections import connect
 from baton.runtime.redis.urls import check_redis_url
@@ -92,12 +92,12 @@ def kept_weights() -> str:
     """Return what packed weights take on the disk, and where; "" if none are kept."""
     try:
         folder = cache_folder("weights")
-        sizes = [path.stat().st_blocks * BLOCK for path in folder.glob(f"*{SUFFIX}")]
+        held = held_bytes(folder)
     except OSError:
         return ""
-    if not sizes:
+    if not held:
         return ""
-    return f"{sum(sizes) / 1e9:.1f} GB in {folder} (--shared-weights-cache bounds them)"
+    return f"{held / 1e9:.1f} GB in {folder} (--shared-weights-cache bounds them)"
 
 
 def processor(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:

@@ -7,7 +7,8 @@ import sys
 
 from baton.runtime.collector import importing
 
-# gRPC reads this when it is imported. Of its own threads, three would wake for each step of a node.
+# gRPC reads this when it is imported, a worker inherits it. Of gRPC's own threads, three would wake
+# for each step of a node.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
 with importing():
     from router.main import main

@@ -9,7 +9,6 @@ import sys
 
 from baton.runtime.collector import importing
 
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")  # as in __main__.py
 with importing():
     from router.main import main
     from router.workers import end_with_stdin

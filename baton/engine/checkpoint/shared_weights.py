@@ -34,12 +34,11 @@ from torch import Tensor
 from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile
 from baton.engine.checkpoint.weight_folder import (
     AUTO_SHARE,
-    BLOCK,
     FOLDER,
-    SUFFIX,
     CannotShare,
     WeightCache,
     WeightFolder,
+    held_bytes,
     wait_for,
 )
 from baton.engine.kernels.cpu.library import product_kernels_for
@@ -194,9 +193,8 @@ def _disk_folder(cache: WeightCache, name: str) -> WeightFolder | None:
         place = _own_folder(cache_folder("weights"), make=cache.num_bytes != 0)
         if place is None:
             return None
-        kept = sum(path.stat().st_blocks * BLOCK for path in place.glob(f"*{SUFFIX}"))
-        room = shutil.disk_usage(place).free
-        keep = (room + kept) // AUTO_SHARE if cache.num_bytes is None else cache.num_bytes
+        room = shutil.disk_usage(place).free + held_bytes(place)
+        keep = room // AUTO_SHARE if cache.num_bytes is None else cache.num_bytes
         folder = WeightFolder(place, keep, on_disk=True)
         if keep and folder.path(name).exists():
             return folder

@@ -26,7 +26,7 @@ LOCK: Final = "lock"  # a file; each byte of it is a lock
 _CLEANING: Final = 1 << 60  # the byte of whoever cleans up; keys have those below
 SUFFIX: Final = ".weights"
 AUTO_SHARE: Final = 4  # the automatic bound is this part of the disk's free space
-BLOCK: Final = 512  # of st_blocks
+_BLOCK: Final = 512  # of st_blocks
 
 
 class CannotShare(Exception):
@@ -119,7 +119,12 @@ class WeightFolder:
 def _unheld(path: Path, fd: int) -> tuple[float, int, Path, int]:
     """Return when the file was last used, its bytes, and what was given."""
     found = os.fstat(fd)
-    return found.st_mtime, found.st_blocks * BLOCK, path, fd
+    return found.st_mtime, found.st_blocks * _BLOCK, path, fd
+
+
+def held_bytes(place: Path) -> int:
+    """Return what the weight files of a folder take, 0 if there is no folder. Raises OSError."""
+    return sum(path.stat().st_blocks * _BLOCK for path in place.glob(f"*{SUFFIX}"))
 
 
 def wait_for(lock: int, at: int) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from baton.engine.checkpoint.quantized_checkpoint import checked, layout_of
 from baton.engine.config import AUTO_HEADS
+from baton.engine.kernels.cpu.quantized import peaks_and_shares
 from baton.engine.quantization import int8_rows
 from baton.engine.quantization import integer as quantization
 from baton.engine.quantization.int8_rows import W4A8Linear, W8A8Linear, round_rows
@@ -119,6 +120,13 @@ def test_int4_is_narrow_and_exact_on_its_own_grid() -> None:
         again.dequantized(torch.float32), integers.dequantized(torch.float32), atol=1e-6, rtol=1e-5
     )
     assert integers.num_bytes == 192 * 256 // 2 + 2 * 192 * 4 * 4
+
+
+@pytest.mark.parametrize("scheme", ["int4", "w4a8"])
+def test_kernels_hold_scales_of_4_bits_exactly(scheme: Scheme) -> None:
+    scales = quantize(random_weight(), scheme).scales
+    peaks, shares = peaks_and_shares(scales)
+    assert torch.equal(shares.float() * peaks[:, None], scales)
 
 
 @pytest.mark.parametrize("scheme", ["int4", "w4a8"])

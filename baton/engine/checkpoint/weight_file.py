@@ -42,14 +42,14 @@ from baton.engine.quantization import int8_rows, int_weight, integer, linear
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"baton-weights-\x00\x01"
 CHUNK: Final = 64 << 20  # bytes of one digest
 MOST_BYTES: Final = 1 << 42  # of address space, not of memory
 SHARED: Final = {
     kind.__name__: kind
     for kind in (
-        linear.PlainLinear, linear.PanelLinear, linear.SideBySide, linear.W8A8Share,
+        linear.PlainLinear, linear.PanelLinear, linear.SideBySide, linear.Int8Share,
         integer.Reordered, integer.IntegerPanels, integer.W8A8Panels, integer.WidenedLinear,
         int8_rows.W8A8Linear, int8_rows.W4A8Linear, integer.Int4Linear, integer.NibbleLinear,
         int_weight.IntWeight,

@@ -40,7 +40,7 @@ from baton.engine.models.config import ClampedGate
 from baton.engine.models.layers.gates import CompiledGate, ExpertGate
 from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
-from baton.engine.quantization.linear import Linear, W8A8Share
+from baton.engine.quantization.linear import Int8Share, Linear
 
 VECTOR = 16  # numbers in a vector; the rows of compiled experts must be whole vectors
 
@@ -74,7 +74,7 @@ class Expert:
         """Compute x [n, H] -> [n, H]. On a tensor-parallel rank this is the rank's part of a sum,
         whatever the weights' format."""
         inner, down = self.inner(x), self.down
-        if isinstance(down, W8A8Share):
+        if isinstance(down, Int8Share):
             return down.partial(*down.rounded(inner))
         return down(inner)
 
@@ -200,13 +200,13 @@ class Experts:
             return hidden.new_zeros(*chosen.shape, hidden.shape[1])
         inner = torch.cat([expert.inner(hidden[rows // chosen.shape[1]]) for expert, rows in met])
         # Tensor-parallel ranks exchange the scales that rows are rounded by: once for all experts.
-        share = next((e.down for e, _ in met if isinstance(e.down, W8A8Share)), None)
+        share = next((e.down for e, _ in met if isinstance(e.down, Int8Share)), None)
         rounded, scales = (inner, inner) if share is None else share.rounded(inner)
         answers = hidden.new_zeros(len(order), hidden.shape[1])
         start = 0
         for expert, rows in met:
             part, down = slice(start, start + len(rows)), expert.down
-            exchanged = isinstance(down, W8A8Share)
+            exchanged = isinstance(down, Int8Share)
             answers[rows] = (
                 down.partial(rounded[part], scales[part]) if exchanged else down(inner[part])
             )

@@ -17,8 +17,8 @@
 Query heads are split evenly. With fewer KV heads than ranks, each KV head lies on several ranks;
 kv_transfer/protocol/shares.py cuts pools in the same way. The leader alone adds the bias of a
 row-parallel product. Integers and 8-bit floats are cut like plain weights: the numbers of a part
-are those of the whole weight (quantization/parts.py). A row-parallel product of w8a8 sums over the
-ranks by itself.
+are those of the whole weight (quantization/parts.py). A row-parallel product with rows of int8
+(w8a8, w4a8) sums over the ranks by itself.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
 
@@ -44,7 +44,6 @@ from baton.engine.quantization.parts import (
     float8_outputs,
     of_inputs,
     of_outputs,
-    with_exchange,
 )
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ModelRefused
@@ -308,12 +307,12 @@ class RankShare:
         if outputs is not None:
             return of_outputs(whole, outputs)
         part = of_inputs(whole, inputs)
-        return with_exchange(part, self._group) if part.is_w8a8 else part
+        return replace(part, exchange=self._group) if part.is_w8a8 or part.is_w4a8 else part
 
     def adds_bias(self, module: str, part: StoredWeight) -> bool:
         """See Share. Of a row-parallel product, whose results are summed over the ranks, only the
-        leader adds the bias. Every rank adds it if the product sums by itself (w8a8), except in
-        routed experts, whose results are summed later."""
+        leader adds the bias. Every rank adds it if the product sums by itself (Int8Share), except
+        in routed experts, whose results are summed later."""
         is_whole = isinstance(part, IntWeight) and part.exchange is not None
         is_whole = is_whole and _ROUTED not in module
         is_cut = module.rpartition(".")[2] in _ROW and not self._cuts.is_whole(module)

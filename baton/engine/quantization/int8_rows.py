@@ -36,6 +36,7 @@ class W8A8Linear:
         self._values = weight.values.contiguous()
         self._scale, self._bias = weight.scales.flatten(), bias
         self._int_product = int_product
+        self._integers = weight.exchange is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
@@ -43,7 +44,7 @@ class W8A8Linear:
 
     def wide(self, x: Tensor) -> Tensor:
         """See WideLinear."""
-        rounded, scales = round_rows(x)
+        rounded, scales = round_rows(x, self._integers)
         if self._int_product:
             sums = int_product(rounded, self._values).float()
         else:
@@ -67,6 +68,7 @@ class W4A8Linear:
         weight = short_groups(weight)
         self._bytes, self._bias = pack_nibbles(weight.values), bias
         self._inputs, self._zeros = weight.shape[1], weight.zeros
+        self._integers = weight.exchange is not None
         self._peaks, shares = peaks_and_shares(weight.scales)
         self._shares = shares.t().float().contiguous()  # [groups, out]
 
@@ -76,7 +78,7 @@ class W4A8Linear:
 
     def wide(self, x: Tensor) -> Tensor:
         """See WideLinear."""
-        rounded, scales = round_rows(x)
+        rounded, scales = round_rows(x, self._integers)
         groups = rounded.float().unflatten(1, (len(self._shares), -1)).transpose(0, 1)
         slabs = slab_rows((self._bytes.shape[0], self._inputs), torch.float32)
         sums = torch.cat([self._slab(groups, outputs) for outputs in slabs], 1)
@@ -108,8 +110,11 @@ def short_groups(weight: IntWeight) -> IntWeight:
     return replace(weight, scales=weight.scales.repeat_interleave(parts, 1), zeros=zeros)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x [T, in] to int8 [T, in] and scales [T, 1] float32, symmetric, one scale per row."""
+def round_rows(x: Tensor, integers: bool = False) -> tuple[Tensor, Tensor]:
+    """Round x [T, in] to int8 [T, in] and scales [T, 1] float32, symmetric, one scale per row.
+    `integers`: x holds integers of int8 already, and the scales are 1."""
+    if integers:
+        return x.to(torch.int8), torch.ones(len(x), 1, device=x.device)
     wide = x.float()
     scales = row_scales(wide.abs().amax(1, keepdim=True))
     return (wide / scales).round_().to(torch.int8), scales

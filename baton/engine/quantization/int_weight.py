@@ -21,8 +21,8 @@ class IntWeight:
     values [out, in] int8 (4 bits: -8..7), scales [out, groups] float32, zeros [out, groups] float32
     or None = all 0. A group is a run of in / groups columns of values. `order` [in]: column j
     belongs to input order[j]; None = to input j. `int8_activations`: inputs are rounded to int8 per
-    token. `exchange`: other ranks hold the other inputs, and the last PEAK_INPUTS columns are 0
-    (W8A8Share). `floats`: the weights are 4-bit floats (E2M1); values hold twice their numbers.
+    token. `exchange`: other ranks hold the other inputs, and rows are rounded before the product
+    (Int8Share). `floats`: the weights are 4-bit floats (E2M1); values hold twice their numbers.
     """
 
     bits: Literal[4, 8]

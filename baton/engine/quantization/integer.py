@@ -45,7 +45,7 @@ from baton.engine.quantization.int_weight import (
     slab_rows,
     unpack_nibbles,
 )
-from baton.engine.quantization.linear import Linear, W8A8Share
+from baton.engine.quantization.linear import Int8Share, Linear
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,14 @@ FEW_ROWS: Final = 8  # up to here ATen's int8 kernel beat widening (measured on 
 FEW_ROWS_INT4: Final = 16  # the same for the int4 kernel
 INT4_KERNEL_GROUPS: Final = (32, 64, 128, 256)
 INT4_KERNEL_ROWS: Final = 64  # outputs per tile of the packed layout
+HALF_DIGITS: Final = 11  # binary digits of a float16
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     """Round weight [out, in] to nearest, a slab of outputs at a time.
 
     int8 and w8a8: symmetric, a scale per output. int4 and w4a8: from minimum to maximum of each
-    group. Raises ValueError if no group size divides the inputs (4 bits).
+    group, with scales of 11 bits. Raises ValueError if no group size divides the inputs (4 bits).
     """
     slabs = [_quantize(slab.float(), scheme) for slab in weight.split(SLAB_OUTPUTS)]
     whole = stack_weights(slabs)
@@ -86,7 +87,16 @@ def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     zeros = (-low / scales).round_() - 8
     values = (groups / scales[:, :, None]).round_() + zeros[:, :, None]
     values = values.clamp_(-8, 7).to(torch.int8).flatten(1)
+    scales = _in_half_bits(scales)
     return IntWeight(4, values, scales, zeros, int8_activations=scheme == "w4a8")
+
+
+def _in_half_bits(scales: Tensor) -> Tensor:
+    """Round positive scales to the 11 bits of float16's numbers, but with float32's exponents. So
+    the kernels hold them exactly (kernels/cpu/quantized.py's peaks_and_shares), and a part of a
+    weight has the scales of the whole."""
+    fractions, exponents = torch.frexp(scales)
+    return torch.ldexp((fractions * 2**HALF_DIGITS).round_() / 2**HALF_DIGITS, exponents)
 
 
 def stack_weights(parts: list[IntWeight]) -> IntWeight | None:
@@ -137,10 +147,15 @@ class QuantizedFormat:
 
     def __call__(self, weight: IntWeight, bias: Tensor | None) -> Linear:
         """Return the fastest layer that this machine has for `weight`; bias [out] or None."""
-        if weight.exchange is not None:
-            integers = replace(weight, scales=torch.ones_like(weight.scales))
-            layer = self._unordered(integers, None)
-            return W8A8Share(layer, weight.scales.flatten(), bias, weight.exchange)
+        exchange, scale = weight.exchange, None
+        if exchange is None:
+            return self._ordered(weight, bias)
+        if weight.is_w8a8:
+            scale = weight.scales.flatten()
+            weight = replace(weight, scales=torch.ones_like(weight.scales))
+        return Int8Share(self._ordered(weight, None), scale, bias, exchange)
+
+    def _ordered(self, weight: IntWeight, bias: Tensor | None) -> Linear:
         layer = self._unordered(weight, bias)
         return layer if weight.order is None else Reordered(layer, weight.order)
 
@@ -194,7 +209,7 @@ class IntegerPanels:
         if weight.is_w4a8:
             weight, bits = short_groups(weight), W4A8
         self.packed = kernels.pack(weight.values, weight.scales, weight.zeros, bits)
-        self.bias = bias
+        self.bias, self._integers = bias, weight.exchange is not None
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
@@ -204,11 +219,14 @@ class IntegerPanels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        return self._kernels.linear(x, self.packed, self.bias)
+        return self._product(x, torch.bfloat16)
 
     def wide(self, x: Tensor) -> Tensor:
         """See WideLinear."""
-        return self._kernels.linear(x, self.packed, self.bias, torch.float32)
+        return self._product(x, torch.float32)
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.linear(x, self.packed, self.bias, dtype, self._integers)
 
 
 class W8A8Panels:
@@ -217,7 +235,7 @@ class W8A8Panels:
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels
         self.packed = kernels.pack_w8a8(weight.values, weight.scales.flatten())
-        self.bias = bias
+        self.bias, self._integers = bias, weight.exchange is not None
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
@@ -226,11 +244,14 @@ class W8A8Panels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        return self._kernels.w8a8_linear(x, self.packed, self.bias)
+        return self._product(x, torch.bfloat16)
 
     def wide(self, x: Tensor) -> Tensor:
         """See WideLinear."""
-        return self._kernels.w8a8_linear(x, self.packed, self.bias, torch.float32)
+        return self._product(x, torch.float32)
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.w8a8_linear(x, self.packed, self.bias, dtype, self._integers)
 
 
 class WidenedLinear:

@@ -57,7 +57,6 @@ def _is_wide_kind(kind: type[Linear]) -> bool:
 
 
 INT8_PEAK: Final = 127
-PEAK_INPUTS: Final = 8  # added behind a w8a8 share's inputs; 8, as kernels want multiples of 8
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear
 
 
@@ -200,18 +199,19 @@ def row_scales(peaks: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class W8A8Share:
-    """One rank's share of a w8a8 product whose inputs lie on several ranks.
+class Int8Share:
+    """One rank's share of a product with rows of int8 (w8a8, w4a8), whose inputs lie on several
+    ranks.
 
-    Rows are rounded by their greatest magnitude over all ranks, and the ranks' sums are integers.
-    So the result on every rank equals that of the whole product bit for bit, as long as sums stay
-    below 2^24, which float32 holds exactly. `layer` multiplies integers without scaling: its scales
-    are 1. The scale that it computes for a row is 1 as well, because PEAK_INPUTS numbers INT8_PEAK
-    are added to the row; the weights of these are zero.
+    Rows are rounded by their greatest magnitude over all ranks, so they are those of the whole
+    product. `layer` takes them as they are: its scale for a row is 1. w8a8: `layer` has no scales
+    of outputs either, so the ranks add integers, and the result on every rank equals that of the
+    whole product bit for bit, as long as sums stay below 2^24, which float32 holds exactly. w4a8:
+    the ranks add float32 numbers, so results differ by the order of sums alone.
     """
 
     layer: Linear
-    scale: Tensor  # [out]
+    scale: Tensor | None  # [out]; None = `layer` has them
     bias: Tensor | None
     exchange: RankSums
 
@@ -222,11 +222,12 @@ class W8A8Share:
         return self._scaled(sums, scales).to(x.dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Round x [T, in]; return the input of `layer` and the rows' scales [T, 1]."""
+        """Round x [T, in]; return integers [T, in] in x's dtype and the rows' scales [T, 1]. NaN on
+        any rank makes a row's scale infinite on all: integers have no NaN."""
         wide = x.float()
-        scales = row_scales(self.exchange.all_reduce_max(wide.abs().amax(1, keepdim=True)))
-        rows = (wide / scales).round_()
-        return functional.pad(rows, (0, PEAK_INPUTS), value=INT8_PEAK).to(x.dtype), scales
+        peaks = wide.abs().amax(1, keepdim=True).nan_to_num_(torch.inf, torch.inf)
+        scales = row_scales(self.exchange.all_reduce_max(peaks))
+        return (wide / scales).round_().to(x.dtype), scales
 
     def partial(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Compute this rank's part [T, out] of the sum over the ranks, of the two results of
@@ -234,7 +235,9 @@ class W8A8Share:
         return self._scaled(in_float32(self.layer, rows), scales).to(rows.dtype)
 
     def _scaled(self, sums: Tensor, scales: Tensor) -> Tensor:
-        y = sums.mul_(scales).mul_(self.scale)
+        y = sums.mul_(scales)
+        if self.scale is not None:
+            y = y.mul_(self.scale)
         return y if self.bias is None else y + self.bias
 
 

@@ -9,11 +9,11 @@ weight and is never rounded anew, so the weights are the same for any number of 
                     smaller groups with the same scale and zero
     some inputs,    columns of other ranks are replaced by weights of zero where groups would
     with `order`    otherwise differ in length
-    w8a8, some      the ranks exchange the greatest magnitudes of rows and the integer sums, so that
-    inputs          rounding and scaling equal those of the whole weight (linear.W8A8Share)
-    w4a8 and 8-bit  each rank rounds its inputs by itself, as in vLLM: nothing is exchanged, and the
-    floats, some    scales of inputs may differ from those of the whole row
-    inputs
+    w8a8 and w4a8,  the ranks exchange the greatest magnitudes of rows, so that rows are rounded as
+    some inputs     for the whole weight. They add integers (w8a8), so that the sum is the whole
+                    weight's, or what integers of groups make (w4a8). See linear.Int8Share
+    8-bit floats,   each rank rounds its inputs by itself, as in vLLM: nothing is exchanged, and the
+    some inputs     scales of inputs may differ from those of the whole row
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import QUAD
 from baton.engine.quantization.float8 import LEAST_GROUP, Float8Weight
 from baton.engine.quantization.int_weight import IntWeight
-from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 
 SMALLEST_GROUP: Final = 8  # inputs; with smaller groups, scales and zeros take too much memory
 
@@ -100,10 +98,3 @@ def _with_groups(weight: IntWeight, values: Tensor, groups: Tensor) -> IntWeight
     """Return `values` with the scales and zeros of some of the weight's groups."""
     zeros = None if weight.zeros is None else weight.zeros[:, groups]
     return replace(weight, values=values, scales=weight.scales[:, groups], zeros=zeros)
-
-
-def with_exchange(weight: IntWeight, exchange: RankSums) -> IntWeight:
-    """Return a rank's part of a w8a8 weight's inputs in the form of W8A8Share: padded by
-    PEAK_INPUTS columns of zero, with the ranks' `exchange`."""
-    values = functional.pad(weight.values, (0, PEAK_INPUTS))
-    return replace(weight, values=values, exchange=exchange)

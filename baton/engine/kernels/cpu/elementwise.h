@@ -205,9 +205,9 @@ inline float greatest(const bf16* x, int64_t count) {
   return odd ? NAN : most_of(most);
 }
 
-// x to int8, to nearest even; returns the scale.
-inline float round_row(const bf16* x, int8_t* to, int64_t count) {
-  const float scale = greatest(x, count) / 127.0f;
+// x to int8, to nearest even; returns the scale: 1 if numbers are integers of int8 already.
+inline float round_row(const bf16* x, int8_t* to, int64_t count, bool integers = false) {
+  const float scale = integers ? 1.0f : greatest(x, count) / 127.0f;
   for (int64_t i = 0; i < count; i += 16) {
     const Lanes lanes = lanes_of(count - i);
     store_int8(to + i, load_wide(x + i, lanes) / broadcast(scale), lanes);

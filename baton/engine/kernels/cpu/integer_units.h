@@ -69,6 +69,7 @@ struct IntegerArgs {
   int64_t rows, inputs, outputs, groups, bits, has_zeros;  // bits: 8, 6, 4, kFloats4, kW4A8
   int64_t stride;         // numbers from a row of y to the next
   float* wide = nullptr;  // [rows, outputs], instead of y
+  int64_t integers = 0;   // kW4A8: whether x holds integers of int8; see round_row
 };
 
 // Asks for lines also beyond the end of the panels, which does nothing.

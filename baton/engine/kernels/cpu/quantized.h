@@ -177,7 +177,7 @@ inline int64_t sums_of_row(const IntegerArgs& a) {
 
 // Finds them.
 inline void prepare_row(const IntegerWork& work, int64_t row) {
-  if (work.a.bits == kW4A8) return RoundedRows(work).round(work.a.x, row, work.at);
+  if (work.a.bits == kW4A8) return RoundedRows(work).round(work.a, row, work.at);
   sum_groups(work.a, row, work.sums + row * work.a.groups);
 }
 

@@ -47,6 +47,7 @@ class _IntegerArgs(ctypes.Structure):
         *((name, _SIZE) for name in ("rows", "inputs", "outputs", "groups", "bits", "has_zeros")),
         ("stride", _SIZE),
         ("wide", _POINTER),
+        ("integers", _SIZE),
     )
 
 
@@ -67,6 +68,7 @@ class _W8A8Args(ctypes.Structure):
         *((n, _POINTER) for n in ("rounded", "row_scales")),
         *((n, _SIZE) for n in ("rows", "inputs", "outputs", "quads")),
         ("wide", _POINTER),
+        ("integers", _SIZE),
     )
 
 
@@ -146,9 +148,10 @@ class IntegerKernels:
         weight: PackedIntegers,
         bias: Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
+        integers: bool = False,
     ) -> Tensor:
         """Multiply x [T, inputs] bfloat16; return [T, outputs] as bfloat16, or unrounded as
-        float32.
+        float32. `integers`: x holds integers of int8, so W4A8 does not round it.
 
         See quantized.h.
         """
@@ -159,7 +162,7 @@ class IntegerKernels:
             x.data_ptr(), weight.panels.data_ptr(), weight.peaks.data_ptr(),
             None if bias is None else bias.data_ptr(), y.data_ptr(),
             rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros, outputs,
-            wide_pointer(y),
+            wide_pointer(y), integers,
         )  # fmt: skip
         self._linear(ctypes.byref(args))
         return y
@@ -182,8 +185,10 @@ class IntegerKernels:
         weight: PackedInt8,
         bias: Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
+        integers: bool = False,
     ) -> Tensor:
-        """Multiply x [T, inputs] bfloat16, rounded to 8 bits per row.
+        """Multiply x [T, inputs] bfloat16, rounded to 8 bits per row; with `integers` x holds
+        integers of int8 already.
 
         Return [T, outputs] as bfloat16, or unrounded as float32. See w8a8.h.
         """
@@ -196,7 +201,7 @@ class IntegerKernels:
             x.data_ptr(), weight.panels.data_ptr(), weight.extra.data_ptr(),
             weight.scales.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
             rounded.data_ptr(), row_scales.data_ptr(), rows, weight.inputs, outputs, quads,
-            wide_pointer(y),
+            wide_pointer(y), integers,
         )  # fmt: skip
         self._w8a8(ctypes.byref(args))
         return y

@@ -46,9 +46,9 @@ struct RoundedRows {
   // float32 numbers of a row, at most: a quad's integers, a run of at least one quad, and the scale.
   static int64_t room(int64_t inputs) { return inputs / kQuad * 3 + 1; }
 
-  void round(const bf16* x, int64_t row, const IntegerLayout& at) const {
+  void round(const IntegerArgs& a, int64_t row, const IntegerLayout& at) const {
     int8_t* to = values + row * inputs;
-    scales[row] = round_row(x + row * inputs, to, inputs);
+    scales[row] = round_row(a.x + row * inputs, to, inputs, a.integers != 0);
     RunSums* sum = sums + row * runs;
     for (int64_t group = 0; group < inputs; group += kQuad * at.quads)
       for (int64_t begin = 0; begin < at.quads; begin += kRunQuads) {

@@ -27,11 +27,13 @@ struct W8A8Args {
   float* row_scales;     // room for [rows]
   int64_t rows, inputs, outputs, quads;
   float* wide = nullptr;  // [rows, outputs], instead of y
+  int64_t integers = 0;   // whether x holds integers of int8; see round_row
 };
 
 inline void round_unsigned(const W8A8Args& a, int64_t row) {
   uint8_t* to = a.rounded + row * a.quads * 4;
-  a.row_scales[row] = round_row(a.x + row * a.inputs, reinterpret_cast<int8_t*>(to), a.inputs);
+  a.row_scales[row] =
+      round_row(a.x + row * a.inputs, reinterpret_cast<int8_t*>(to), a.inputs, a.integers != 0);
   for (int64_t i = 0; i < a.inputs; ++i) to[i] ^= 0x80;
   std::fill(to + a.inputs, to + a.quads * 4, 0x80);
 }

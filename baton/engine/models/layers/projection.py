@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.models.elementwise import Elementwise
 from baton.engine.models.lora import Adapter, AdapterRows, LowRank, apply_deltas, merge_parts
-from baton.engine.quantization.linear import Linear, W8A8Share
+from baton.engine.quantization.linear import Int8Share, Linear
 from baton.protocol.errors import ModelRefused
 
 Reduce = Callable[[Tensor], Tensor]  # a rank's part of a sum -> the sum over all ranks
@@ -35,8 +35,8 @@ class Projection:
 
     def summed(self, x: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
         """Compute x [T, inputs of this rank] -> [T, out], summed over the ranks; `reduce`: see
-        Shards. A W8A8Share sums by itself, so `reduce` then sums the deltas alone."""
-        if not isinstance(self.linear, W8A8Share):
+        Shards. A Int8Share sums by itself, so `reduce` then sums the deltas alone."""
+        if not isinstance(self.linear, Int8Share):
             return reduce(self(x, groups))
         y = self.linear(x)
         if any(group.id in self.deltas for group in groups):
@@ -45,9 +45,9 @@ class Projection:
 
     def partial(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """Compute x [T, inputs of this rank] -> [T, out], this rank's part of the sum over the
-        ranks, whatever the format (see W8A8Share.partial). The product must have no bias."""
+        ranks, whatever the format (see Int8Share.partial). The product must have no bias."""
         linear = self.linear
-        if not isinstance(linear, W8A8Share):
+        if not isinstance(linear, Int8Share):
             return self(x, groups)
         return apply_deltas(x, linear.partial(*linear.rounded(x)), self.deltas, groups)
 

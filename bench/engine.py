@@ -9,8 +9,8 @@ row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the ra
 product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
 int4, w8a8 beside the others. --peer CMD adds another engine to every round (bench/peer.py); it may
-be repeated; --no-transformers leaves only peers. --roofline draws the rows under the two limits
-(bench/roofline.py).
+be repeated; --no-transformers leaves only peers. --full adds batches to 64 and contexts to 8,192.
+--roofline draws the rows under the two limits (bench/roofline.py).
 
 A second table compares every round by CPU time and by the clock: on a machine that does other work
 only CPU time holds. Before that, all sides answer the same prompts with one token; `same tokens` is
@@ -83,6 +83,13 @@ ROWS: Final = (
     *(EngineRow(name, context, batch) for name in HYBRIDS
       for context, batch in ((2048, 0), (128, 1), (128, 8), (128, 16))),
 )  # fmt: skip
+# With --full, too: many requests, and long contexts.
+FURTHER_ROWS: Final = (
+    *(EngineRow(model, context, batch) for model in (LARGE, SMALL)
+      for context, batch in ((8192, 0), (8192, 1), (128, 32), (128, 64))),
+    EngineRow(SMALL, 2048), EngineRow(SMALL, 2048, 1),
+)  # fmt: skip
+NUM_KV_BLOCKS: Final = 1024  # of 16 tokens: 64 requests of 128, or one of 8,192
 
 
 Generate = Callable[[Sequence[list[int]], int], Took]  # of prompts and a number of new tokens
@@ -232,8 +239,9 @@ def measure(
                 for command in against.peers
             ]
             llm = LLM(
-                model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
-                enable_prefix_caching=False, threads=threads, measure_limits=False,
+                model=str(path), dtype="bfloat16", quantization=quantization,
+                num_kv_blocks=NUM_KV_BLOCKS, enable_prefix_caching=False, threads=threads,
+                measure_limits=False,
             )  # fmt: skip
             runs = {OURS: ours(llm), **baseline}
             runs |= {peer.name: peer.timed for peer in peers if peer.unsupported is None}
@@ -377,8 +385,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(error.message)
     models = list(WRITERS) if given.models == "all" else given.models.split(",")
-    if not any(row.model in models and re.search(given.rows, row.name) for row in ROWS):
-        known = ", ".join(sorted({row.model for row in ROWS}))
+    possible = (*ROWS, *FURTHER_ROWS) if given.full else ROWS
+    if not any(row.model in models and re.search(given.rows, row.name) for row in possible):
+        known = ", ".join(sorted({row.model for row in possible}))
         parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
     prepare(given)
     rows: list[dict[str, Any]] = []
@@ -387,7 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         for model in models:
-            asked = [row for row in ROWS if row.model == model and re.search(given.rows, row.name)]
+            asked = [row for row in possible if row.model == model]
+            asked = [row for row in asked if re.search(given.rows, row.name)]
             if asked:
                 path = write_checkpoint(model, folder)
                 against = Against(

@@ -33,7 +33,8 @@ LARGE, SMALL = "Qwen3-0.6B", "Llama-25M"
 LARGE_VOCABULARY: Final = 151_936
 SMALL_VOCABULARY: Final = 8192
 MIXTURE_VOCABULARY: Final = 32_768
-_SHARED: Final[dict[str, Any]] = {"max_position_embeddings": 4096, "eos_token_id": 2}
+POSITIONS: Final = 16_384  # that every model has, for the contexts of `bench.engine --full`
+_SHARED: Final[dict[str, Any]] = {"max_position_embeddings": POSITIONS, "eos_token_id": 2}
 _LLAMA: Final[dict[str, Any]] = {
     **_SHARED, "model_type": "llama", "vocab_size": SMALL_VOCABULARY, "hidden_size": 512,
     "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -105,7 +106,7 @@ def write_checkpoint(name: str, folder: Path) -> Path:
 
 
 def _write_large(path: Path) -> None:
-    write_model(path, vocab_size=LARGE_VOCABULARY)
+    write_model(path, vocab_size=LARGE_VOCABULARY, max_position_embeddings=POSITIONS)
     widen_tokenizer(path / "tokenizer.json", LARGE_VOCABULARY)
 
 

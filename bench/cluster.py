@@ -9,7 +9,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,8 +22,11 @@ LAST_LINES = 30
 
 
 @asynccontextmanager
-async def cluster(flags: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
-    """Run a cluster; yield the fields of its ready line (`url`, `model`, ...).
+async def cluster(
+    flags: Sequence[str], environ: Mapping[str, str] | None = None
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Run a cluster; yield the fields of its ready line (`url`, `model`, ...). `environ`: instead
+    of this process' own.
 
     Raises ConfigError, with the launcher's last lines, if it does not come up.
     """
@@ -33,6 +36,7 @@ async def cluster(flags: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        env=environ,
     )
     assert process.stdout is not None, "it was given a pipe"
     drain: asyncio.Task[None] | None = None

@@ -32,10 +32,10 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from baton.engine.config import AUTO, EngineConfig
+from baton.engine.config import EngineConfig
 from baton.node.config import NodeConfig
 from baton.protocol.errors import BatonError, ConfigError, Unavailable
-from baton.runtime.config import add_config, add_options, load, parse
+from baton.runtime.config import AUTO, add_config, add_options, load, parse
 from baton.runtime.config import given as given_options
 from baton.runtime.rotation.deployment_secret import secrets_of
 from baton.runtime.tls import TlsFiles

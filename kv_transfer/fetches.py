@@ -22,9 +22,10 @@ from baton.protocol.clock import Clock
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
+from baton.runtime.config import AUTO
 from baton.runtime.timing import Timing
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher, grouped
-from kv_transfer.links import AUTO, LinkSpeeds
+from kv_transfer.links import LinkSpeeds
 from kv_transfer.loans import HeldFetch, Promise, end_task
 from kv_transfer.protocol.base import Blocks, KVReady, Lane
 from kv_transfer.protocol.fetch_session import Intent, WantedExport

@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
+from baton.runtime.config import AUTO
 from kv_transfer.protocol.messages import INT8, RAW
 
-AUTO: Final = "auto"
 WIRE_CODECS: Final = (RAW, INT8, AUTO)
 # bytes/s; on faster links int8 costs more than it saves (docs/kv_transfer.md)
 FAST_LINK: Final = 3e9

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.config import option, spelled
+from baton.runtime.config import AUTO, option, spelled
 from baton.runtime.cores import parse_cores
 
-AUTO: Final = "auto"
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
@@ -287,7 +286,7 @@ class EngineConfig:
 
 def head_quantization(head: str, weights: str) -> str:
     """Return the scheme of the head: `head`, or what "auto" means beside weights in `weights`."""
-    return AUTO_HEADS.get(weights, "none") if head == "auto" else head
+    return AUTO_HEADS.get(weights, "none") if head == AUTO else head
 
 
 def parse_bytes(text: str, *, field: str) -> int:

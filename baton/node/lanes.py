@@ -21,6 +21,7 @@ from baton.engine.memory.kv_cache import KVArena, MakeMemory
 from baton.engine.running.sizing import HostMemory
 from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
+from baton.runtime.config import AUTO
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from kv_transfer.lanes.grpc_stream import GrpcLane
@@ -34,7 +35,6 @@ from kv_transfer.protocol.base import Lane
 log = logging.getLogger(__name__)
 
 SHM: Final = "shm"
-AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
 # Rows of images are sent in frames: nobody reads the memory in which they lie.
 ROW_LANES: Final = ("stream", "grpc")
 TAKE_AFTER_S: Final = 2.0  # first a node answers
@@ -262,7 +262,7 @@ def parse_lanes(text: str) -> tuple[str, ...]:
 
     Raises ConfigError for no lane, an unknown or a repeated one.
     """
-    if text.strip() == AUTO:
+    if text.strip() == AUTO:  # shm where there is room for the pool
         return (SHM, "stream", "grpc")
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in MAKERS]

@@ -30,15 +30,7 @@ from baton.engine.parallel.messages import Gone
 from baton.node.config import NodeConfig, join_address
 from baton.node.data_ranks import RANK, Alone, FirstRank, NodeGroup, OtherRank, end
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
-from baton.node.lanes import (
-    AUTO,
-    ROW_LANES,
-    LaneSettings,
-    PoolPlace,
-    make_lanes,
-    parse_lanes,
-    row_lanes,
-)
+from baton.node.lanes import ROW_LANES, LaneSettings, PoolPlace, make_lanes, parse_lanes, row_lanes
 from baton.node.metrics_server import MetricsPlace, metrics_tokens, start_metrics
 from baton.node.profiling import EngineProfiler
 from baton.node.role import MakeThread, NodeParts, NodeRole, RoleContext
@@ -383,7 +375,8 @@ async def _run(
     names, group = parse_lanes(config.kv_lanes), life.group
     if program.role is Role.ENCODE:
         names = row_lanes(names)
-    place = PoolPlace(names, Path(config.kv_shm_dir), optional=config.kv_lanes.strip() == AUTO)
+    optional = config.kv_lanes.strip() == options.AUTO
+    place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
     group.on_death(place.remove_all)
     timing = replace(Timing(), drain_s=config.drain_s)
     if config.redis_url:

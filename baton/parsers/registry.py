@@ -16,10 +16,10 @@ from baton.parsers import formats, harmony, reasoning
 from baton.parsers.formats import TOOL_FORMATS
 from baton.parsers.grammar import ToolFormat
 from baton.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from baton.runtime.config import AUTO
 
 log = logging.getLogger(__name__)
 
-AUTO: Final = "auto"
 TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
 REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
 _Row = tuple[str, tuple[str, ...]]

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")
+AUTO: Final = "auto"  # of an option: it is chosen by what is found, as the option's help says
 # A parser's default that holds the names which `load` reads; parsed namespaces have it, too.
 _LAYERED: Final = "options_of_dataclasses"
 MOST_SHOWN: Final = 12  # choices that a help text lists

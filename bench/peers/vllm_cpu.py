@@ -9,8 +9,10 @@ Baton need not be installed there, nor a torchvision (one for another build of t
 transformers: remove it). vLLM runs in the peer's own process, so that its CPU time is told; it
 compiles each model with torch, which takes a minute the first time. No prefix cache; weights:
 bfloat16, int8 per channel with activations rounded per token (also for int8 alone: on CPUs vLLM has
-no 8-bit weights without that), int4 in groups of 128 (also for w4a8, activations as they are);
-everything else as it does by default.
+no 8-bit weights without that), int4 in groups of 128; everything else as it does by default. There
+is no w4a8 to ask for: on x86 vLLM computes int4 with activations as they are, or, newer versions by
+themselves with AMX, rounded to 8 bits.
+Source: vllm/envs.py, VLLM_CPU_INT4_W4A8.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from bench.peers.protocol import Generate, Setup, serve
+from bench.peers.protocol import Generate, Setup, Unsupported, serve
 
 CACHE_BYTES: Final = 2 << 30
 STEP: Final = 4096  # tokens that one step takes
@@ -50,7 +52,11 @@ class VllmModel:
 
 
 def load(setup: Setup) -> Generate:
-    """Round the checkpoint's weights, unless that was done before, and load it."""
+    """Round the checkpoint's weights, unless that was done before, and load it. Raises
+    Unsupported.
+    """
+    if setup.quantization == "w4a8":
+        raise Unsupported("no w4a8 weights")
     os.environ |= {
         "OMP_NUM_THREADS": str(setup.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

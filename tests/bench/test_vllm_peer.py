@@ -125,6 +125,15 @@ def test_nibbles_stand_in_the_order_of_their_columns() -> None:
     assert ((numbers * scale - weight.float()).abs() <= 0.55 * scale).all()
 
 
+def test_int4_does_not_answer_for_w4a8(fake_vllm: list[FakeLLM], tmp_path: Path) -> None:
+    checkpoint(tmp_path / "m")
+    with pytest.raises(Unsupported, match="no w4a8 weights"):
+        vllm_cpu.load(Setup(tmp_path / "m", "w4a8", 2))
+    assert [each.name for each in tmp_path.iterdir()] == ["m"]
+    vllm_cpu.load(Setup(tmp_path / "m", "int4", 2))
+    assert fake_vllm[0].options["model"] == str(tmp_path / "m-int4-compressed")
+
+
 def test_weights_that_it_does_not_have(tmp_path: Path) -> None:
     checkpoint(tmp_path / "m", num_experts=4)
     with pytest.raises(Unsupported, match="no int8 weights of a mixture"):

@@ -19,9 +19,8 @@ import pytest
 from rich.console import Console
 
 from baton.client import Migrations, Node, ServerInfo
-from baton.engine.config import AUTO
 from baton.protocol.errors import ConfigError
-from baton.runtime.config import load
+from baton.runtime.config import AUTO, load
 from baton.runtime.log import LineFormatter
 from deploy import cli, local, up
 from deploy.chat import ChatSession, StreamedAnswer, describe

@@ -22,9 +22,9 @@ from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.build import BUILT, INSTRUCTION_SETS
 from baton.images.decoding import KINDS
 from baton.node.config import NodeConfig
-from baton.node.lanes import AFTER_STREAM, AUTO, LaneSettings
+from baton.node.lanes import AFTER_STREAM, LaneSettings
 from baton.protocol.clock import SystemClock
-from baton.runtime.config import add_options, load
+from baton.runtime.config import AUTO, add_options, load
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.timing import Timing
 from router.config import RouterConfig

@@ -10,10 +10,11 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, Quantization
 from baton.node.config import NodeConfig
 from baton.runtime.config import add_options
 from baton.runtime.failpoints import IMAGE_STAGES, STAGES
@@ -134,6 +135,12 @@ def test_the_table_of_tasks_is_complete() -> None:
     (first,) = re.findall(r"\A# Contributing\n\n```sh\n(.*?)```", text, re.DOTALL)
     listed = {words[1] for words in commands(first)}
     assert listed == RUN_TASKS - {"up", "chat", "status", "bench"}, "those are in the README"
+
+
+def test_each_value_of_quantization_is_described() -> None:
+    text = (ROOT / "docs/quantization.md").read_text()
+    code = " ".join(re.findall(r"`([^`]+)`", text))
+    assert not {*get_args(Quantization)} - {*re.split(r"[|\s]+", code)}
 
 
 def test_flags_named_in_the_readme_exist() -> None:

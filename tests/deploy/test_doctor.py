@@ -17,11 +17,11 @@ from rich.console import Console
 from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import load_parts
 from baton.node.config import NodeConfig
-from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
+from baton.node.lanes import LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import NodeProcess, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, NodeLost
-from baton.runtime.config import load
+from baton.runtime.config import AUTO, load
 from bench.transfer_peer import TransferPeer
 from deploy import cli
 from deploy.doctor import (

@@ -254,12 +254,19 @@ def test_a_thread_that_was_never_started_can_be_stopped() -> None:
 
 
 class Told:
-    """Cores that nobody uses: which `rest` and `take` came, in order."""
+    """Cores that nobody uses: which `rest` and `take` came, in order, and how often `share` was
+    read."""
 
-    num_steps, share, step_s = 3, 1.5, 0.0
+    num_steps, step_s = 3, 0.0
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.num_looks = 0
+
+    @property
+    def share(self) -> float:
+        self.num_looks += 1
+        return 1.5
 
     def rest(self, *, resting: bool) -> None:
         self.calls.put("rests" if resting else "works")
@@ -288,6 +295,7 @@ async def test_others_hear_when_the_engine_waits_for_work() -> None:
     assert f"step of {len(PROMPT)}" in seen
     assert engine.stats.num_spare_core_steps == 3
     assert told.step_s == 1.5 * engine.stats.step_seconds
+    assert told.num_looks == engine.stats.num_steps, "the next step may change it in between"
     thread.stop()
     assert told.until("rests") == ["rests"], "others may have the cores of the dead"
 

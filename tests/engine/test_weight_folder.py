@@ -16,9 +16,10 @@ import pytest
 from baton.engine.checkpoint import checkpoint, shared_weights
 from baton.engine.checkpoint.shared_weights import WeightsKey
 from baton.engine.checkpoint.weight_folder import WeightFolder
-from baton.engine.config import AUTO, EngineConfig
+from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime import cache_folder
+from baton.runtime.config import AUTO
 from tests.engine.running import load, logits_of
 from tests.engine.test_shared_modules import universal
 from tests.engine.test_shared_weights import PROMPT, files, same, without_checkpoint

@@ -107,9 +107,9 @@ def test_shares_of_the_limits_fade_and_are_copied() -> None:
 
 def test_a_step_on_twice_the_cores_counts_twice() -> None:
     """The limits are those of the own cores."""
-    found = Utilization(limits=Limits(100.0, 100.0), share=2.0)
+    found = Utilization(limits=Limits(100.0, 100.0))
     found.ran(Work(100.0, 50.0))
-    found.step_done(1.0)
+    found.step_done(1.0, share=2.0)
     assert (found.mbu, found.mfu, found.busy_seconds) == (0.5, 0.25, 1.0)
 
 

@@ -16,9 +16,10 @@ import pytest
 from baton.engine.memory.kv_cache import KVArena
 from baton.node import lanes as node_lanes
 from baton.node.config import NodeConfig
-from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes
+from baton.node.lanes import MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.config import AUTO
 from baton.runtime.timing import Timing
 from kv_transfer.lanes import shm_arena
 from kv_transfer.lanes.dist import DistSettings

@@ -10,8 +10,8 @@ import torch
 
 from baton.protocol.errors import KVRefused, KVStale
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.runtime.config import AUTO
 from kv_transfer.connector import TransferOptions
-from kv_transfer.links import AUTO
 from kv_transfer.pool.codec import Rows, unpack
 from kv_transfer.protocol.base import Blocks, Payload
 from kv_transfer.protocol.messages import INT8

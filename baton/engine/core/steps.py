@@ -129,12 +129,13 @@ class Steps:
         self.recent.append(
             (self._ended, self._ended - began, tokens, flight.plan.num_tokens, names, work)
         )
-        if self.cores is not None:  # that of the next step, if it is under way: nearly the same
-            self.stats.num_spare_core_steps = self.cores.num_steps
-            self.stats.utilization.share = self.cores.share
-        self.stats.step_done(self._ended - began, flight.plan.num_prefill_tokens)
-        if self.cores is not None:
-            self.cores.step_s = self.stats.step_seconds * self.cores.share
+        if (cores := self.cores) is None:
+            self.stats.step_done(self._ended - began, tokens)
+        else:
+            share = cores.share  # that of the next step, if it is under way: nearly the same
+            self.stats.step_done(self._ended - began, tokens, share)
+            self.stats.num_spare_core_steps = cores.num_steps
+            cores.step_s = self.stats.step_seconds * share
         self.stats.num_steps_ahead += flight.behind
 
     # ---- inside ----

@@ -96,8 +96,10 @@ class EngineStats:
             first = self.copy_bytes_per_s == 0.0
             self.copy_bytes_per_s = _mean(self.copy_bytes_per_s, num_bytes / seconds, first=first)
 
-    def step_done(self, seconds: float, num_prefill_tokens: int) -> None:
-        """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts."""
+    def step_done(self, seconds: float, num_prefill_tokens: int, share: float = 1.0) -> None:
+        """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts.
+        `share`: see Utilization.step_done.
+        """
         self.step_seconds = _mean(self.step_seconds, seconds, first=self.num_steps == 0)
         if num_prefill_tokens and seconds > 0:
             # A ratio of sums, not a mean of ratios: a step with a few prompt tokens costs almost as
@@ -111,7 +113,7 @@ class EngineStats:
         counted = self.num_prompt_tokens + self.num_generated_tokens
         self.step_tokens[bisect_left(STEP_TOKENS, counted - self.num_counted_tokens)] += 1
         self.num_counted_tokens = counted
-        self.utilization.step_done(seconds)
+        self.utilization.step_done(seconds, share)
 
     def left(self, leaving: str, num_left_behind: int = 0) -> None:
         """Count a request that was asked to leave this engine.

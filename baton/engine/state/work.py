@@ -183,7 +183,6 @@ class Utilization:
     recent_seconds: float = 0.0  # fading sums over the last steps
     recent_bytes: float = 0.0
     recent_flops: float = 0.0
-    share: float = 1.0  # cores that steps run on, over those whose limits these are
     under_way: Work = field(default_factory=Work)
 
     def ran(self, work: Work) -> None:
@@ -192,12 +191,14 @@ class Utilization:
         self.read_bytes += work.read_bytes
         self.flops += work.flops
 
-    def step_done(self, seconds: float) -> None:
-        """End the current step, which took `seconds` with all work around the model."""
+    def step_done(self, seconds: float, share: float = 1.0) -> None:
+        """End the current step, which took `seconds` with all work around the model. `share`: the
+        cores that it ran on, over those whose limits these are.
+        """
         work, self.under_way = self.under_way, Work()
         self.busy_seconds += seconds
         kept = 1 - SMOOTHING
-        self.recent_seconds = kept * self.recent_seconds + seconds * self.share
+        self.recent_seconds = kept * self.recent_seconds + seconds * share
         self.recent_bytes = kept * self.recent_bytes + work.read_bytes
         self.recent_flops = kept * self.recent_flops + work.flops
 

@@ -71,11 +71,12 @@ struct Choices {
 
 class Mixture {
  public:
-  explicit Mixture(const ExpertsArgs& args)
+  // `w4a8`: see IntegerProducts.
+  Mixture(const ExpertsArgs& args, bool w4a8)
       : a_(args), choices_(a_.rows * a_.per_token), gathered_(a_.scratch),
         wide_(gathered_ + choices_ * a_.hidden), narrow_(wide_ + choices_ * 2 * a_.inner),
         sorted_(narrow_ + choices_ * a_.inner),
-        products_(choices_, std::max(a_.hidden, a_.inner)) {}
+        products_(choices_, std::max(a_.hidden, a_.inner), w4a8) {}
 
   // What each thread of a team runs, by experts' weights like those of the arguments.
   void run(Team::Member& me, const Choices& by, const StepLinear* gate_ups, const StepLinear* downs,
@@ -148,7 +149,7 @@ class Mixture {
 };
 
 inline void mix_experts(const ExpertsArgs& args) {
-  Mixture mixture(args);
+  Mixture mixture(args, has_w4a8(*args.gate_ups) || has_w4a8(*args.downs));
   Choices choices;
   choices.sort(args.chosen, args.rows * args.per_token);
   in_team(worth(args.rows * args.per_token * args.hidden * args.inner),

@@ -234,6 +234,11 @@ class Shared:
         self._file = file
 
     @property
+    def writes(self) -> bool:
+        """Whether the layers are written now. Then they may be read from several threads."""
+        return isinstance(self._file, WritingFile)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all weights, as they are kept."""
         return self._file.num_bytes or self._source.num_bytes

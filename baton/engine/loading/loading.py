@@ -36,6 +36,7 @@ from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
 from baton.engine.loading.eagle3 import read_eagle3_head
+from baton.engine.loading.layer_threads import layer_builder
 from baton.engine.loading.route import (
     DTYPES,
     HEAD_METHODS,
@@ -318,7 +319,9 @@ def _build_lean(
             model: CausalModel = RankModel.of(cuts, source, at.group)
             decoder, part = model.decoder, cuts.own
         else:
-            decoder, part = Decoder(lean, source.tensor, source, config.deterministic), lean
+            build = layer_builder(config, source)
+            fixed = config.deterministic
+            decoder, part = Decoder(lean, source.tensor, source, fixed, build=build), lean
             if config.deterministic:
                 _refuse_states(decoder)
             model = FixedTiles(decoder) if config.deterministic else decoder

@@ -125,8 +125,8 @@ def shared_weights(
     with shared_file(key, cache, exchange) as file:
         yield source if file is None else Shared(source, file)
         if isinstance(file, WritingFile):
-            file.seal(source.num_bytes, source.rounded_head_bytes)
             heap.trim()  # give back the memory of private copies that were packed
+            file.seal(source.num_bytes, source.rounded_head_bytes)  # touches the whole file
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from baton.engine.checkpoint.shared_weights import Shared, WeightSource
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.config import EngineConfig
-from baton.engine.loading.layer_threads import layer_builder
-from baton.engine.models.decoder import in_turn
+from baton.engine.loading.loading import layer_builder
+from baton.engine.models.layers.building import in_turn
 from baton.engine.models.layers.layer import DecoderLayer
 from baton.protocol.errors import ModelRefused
 from tests.engine.running import load, logits_of

@@ -12,7 +12,6 @@ model's and those of its LoRA adapters. Where KV lives comes with the batch, an 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,7 +24,8 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
 from baton.engine.models.experts import ExpertDispatch, Experts
 from baton.engine.models.families.gemma import own_name
-from baton.engine.models.layers.layer import DecoderLayer, LayerBuilder, ReadTensor
+from baton.engine.models.layers.building import BuildLayers, in_turn
+from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import (
     EmbeddingTable,
@@ -40,14 +40,6 @@ from baton.engine.state.batch import Batch
 from baton.engine.state.work import ParameterCounts
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
-
-# Returns what a function makes of the layers 0 to count - 1; it may call it from several threads.
-BuildLayers = Callable[[Callable[[int], DecoderLayer], int], list[DecoderLayer]]
-
-
-def in_turn(make: Callable[[int], DecoderLayer], count: int) -> list[DecoderLayer]:
-    """Implements BuildLayers: one layer after the other."""
-    return [make(index) for index in range(count)]
 
 
 class Shards(Protocol):

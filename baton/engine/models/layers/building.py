@@ -1,5 +1,5 @@
-"""Builds a model's layers in two threads while their weights are written to a file: one thread
-reads and packs a layer, while the other one's is written.
+"""Builds a decoder's layers: one after the other, or in two threads while their weights are written
+to a file. There one thread reads and packs a layer, while the other one's is written.
 
 Other processes that need the same weights wait for the file meanwhile (shared_weights.py), so the
 threads also use the spare cores, idle or not. Each thread holds at most one product's weights
@@ -12,34 +12,27 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 import torch
 
-from baton.engine.checkpoint.shared_weights import Shared, WeightSource
-from baton.engine.config import EngineConfig
-from baton.engine.models.decoder import BuildLayers, in_turn
 from baton.engine.models.layers.layer import DecoderLayer
-from baton.runtime.cores import parse_cores
 
 NUM_THREADS: Final = 2  # writes to a file go one by one, so more threads would wait for each other
+# Returns what a function makes of the layers 0 to count - 1; it may call it from several threads.
+BuildLayers = Callable[[Callable[[int], DecoderLayer], int], list[DecoderLayer]]
 
 
-def layer_builder(config: EngineConfig, source: WeightSource) -> BuildLayers:
-    """Return what builds the layers whose weights come from `source`: one after the other, unless
-    `source` writes them to a file."""
-    cores = os.sched_getaffinity(0)
-    if config.spare_cores is not None:
-        cores = cores | set(parse_cores(config.spare_cores, "spare_cores"))
-    writes = isinstance(source, Shared) and source.writes
-    return partial(_in_threads, cores) if writes and len(cores) > 1 else in_turn
+def in_turn(make: Callable[[int], DecoderLayer], count: int) -> list[DecoderLayer]:
+    """Implements BuildLayers: one layer after the other."""
+    return [make(index) for index in range(count)]
 
 
-def _in_threads(
+def in_threads(
     cores: set[int], make: Callable[[int], DecoderLayer], count: int
 ) -> list[DecoderLayer]:
-    """Build layers 0 to count - 1 on `cores`."""
+    """Implements BuildLayers, once it has the `cores`: at least NUM_THREADS, of which some may be
+    other processes'."""
     before = torch.get_num_threads()
 
     def begin() -> None:

@@ -122,6 +122,22 @@ def test_int4_is_narrow_and_exact_on_its_own_grid() -> None:
     assert integers.num_bytes == 192 * 256 // 2 + 2 * 192 * 4 * 4
 
 
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+@pytest.mark.parametrize("numbers", [1, 3 * 256, 50 * 256])
+def test_slabs_are_rounded_as_the_whole(
+    scheme: Scheme, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = random_weight()
+    before, whole = weight.clone(), quantize(weight, scheme)
+    monkeypatch.setattr(quantization, "SLAB_NUMBERS", numbers)
+    slabs = quantize(weight, scheme)
+    assert torch.equal(weight, before), "the checkpoint's numbers stay"
+    assert torch.equal(slabs.values, whole.values)
+    assert torch.equal(slabs.scales, whole.scales)
+    assert (slabs.zeros is None) == (whole.zeros is None)
+    assert slabs.zeros is None or whole.zeros is None or torch.equal(slabs.zeros, whole.zeros)
+
+
 @pytest.mark.parametrize("scheme", ["int4", "w4a8"])
 def test_kernels_hold_scales_of_4_bits_exactly(scheme: Scheme) -> None:
     scales = quantize(random_weight(), scheme).scales

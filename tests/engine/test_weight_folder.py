@@ -15,6 +15,7 @@ import pytest
 
 from baton.engine.checkpoint import checkpoint, shared_weights
 from baton.engine.checkpoint.shared_weights import WeightsKey
+from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.weight_folder import WeightFolder
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError
@@ -201,7 +202,8 @@ def test_a_kept_file_that_is_broken_is_made_anew(
     left.write_bytes(broken.get(harm, b""))
     again = load(path, shared_weights_cache=AUTO)
     assert same(again, private)
-    assert left.read_bytes() == whole
+    monkeypatch.setattr(TensorReader, "_stack", None)  # nothing is read of the checkpoint
+    assert same(load(path, shared_weights_cache=AUTO), private)
 
 
 def test_a_cache_that_cannot_be_written_costs_one_warning(

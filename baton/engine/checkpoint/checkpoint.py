@@ -28,7 +28,7 @@ HUB_SKIPPED: Final = ("original/*", "onnx/*", "consolidated*")
 ROUNDED: Final = ("none", "int8", "w8a8", "int4", "w4a8", "widened")
 _UNBOUND_KEYS: Final = ("_name_or_path", "transformers_version")  # differ between equal checkpoints
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
-_READ_BYTES: Final = 8 << 20
+_READ_BYTES: Final = 1 << 20  # are hashed while they lie in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,8 @@ def _content_hash(path: Path) -> str:
 def _hashed(path: Path) -> str:
     """Return the xxh3_128 of the whole file, in hex, reading it."""
     content = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            content.update(part)
+    part = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(part):
+            content.update(part[:count])
     return content.hexdigest()

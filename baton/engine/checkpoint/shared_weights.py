@@ -125,8 +125,8 @@ def shared_weights(
     with shared_file(key, cache, exchange) as file:
         yield source if file is None else Shared(source, file)
         if isinstance(file, WritingFile):
-            file.seal(source.num_bytes, source.rounded_head_bytes)
             heap.trim()  # give back the memory of private copies that were packed
+            file.seal(source.num_bytes, source.rounded_head_bytes)  # touches the whole file
 
 
 @contextmanager
@@ -232,6 +232,11 @@ class Shared:
     def __init__(self, source: WeightSource, file: ReadingFile | WritingFile) -> None:
         self._source = source
         self._file = file
+
+    @property
+    def writes(self) -> bool:
+        """Whether the layers are written now. Then they may be read from several threads."""
+        return isinstance(self._file, WritingFile)
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -103,10 +104,16 @@ class WritingFile:
         self._end = 0
         self._filled = 0  # bytes that the file has, a multiple of HUGE
         self._full = False
+        self._lock = threading.Lock()  # of all that `take` changes
 
     def take(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returns, with its tensors in the file if they can be written."""
+        """Return what `make` returns, with its tensors in the file if they can be written. Any
+        thread may call it; the order of the calls decides where tensors lie."""
         made = make()
+        with self._lock:
+            return self._taken(name, made)
+
+    def _taken(self, name: str, made: T) -> T:
         if self._full:
             return made
         try:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +26,7 @@ from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoi
 from baton.engine.checkpoint.kinds import widened_kind
 from baton.engine.checkpoint.seeing import as_served, family_of, processor_digest
 from baton.engine.checkpoint.shared_weights import (
+    Shared,
     WeightsKey,
     WeightSource,
     WeightsPart,
@@ -54,6 +57,7 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.models.deterministic import FixedTiles, prove
 from baton.engine.models.draft_heads import DraftHead, mtp_config, read_mtp_head
 from baton.engine.models.families.keys import NotLean
+from baton.engine.models.layers.building import BuildLayers, in_threads, in_turn
 from baton.engine.models.lora import read_adapter
 from baton.engine.models.tensor_names import is_extra_layer, tensor_names
 from baton.engine.quantization.integer import SCHEMES
@@ -62,6 +66,7 @@ from baton.engine.state.batch import Batch
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.place import choose_device
 from baton.protocol.errors import ConfigError, ModelRefused
+from baton.runtime.cores import parse_cores
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.data_rank import DataRank
@@ -318,7 +323,9 @@ def _build_lean(
             model: CausalModel = RankModel.of(cuts, source, at.group)
             decoder, part = model.decoder, cuts.own
         else:
-            decoder, part = Decoder(lean, source.tensor, source, config.deterministic), lean
+            build = layer_builder(config, source)
+            fixed = config.deterministic
+            decoder, part = Decoder(lean, source.tensor, source, fixed, build=build), lean
             if config.deterministic:
                 _refuse_states(decoder)
             model = FixedTiles(decoder) if config.deterministic else decoder
@@ -329,6 +336,16 @@ def _build_lean(
             head, own = read_eagle3_head(config, lean, decoder, at.group)
     num_bytes = source.num_bytes + own
     return _Built("lean", model, num_bytes, source.rounded_head_bytes, head=head)
+
+
+def layer_builder(config: EngineConfig, source: WeightSource) -> BuildLayers:
+    """Return what builds the layers whose weights come from `source`: one after the other, unless
+    `source` writes them to a file."""
+    cores = os.sched_getaffinity(0)
+    if config.spare_cores is not None:
+        cores = cores | set(parse_cores(config.spare_cores, "spare_cores"))
+    writes = isinstance(source, Shared) and source.writes
+    return partial(in_threads, cores) if writes and len(cores) > 1 else in_turn
 
 
 def _refuse_states(model: CausalModel) -> None:

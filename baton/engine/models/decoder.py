@@ -24,6 +24,7 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
 from baton.engine.models.experts import ExpertDispatch, Experts
 from baton.engine.models.families.gemma import own_name
+from baton.engine.models.layers.building import BuildLayers, in_turn
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.quantization.linear import (
@@ -106,12 +107,13 @@ class Decoder:
         linears: Linears,
         fixed_shapes: bool = False,
         shards: Shards | None = None,
+        build: BuildLayers = in_turn,
     ) -> None:
         """Read and merge all weights; `linears` decides the format of the products' weights.
 
         `fixed_shapes`: no product's shape depends on which experts or adapters rows want. `shards`:
         the operations of a rank, whose share of the model `config` describes; None = the model in
-        one piece.
+        one piece. `build`: builds the layers.
         """
         self._config = config
         self._shards = shards or Whole()
@@ -122,7 +124,7 @@ class Decoder:
         self._between = choose_elementwise(config, dtype, device)
         dispatch = self._shards.dispatch
         builder = LayerBuilder(config, read, linears, fixed_shapes, self._between, dispatch)
-        self._layers = [builder.layer(i) for i in range(config.num_layers)]
+        self._layers = build(builder.layer, config.num_layers)
         self._final_norm = self._between.norm_weight(read("model.norm.weight"))
         # Runs a decode step in one call; None = all steps run layer by layer. With `shards` they
         # do: the ranks sum or exchange within each layer.

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 Scheme = Literal["int8", "w8a8", "int4", "w4a8"]
 SCHEMES: Final = get_args(Scheme)
 GROUP_SIZES: Final = (64, 32)  # of 4 bits on load: the first that divides the inputs
-SLAB_OUTPUTS: Final = 8192  # rounded at once: a float32 copy of a whole head would take gigabytes
+SLAB_NUMBERS: Final = 1 << 19  # rounded at once: in float32 they stay in a core's caches
 FEW_ROWS: Final = 8  # up to here ATen's int8 kernel beat widening (measured on AVX-512)
 FEW_ROWS_INT4: Final = 16  # the same for the int4 kernel
 INT4_KERNEL_GROUPS: Final = (32, 64, 128, 256)
@@ -66,7 +66,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     int8 and w8a8: symmetric, a scale per output. int4 and w4a8: from minimum to maximum of each
     group, with scales of 11 bits. Raises ValueError if no group size divides the inputs (4 bits).
     """
-    slabs = [_quantize(slab.float(), scheme) for slab in weight.split(SLAB_OUTPUTS)]
+    outputs = max(1, SLAB_NUMBERS // weight.shape[1])
+    slabs = [_quantize(slab.float(), scheme) for slab in weight.split(outputs)]
     whole = stack_weights(slabs)
     assert whole is not None, "slabs of one weight have one format"
     return whole
@@ -85,7 +86,7 @@ def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)  # 0 stays exact
     scales = (high - low).clamp_(min=1e-12) / 15
     zeros = (-low / scales).round_() - 8
-    values = (groups / scales[:, :, None]).round_() + zeros[:, :, None]
+    values = (groups / scales[:, :, None]).round_().add_(zeros[:, :, None])
     values = values.clamp_(-8, 7).to(torch.int8).flatten(1)
     scales = _in_half_bits(scales)
     return IntWeight(4, values, scales, zeros, int8_activations=scheme == "w4a8")

@@ -469,7 +469,8 @@ def _gate(config: RouterConfig, models: Models, registry: NodeRegistry) -> Gate:
     most = config.max_live_image_mb << 20
     live, tokens = models.limits("max_live_requests"), models.limits("max_request_tokens")
     bounds = Bounds(config.max_live_requests, config.max_queued_requests, most, live)
-    settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s, tokens)
+    window_s, policy = config.prefill_window_s, policy_settings(config)
+    settings = GateSettings(bounds, config.max_request_tokens, window_s, tokens, policy)
 
     def expected_s(model: str, pooled: bool) -> float:
         roles = (Role.PREFILL, Role.DECODE) if pooled else (Role.DECODE,)

@@ -200,14 +200,15 @@ def choose_route(
     if prefill is None:
         return Route(decode, decode_cached=decode_cached)
     route = Route(decode, prefill, cached.get(prefill.boot_id, 0), decode_cached)
-    if _prefills_locally(len(ask.known_ids), route, prefill, settings):
+    if prefills_locally(len(ask.known_ids), route, prefill, settings):
         return Route(decode, decode_cached=decode_cached)
     return route
 
 
-def _prefills_locally(
+def prefills_locally(
     num_tokens: int, route: Route, prefill: NodeSnapshot, settings: PolicySettings
 ) -> bool:
+    """Whether placement lets the route's decode node, not `prefill`, compute the prompt."""
     if settings.placement == "remote":
         return False
     if settings.placement == "threshold":

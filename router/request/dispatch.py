@@ -91,7 +91,7 @@ class Journey:
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
         self._task.add_done_callback(partial(self._over, ended))
-        deadline, late = self._request.deadline, "the request's deadline has passed"
+        deadline, late = self._request.deadline, "the deadline (--request-timeout-s) has passed"
         assert deadline is not None, "Dispatcher.run sets one"
         left_s, loop = max(0.0, deadline - self._clock.monotonic()), asyncio.get_running_loop()
         self._timer = loop.call_later(left_s, lambda: self.cancel(DeadlineExceeded(late)))

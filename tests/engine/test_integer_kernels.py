@@ -293,6 +293,24 @@ def test_what_the_kernels_do_not_know_is_torchs(compiled: IntegerKernels) -> Non
     assert QuantizedFormat(torch.float32, CPU)(quantize(noise(13, 64, 64), "int8"), None)
 
 
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_kernels_of_torch_are_tried_only_where_they_serve(
+    compiled: IntegerKernels, monkeypatch: pytest.MonkeyPatch, scheme: quantization.Scheme
+) -> None:
+    """A log of kernels that are wrong here, and of no use, would only alarm."""
+    tried: list[str] = []
+    monkeypatch.setattr(quantization, "try_int4_kernel", lambda: tried.append("int4"))
+    monkeypatch.setattr(quantization, "try_int8_kernel", lambda: tried.append("int8"))
+    monkeypatch.setattr(quantization, "try_int_product", lambda _: tried.append("product"))
+    assert QuantizedFormat(torch.bfloat16, CPU)(quantize(noise(15, 64, 64), scheme), None)
+    assert not tried
+    monkeypatch.setattr(quantization, "integer_kernels_for", lambda *_: None)
+    plain = QuantizedFormat(torch.bfloat16, CPU)
+    for _ in range(2):
+        assert plain(quantize(noise(15, 64, 64), scheme), None)
+    assert tried == {"int8": ["int8"], "int4": ["int4"], "w8a8": ["product"], "w4a8": []}[scheme]
+
+
 def test_kernels_that_are_wrong_are_not_used(
     compiled: IntegerKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from baton.engine.checkpoint import checkpoint, shared_weights
 from baton.engine.checkpoint.shared_weights import WeightsKey
 from baton.engine.checkpoint.tensors import TensorReader
-from baton.engine.checkpoint.weight_folder import WeightFolder
+from baton.engine.checkpoint.weight_folder import WeightFolder, held_bytes
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime import cache_folder
@@ -217,6 +217,19 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     assert ["not kept" in each.message for each in caplog.records] == [True]
     assert files(folder), "in memory"
     assert same(loaded, load(path, shared_weights=False))
+
+
+def test_what_a_killed_process_left_unfinished_is_counted(tmp_path: Path) -> None:
+    assert held_bytes(tmp_path / "none") == 0
+    for name in ("a.weights", "b.unfinished"):
+        with (tmp_path / name).open("wb") as file:
+            file.write(bytes(100_000))
+            file.flush()
+            os.fsync(file.fileno())  # some file systems give blocks only then
+    (tmp_path / "lock").touch()
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    held = sum((tmp_path / name).stat().st_blocks for name in ("a.weights", "b.unfinished")) * 512
+    assert held_bytes(tmp_path) == held >= 200_000
 
 
 def test_a_full_disk_is_not_used(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.nodes.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot, PolicySettings
 from router.request.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState
 from router.request.gate.capacity import Capacity
 from router.request.gate.service_levels import TtftError
@@ -115,7 +115,7 @@ class Cluster:
     # ---- the router ----
 
     def _room(self, ticket: Ticket) -> bool:
-        nodes = Capacity(self._snapshots(), WINDOW_S)
+        nodes = Capacity(self._snapshots(), WINDOW_S, PolicySettings())
         taken = nodes.has_room(ticket.prompt_tokens, self._starting, self._starting_tokens)
         if taken:
             self._starting += 1

@@ -9,7 +9,7 @@ import pytest
 
 from baton.protocol.block_hashes import block_hashes, root_hash
 from baton.protocol.handles import NodeLoad, Role
-from router.nodes.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot, PolicySettings
 from router.request.gate.capacity import Capacity
 from router.request.gate.service_levels import best_ttft_s, can_keep_tpot
 from tests.router.fakes import make_request
@@ -33,6 +33,11 @@ def p(**more: Any) -> NodeSnapshot:
 
 def d(**more: Any) -> NodeSnapshot:
     return node(Role.DECODE, **more)
+
+
+def large(**more: Any) -> NodeSnapshot:
+    """A decode node of 1000 blocks."""
+    return d(free_blocks=1000, total_blocks=1000, **more)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,38 @@ def d(**more: Any) -> NodeSnapshot:
 def test_room(
     nodes: list[NodeSnapshot], way: tuple[int, int], prompt: int, room: bool, why: str
 ) -> None:
-    assert Capacity(nodes, prefill_window_s=0.5).has_room(prompt, *way) is room, why
+    assert Capacity(nodes, 0.5, PolicySettings()).has_room(prompt, *way) is room, why
+
+
+@pytest.mark.parametrize(
+    ("nodes", "way", "prompt", "room", "why"),
+    [
+        ([p(tokens=9000), large()], IDLE, 10, True, "D is idle: nobody waits 9 s for P"),
+        ([p(tokens=9000), large()], IDLE, 5000, True, "nor does a long prompt"),
+        ([p(tokens=9000), large()], IDLE, 9000, False, "but P would be done with it as soon"),
+        ([p(tokens=9000), large(running=4)], IDLE, 100, True, "4 streams wait 0.1 s each"),
+        ([p(tokens=600), large(running=8)], IDLE, 100, False, "8 streams would wait 0.8 s in all"),
+        ([p(tokens=9000), large(tokens=400)], IDLE, 100, True, "within D's window"),
+        ([p(tokens=9000), large(tokens=400)], IDLE, 101, False, "beyond D's window"),
+        ([p(tokens=9000), large()], (1, 450), 51, False, "others may be on their way to D"),
+        ([p(tokens=9000), p(tokens=600), large(running=8)], IDLE, 100, False, "the other P"),
+        ([large(running=3, tokens=9000)], IDLE, 10, False, "without P nobody else computes it"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_short_prompt_does_not_wait_for_a_long_one(
+    nodes: list[NodeSnapshot], way: tuple[int, int], prompt: int, room: bool, why: str
+) -> None:
+    auto = PolicySettings(placement="auto")
+    assert Capacity(nodes, 0.5, auto).has_room(prompt, *way) is room, why
+    remote = PolicySettings(placement="remote")
+    assert not Capacity(nodes, 0.5, remote).has_room(prompt, *way)
+
+
+def test_short_prompts_of_decode_nodes_do_not_wait_for_prefill_nodes() -> None:
+    room = Capacity([p(tokens=9000), large()], 0.5, PolicySettings(local_prefill_tokens=32))
+    assert room.has_room(32, *IDLE)
+    assert not room.has_room(33, *IDLE)
 
 
 def test_the_best_time_to_token_1() -> None:

@@ -238,7 +238,9 @@ async def test_the_deadline_holds() -> None:
         client = Client(router, request)
         heard = await d.hear(SubmitDecode)
         assert heard.request.deadline is not None
-        assert isinstance(await client.fails(), DeadlineExceeded)
+        failure = await client.fails()
+        assert isinstance(failure, DeadlineExceeded)
+        assert "--request-timeout-s" in failure.message, "most clients have given no deadline"
         assert (await d.hear(AbortRequest)).request_id == "r"
         assert await router.store.read("r") is None, "its id is free: nothing of it was shown"
 

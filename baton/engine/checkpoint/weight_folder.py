@@ -123,8 +123,15 @@ def _unheld(path: Path, fd: int) -> tuple[float, int, Path, int]:
 
 
 def held_bytes(place: Path) -> int:
-    """Return what the weight files of a folder take, 0 if there is no folder. Raises OSError."""
-    return sum(path.stat().st_blocks * _BLOCK for path in place.glob(f"*{SUFFIX}"))
+    """Return what the files of a folder take, also those that a killed process left unfinished.
+
+    0 if there is no folder. Raises OSError.
+    """
+    held = 0
+    for path in place.glob("*"):
+        with suppress(FileNotFoundError):  # another process has removed it
+            held += path.stat().st_blocks * _BLOCK
+    return held
 
 
 def wait_for(lock: int, at: int) -> None:

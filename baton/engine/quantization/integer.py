@@ -7,8 +7,8 @@
     w4a8     4 bits, scale and zero per group    int8 per token   a group's sum is exact
 
 For bfloat16 on a CPU, Baton's own kernels are used if they were compiled; they widen integers in
-registers (kernels/cpu/quantized.py). `QuantizedFormat` tests every kernel on a small product when a
-model is loaded, against `IntWeight.dequantized` and `functional.linear`.
+registers (kernels/cpu/quantized.py). `QuantizedFormat` tests a kernel on a small product before a
+model's first weights that need it, against `IntWeight.dequantized` and `functional.linear`.
 quantized_checkpoint.py reads integers that a checkpoint stores.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal, get_args
 
 import torch
@@ -134,17 +135,28 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class QuantizedFormat:
-    """Makes linear layers of integer weights for one dtype and device; tests the kernels once."""
+    """Makes linear layers of integer weights for one dtype and device.
+
+    Tests each kernel once, those of torch only where Baton's own do not serve.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._triton = triton_serves(device)
-        on_cpu = device.type == "cpu"
         self._compiled = _tried(integer_kernels_for(dtype, device))
-        half_cpu = on_cpu and dtype == torch.bfloat16
-        self._int_product = works("torch._int_mm", lambda: try_int_product(device))
-        self._int8_kernel = half_cpu and works("_weight_int8pack_mm", try_int8_kernel)
-        self._int4_kernel = half_cpu and works("_weight_int4pack_mm_for_cpu", try_int4_kernel)
+        self._half_cpu = device.type == "cpu" and dtype == torch.bfloat16
+
+    @cached_property
+    def _int_product(self) -> bool:
+        return works("torch._int_mm", lambda: try_int_product(self._device))
+
+    @cached_property
+    def _int8_kernel(self) -> bool:
+        return self._half_cpu and works("_weight_int8pack_mm", try_int8_kernel)
+
+    @cached_property
+    def _int4_kernel(self) -> bool:
+        return self._half_cpu and works("_weight_int4pack_mm_for_cpu", try_int4_kernel)
 
     def __call__(self, weight: IntWeight, bias: Tensor | None) -> Linear:
         """Return the fastest layer that this machine has for `weight`; bias [out] or None."""
@@ -173,17 +185,17 @@ class QuantizedFormat:
             return W4A8Linear(weight, bias)
         if weight.is_w8a8:
             fits = outputs % 8 == 0 and inputs % 8 == 0
-            return W8A8Linear(weight, bias, int_product=self._int_product and fits)
+            return W8A8Linear(weight, bias, int_product=fits and self._int_product)
         if self._triton:
             from baton.engine.kernels.gpu.int_linear import TritonIntLinear  # imports triton
 
             if TritonIntLinear.suits(weight):
                 return TritonIntLinear(weight, bias)
         if weight.bits == 8:
-            kernel = self._int8_kernel and weight.num_groups == 1 and weight.zeros is None
+            kernel = weight.num_groups == 1 and weight.zeros is None and self._int8_kernel
             return WidenedLinear(weight, bias, few_rows_kernel=kernel)
         fits = weight.group_size in INT4_KERNEL_GROUPS and outputs % INT4_KERNEL_ROWS == 0
-        if self._int4_kernel and fits:
+        if fits and self._int4_kernel:
             return Int4Linear(weight, bias, self._dtype)
         return NibbleLinear(weight, bias)
 

@@ -5,7 +5,9 @@ have left the router's fair order. It is kept long enough that no node idles whi
 the router. A request begins when both hold:
 
     prefill   the prompt tokens queued on prefill nodes (or, without any, on the decode nodes) stay
-              below `prefill_window_s` of their measured rate; an idle node takes any prompt
+              below `prefill_window_s` of their measured rate; an idle node takes any prompt. Or
+              placement gives this prompt to a decode node instead, and the same is true of that
+              node: a short prompt does not wait here for a long one that a prefill node computes
     decode    some decode node has no queue to speak of and no request swapped out, and the decode
               nodes' free KV blocks, plus the share AHEAD of all blocks, hold this prompt beside all
               that are on their way; an idle node takes any prompt
@@ -21,7 +23,7 @@ from typing import Final
 
 from baton.protocol.handles import Role
 from router.nodes.placement import queued_tokens, requests_on
-from router.nodes.policy import NodeSnapshot, is_full
+from router.nodes.policy import NodeSnapshot, PolicySettings, Route, is_full, prefills_locally
 
 # Share of the decode nodes' KV blocks that prompts may need beyond the free ones. Blocks become
 # free while such prompts are computed; until then the prefill nodes keep the KV under leases.
@@ -30,19 +32,23 @@ AHEAD: Final = 0.1
 
 class Capacity:
     """The nodes of one model at one moment, and what they can take. `model`: its key; `nodes` are
-    those of all models.
+    those of all models; `window_s`: the prefill window; `policy`: says who computes a prompt.
 
     `prefillers` and `decoders`: the nodes that take requests now, by what they compute. Without a
     prefill node the decode nodes are also the `prefillers`. `pause`: what operators want for new
     requests: "" serves them, "hold" lets them wait, "refuse" refuses them.
     """
 
-    __slots__ = ("_all", "_model", "_prefill_window_s", "decoders", "pause", "prefillers")
+    __slots__ = ("_all", "_model", "_policy", "_window_s", "decoders", "pause", "prefillers")
 
     def __init__(
-        self, nodes: Sequence[NodeSnapshot], prefill_window_s: float, model: str = ""
+        self,
+        nodes: Sequence[NodeSnapshot],
+        window_s: float,
+        policy: PolicySettings,
+        model: str = "",
     ) -> None:
-        self._prefill_window_s = prefill_window_s
+        self._window_s, self._policy = window_s, policy
         self._all, self._model = nodes, model
         pauses = {node.load.pause for node in nodes if node.model == model}
         self.pause = "refuse" if "refuse" in pauses else "hold" if "hold" in pauses else ""
@@ -68,9 +74,11 @@ class Capacity:
             return True
         queued = [queued_tokens(node) for node in self.prefillers]
         ahead = sum(queued) + starting_tokens
-        if starting >= queued.count(0) and not self._prefills_soon(prompt_tokens + ahead):
-            return False
-        return pooled or self._decodes(prompt_tokens, ahead)
+        soon = starting < queued.count(0) or self._prefills_soon(prompt_tokens + ahead)
+        if pooled:
+            return soon
+        soon = soon or self._decoder_prefills_soon(prompt_tokens, starting_tokens)
+        return soon and self._decodes(prompt_tokens, ahead)
 
     def _prefills_soon(self, tokens: int) -> bool:
         """Whether all prefill nodes together compute `tokens` within the prefill window.
@@ -82,8 +90,25 @@ class Capacity:
             rate = node.load.prefill_tokens_per_s
             if rate <= 0:
                 return True
-            window += rate * self._prefill_window_s
+            window += rate * self._window_s
         return tokens <= window
+
+    def _decoder_prefills_soon(self, prompt_tokens: int, starting_tokens: int) -> bool:
+        """Whether placement gives the prompt to a decode node that is soon done with its own queue.
+
+        Cached prefixes do not count. `starting_tokens` count as if they were queued there.
+        """
+        if self.prefillers is self.decoders:
+            return False
+        for node in self.decoders:
+            ahead = queued_tokens(node) + starting_tokens
+            window = node.load.prefill_tokens_per_s * self._window_s
+            if (not ahead or ahead + prompt_tokens <= window) and all(
+                prefills_locally(prompt_tokens, Route(node), other, self._policy)
+                for other in self.prefillers
+            ):
+                return True
+        return False
 
     def _decodes(self, prompt_tokens: int, ahead: int) -> bool:
         """Whether the decode nodes have room for the prompt and for `ahead` tokens before it."""

@@ -27,7 +27,7 @@ from typing import Final
 from baton.protocol.clock import Clock
 from baton.protocol.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
 from baton.protocol.request import Request, RequestState
-from router.nodes.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot, PolicySettings
 from router.nodes.slo import ANY
 from router.request.gate.admission import (
     AdmissionQueue,
@@ -64,12 +64,13 @@ _WORDS: Final[dict[Reason, str]] = {
 class GateSettings:
     """Limits of one gate. `max_request_tokens`: the most n x (prompt + max_tokens) of a request.
     `tokens_of_models`: the same of a model that has a limit of its own, by its key.
-    `prefill_window_s`: see capacity.py."""
+    `prefill_window_s`, `policy`: see capacity.py."""
 
     bounds: Bounds = field(default_factory=Bounds)
     max_request_tokens: int = MOST_REQUEST_TOKENS
     prefill_window_s: float = 0.5
     tokens_of_models: Mapping[str, int] = field(default_factory=dict[str, int])
+    policy: PolicySettings = field(default_factory=PolicySettings)
 
 
 @dataclass(slots=True)
@@ -177,7 +178,8 @@ class Gate:
         now = trace.entered_at = self._clock.monotonic()
         if request.id in self._tickets:
             raise InvalidRequest("this request id is in use", field="request_id")
-        nodes = Capacity(self._nodes(), self._settings.prefill_window_s, trace.model)
+        settings = self._settings
+        nodes = Capacity(self._nodes(), settings.prefill_window_s, settings.policy, trace.model)
         if nodes.pause == "refuse":
             raise self._refused(Reason.PAUSED, RETRY_PAUSED_S)
         ticket = Ticket(request, trace)
@@ -343,13 +345,10 @@ class Gate:
 
     def _pump(self) -> None:
         """Let in or refuse the requests whose turn it is."""
-        now, nodes, window_s = (
-            self._clock.monotonic(),
-            self._nodes(),
-            self._settings.prefill_window_s,
-        )
+        now, nodes, settings = self._clock.monotonic(), self._nodes(), self._settings
+        window_s, policy = settings.prefill_window_s, settings.policy
         models = self.queue.waiting_models()
-        waiting = {model: Capacity(nodes, window_s, model) for model in models}
+        waiting = {model: Capacity(nodes, window_s, policy, model) for model in models}
         for model, capacity in waiting.items():
             self._note_pause(model, capacity, now)
 

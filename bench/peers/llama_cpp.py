@@ -30,7 +30,7 @@ FILE_TYPES: Final = {
         for name in ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
     },
 }
-STEP: Final = 4096  # tokens that one call takes
+STEP: Final = 16_384  # tokens that one call takes
 # It tells hundreds of lines for each context. Kept here: C holds no reference to it.
 SILENCE: Final = llama.llama_log_callback(lambda level, text, data: None)
 ROOM: Final = 256  # a sequence has room for a multiple of so many tokens

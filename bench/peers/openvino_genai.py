@@ -29,7 +29,7 @@ FORMATS: Final = {
     "int4": ("--weight-format", "int4", "--sym", "--group-size", "128", "--ratio", "1.0"),
 }
 CACHE_GB: Final = 2
-STEP: Final = 4096  # tokens that one step takes
+STEP: Final = 16_384  # tokens that one step takes
 
 
 def convert(model: Path, quantization: str, path: Path) -> None:

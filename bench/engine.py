@@ -46,7 +46,7 @@ from bench.models import HYBRIDS, LARGE, MIXTURES, SMALL, WRITERS, write_checkpo
 from bench.peer import PeerFailed, PeerServer, Took
 from bench.roofline import Point, Roofline, svg
 
-NEW_TOKENS: Final = 24  # of a decode row of a short context
+NEW_TOKENS: Final = 24  # of a decode row of one request with a short context
 TRIES: Final = 3  # where a disturbed prefill hides what its decode steps took
 LIMITS_S: Final = 0.4  # for each of the two, beside every row
 SAME_PROMPTS, SAME_LENGTH = 32, 32  # of the prompts that show that all sides run the same model
@@ -89,7 +89,7 @@ FURTHER_ROWS: Final = (
       for context, batch in ((8192, 0), (8192, 1), (128, 32), (128, 64))),
     EngineRow(SMALL, 2048), EngineRow(SMALL, 2048, 1),
 )  # fmt: skip
-NUM_KV_BLOCKS: Final = 1024  # of 16 tokens: 64 requests of 128, or one of 8,192
+NUM_KV_BLOCKS: Final = 1280  # of 16 tokens: 64 requests of 128 with 128 more, or one of 8,192
 
 
 Generate = Callable[[Sequence[list[int]], int], Took]  # of prompts and a number of new tokens
@@ -148,7 +148,8 @@ def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TO
     prompts = prompts_of(row, vocab, seed * 1000)
     if not row.batch:
         return Rate.of(row.context, run(prompts, 1))
-    new *= max(1, row.context // 512)  # after a long prefill the time of few tokens would be noise
+    # After long prefills the time of few tokens would be noise.
+    new = min(new * max(1, row.batch * row.context // 512), max(new, row.context))
     for _ in range(TRIES):
         first, whole = run(prompts, 1), run(prompts, new + 1)
         seconds = whole.seconds - first.seconds

@@ -71,12 +71,11 @@ struct Choices {
 
 class Mixture {
  public:
-  // `w4a8`: see IntegerProducts.
-  Mixture(const ExpertsArgs& args, bool w4a8)
+  explicit Mixture(const ExpertsArgs& args)
       : a_(args), choices_(a_.rows * a_.per_token), gathered_(a_.scratch),
         wide_(gathered_ + choices_ * a_.hidden), narrow_(wide_ + choices_ * 2 * a_.inner),
         sorted_(narrow_ + choices_ * a_.inner),
-        products_(choices_, std::max(a_.hidden, a_.inner), w4a8) {}
+        products_(choices_, std::max(a_.hidden, a_.inner)) {}
 
   // What each thread of a team runs, by experts' weights like those of the arguments.
   void run(Team::Member& me, const Choices& by, const StepLinear* gate_ups, const StepLinear* downs,
@@ -149,7 +148,7 @@ class Mixture {
 };
 
 inline void mix_experts(const ExpertsArgs& args) {
-  Mixture mixture(args, has_w4a8(*args.gate_ups) || has_w4a8(*args.downs));
+  Mixture mixture(args);
   Choices choices;
   choices.sort(args.chosen, args.rows * args.per_token);
   in_team(worth(args.rows * args.per_token * args.hidden * args.inner),

@@ -21,8 +21,8 @@ struct Met {
 
 class GroupedProducts {
  public:
-  // `most`, `w4a8`: of the products by integers, see IntegerProducts.
-  GroupedProducts(int64_t rows, int64_t most, bool w4a8) : integers_(rows, most, w4a8) {}
+  // `most`: inputs of a product by integers.
+  GroupedProducts(int64_t rows, int64_t most) : integers_(rows, most) {}
 
   // What each thread of a team runs for y = x W^T + b, by weights of one format. By panels, y of
   // weights `which` lies `which * apart` numbers further.

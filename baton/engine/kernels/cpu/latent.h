@@ -43,7 +43,7 @@ class Latents {
  public:
   // `parts`: scratch, [heads, rows, nope].
   Latents(const LatentSizes& sizes, int64_t rows, bf16* parts)
-      : s_(sizes), rows_(rows), parts_(parts), products_(0, 0, false) {
+      : s_(sizes), rows_(rows), parts_(parts), products_(0, 0) {
     for (int64_t head = 0; head < s_.heads; ++head)
       heads_.push_back({head, head * rows, (head + 1) * rows});
   }

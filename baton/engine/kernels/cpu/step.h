@@ -18,7 +18,6 @@
 
 #include <omp.h>
 
-#include <algorithm>
 #include <deque>
 #include <vector>
 
@@ -133,13 +132,13 @@ class Step {
         values_(a_.value_heads * a_.value_dim),
         inputs_(2 * (a_.key_heads * a_.key_dim + values_ + a_.value_heads)), wide_(a_.scratch),
         narrow_(wide_ + a_.rows * a_.wide), delta_(narrow_ + a_.rows * a_.narrow),
-        turned_(a_.gated ? delta_ + a_.rows * a_.hidden : wide_), w4a8_(any_w4a8(a_)), rows_(a_.rows),
+        turned_(a_.gated ? delta_ + a_.rows * a_.hidden : wide_), rows_(a_.rows),
         tokens_(a_.rows), ones_(a_.rows, 1), team_(threads),
-        integers_(a_.rows, std::max(a_.hidden, a_.narrow), w4a8_),
+        integers_(a_.rows, std::max(a_.hidden, a_.narrow)),
         chosen_(a_.rows * a_.choice.per_token), weights_(chosen_.size()),
         experts_{nullptr, nullptr, a_.out, chosen_.data(), weights_.data(), delta_,
                  a_.expert_scratch, a_.rows, a_.hidden, a_.expert_inner, a_.choice.per_token},
-        mixture_(experts_, w4a8_), choices_(a_.num_layers),
+        mixture_(experts_), choices_(a_.num_layers),
         latents_(a_.latent, a_.rows, a_.latent_scratch),
         queries_(a_.latent_scratch + a_.rows * a_.latent.heads * a_.latent.nope),
         attended_(queries_ + a_.rows * a_.latent.heads * (a_.latent.rank + a_.latent.rope)),
@@ -228,19 +227,6 @@ class Step {
     bf16* rows;
     const bf16* norm;
   };
-
-  // Whether some product of the step is of kW4A8.
-  static bool any_w4a8(const StepArgs& a) {
-    if (a.head != nullptr && has_w4a8(*a.head)) return true;
-    return std::any_of(a.layers, a.layers + a.num_layers, [](const StepLayer& layer) {
-      for (const StepLinear* by : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-        if (has_w4a8(*by)) return true;
-      const StepLinear* up = layer.latent == nullptr ? nullptr : layer.latent->query_up;
-      if (up != nullptr && has_w4a8(*up)) return true;
-      const StepMixture* mixture = layer.mixture;
-      return mixture != nullptr && (has_w4a8(*mixture->gate_ups) || has_w4a8(*mixture->downs));
-    });
-  }
 
   // residual += delta; out = its norm.
   void norm(Team::Member& me, Delta delta, const bf16* weight, Coming coming) {
@@ -460,7 +446,6 @@ class Step {
   const int64_t width_;            // of queries, keys and values without gates
   const int64_t values_, inputs_;  // of linear attention: what it makes of a row, and takes
   bf16 *const wide_, *const narrow_, *const delta_, *const turned_;
-  const bool w4a8_;  // see any_w4a8
   std::vector<int64_t> rows_, tokens_, ones_;
   Team team_;
   std::deque<DecodeTasks> tasks_;  // by window

@@ -28,18 +28,11 @@ struct StepLinear {
   const StepIntegers* integers;  // instead of panels, or null
 };
 
-// Whether some outputs of a product have weights of kW4A8.
-inline bool has_w4a8(const StepLinear& by) {
-  for (const StepIntegers* part = by.integers; part != nullptr; part = part->next)
-    if (part->extra == nullptr && part->bits == kW4A8) return true;
-  return false;
-}
-
 class IntegerProducts {
  public:
-  // `most`: inputs of a product. `w4a8`: there are products of kW4A8, whose rows need more room.
-  IntegerProducts(int64_t rows, int64_t most, bool w4a8)
-      : rows_(rows), room_(rows * room_of_row(kQuad * quads_of(most), w4a8)), row_scales_(rows) {}
+  // `most`: inputs of a product.
+  IntegerProducts(int64_t rows, int64_t most)
+      : rows_(rows), room_(rows * RoundedRows::room(kQuad * quads_of(most))), row_scales_(rows) {}
 
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
@@ -86,11 +79,6 @@ class IntegerProducts {
 
  private:
   static int64_t quads_of(int64_t inputs) { return (inputs + kQuad - 1) / kQuad; }
-
-  // float32 numbers of a row, at most: without kW4A8 a group is a quad or more, and has one sum.
-  static int64_t room_of_row(int64_t inputs, bool w4a8) {
-    return w4a8 ? RoundedRows::room(inputs) : quads_of(inputs);
-  }
 
   W8A8Args rounding(const StepIntegers& by, const LinearArgs& like) {
     return {like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales, like.bias,

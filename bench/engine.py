@@ -387,7 +387,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(error.message)
     models = list(WRITERS) if given.models == "all" else given.models.split(",")
     possible = (*ROWS, *FURTHER_ROWS) if given.full else ROWS
-    if not any(row.model in models and re.search(given.rows, row.name) for row in possible):
+    asked = {
+        model: [row for row in possible if row.model == model and re.search(given.rows, row.name)]
+        for model in models
+    }
+    if not any(asked.values()):
         known = ", ".join(sorted({row.model for row in possible}))
         parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
     prepare(given)
@@ -396,15 +400,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = given.folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
-        for model in models:
-            asked = [row for row in possible if row.model == model]
-            asked = [row for row in asked if re.search(given.rows, row.name)]
-            if asked:
+        for model, its_rows in asked.items():
+            if its_rows:
                 path = write_checkpoint(model, folder)
                 against = Against(
                     given.rounds, given.peer, given.new_tokens, not given.no_transformers
                 )
-                found = measure(model, path, asked, against)
+                found = measure(model, path, its_rows, against)
                 rows += found
                 if given.roofline is not None:
                     pictures(found, given.roofline)

@@ -209,17 +209,22 @@ def latent_shapes(config: DecoderConfig, latent: LatentConfig) -> dict[str, tupl
 class Pool:
     """A pool whose sequences have histories of noise, and steps over it."""
 
-    def __init__(self, config: DecoderConfig, starts: Sequence[int]) -> None:
+    def __init__(
+        self, config: DecoderConfig, starts: Sequence[int], kv_dtype: str = "bfloat16"
+    ) -> None:
         self.starts = starts
         self.layers, self.slots = range(config.num_layers), range(len(starts) + 1)
         layers = config.layers_in(torch.bfloat16)
         self.groups = one_group(layers)
         blocks = sum(start // BLOCK + 1 for start in starts)
-        self.arena = KVArena(self.groups, blocks, BLOCK, "bfloat16", CPU)
+        self.arena = KVArena(self.groups, blocks, BLOCK, kv_dtype, CPU)
         generator = torch.Generator().manual_seed(5)
         for layer in range(config.num_layers):
+            numbers = 127.0 if kv_dtype == "int8" else 1.0
             for pool in self.arena.layer(layer):
-                pool.copy_(torch.randn(pool.shape, generator=generator))
+                pool.copy_(numbers * torch.randn(pool.shape, generator=generator).clamp(-1, 1))
+            for scales in self.arena.scales(layer) if kv_dtype == "int8" else ():
+                scales.copy_(torch.rand(scales.shape, generator=generator) / 50)
         self.states: StateArena | None = None
         if config.delta is not None:
             self.states = StateArena(layers, len(starts) + 1)
@@ -246,8 +251,10 @@ class Pool:
         return flatten(chunks, self.attention, BLOCK, CPU, states=self.states)
 
     def kept(self) -> list[Tensor]:
-        """All keys, values and states."""
+        """All keys, values, their scales and states."""
         found = [torch.cat([x.flatten() for x in self.arena.layer(i)]) for i in self.layers]
+        if self.arena.dtype == "int8":
+            found += [x for i in self.layers for x in self.arena.scales(i)]
         return found if self.states is None else [*found, self.states.read_slots(self.slots)]
 
 
@@ -298,6 +305,24 @@ def test_a_whole_step_is_its_layers_one_by_one(
     want = answers_of(decoder, plain.step(), by_layer=True)
     assert decoder.step.num_steps == 1
     assert same_answers(got, want)
+    assert all(map(torch.equal, ours.kept(), plain.kept()))
+
+
+@settings(max_examples=10)
+@given(
+    starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 500)), min_size=1, max_size=9),
+    kind=st.sampled_from(["", "gemma 3", "glm 4", "qwen 3.5", "mixtures, shared"]),
+)
+def test_a_step_over_int8_kv_is_its_layers_one_by_one(starts: list[int], kind: str) -> None:
+    config = config_of(window=20)
+    if kind:
+        config = like(kind, replace(config, head_dim=64))
+    decoder = decoder_of(config)
+    assert decoder.step is not None
+    ours, plain = Pool(config, starts, "int8"), Pool(config, starts, "int8")
+    got = answers_of(decoder, ours.step())
+    assert decoder.step.num_steps == 1
+    assert same_answers(got, answers_of(decoder, plain.step(), by_layer=True))
     assert all(map(torch.equal, ours.kept(), plain.kept()))
 
 

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.attention.compiled import CompiledInt8Attention
+from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, int8_kv_kernels_for
+from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
-from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch, flatten
 from baton.engine.state.interface import SequenceChunk
@@ -28,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in
 CPU = torch.device("cpu")
 
 
-def serving() -> Int8KVKernels:
-    found = int8_kv_kernels_for(torch.bfloat16, CPU)
+def serving() -> CpuKernels:
+    found = kernels()
     assert found is not None
     return found
 
@@ -90,7 +89,7 @@ class Pools:
         sinks = noise(1, case.query_heads).float() if case.sinks else None
         spec = AttentionLayer(case.query_heads, case.k_dim**-0.5, case.window, case.softcap, sinks)
         self.arenas = [KVArena(groups, blocks, case.size, "int8", CPU) for _ in range(2)]
-        self.ours = CompiledInt8Attention(self.arenas[0], [spec], serving())
+        self.ours = CompiledAttention(self.arenas[0], [spec], serving())
         self.plain = TorchAttention(self.arenas[1], [spec])
         total = sum(self._totals)
         stored = (
@@ -105,7 +104,7 @@ class Pools:
 
     def batch(
         self,
-        attention: CompiledInt8Attention | TorchAttention,
+        attention: CompiledAttention | TorchAttention,
         starts: list[int],
         rows: list[int],
         only: int | None = None,
@@ -156,11 +155,9 @@ def test_a_model_with_int8_kv_is_served_by_the_kernels(
     path = make_tiny_model("qwen3", tmp_path, head_dim=32)
     loaded = load(path, dtype="bfloat16", kv_cache_dtype="int8")
     driver = Driver(loaded)
-    assert isinstance(driver.attention, CompiledInt8Attention)
+    assert isinstance(driver.attention, CompiledAttention)
     ids = torch.randint(5, loaded.info.vocab_size, (30,), generator=torch.Generator()).tolist()
     ours = driver.logits(ids, range(4), [20, *[1] * 10])
     plain = Driver(loaded)
     plain.attention = TorchAttention(plain.arena, loaded.attention_layers)
     assert relative_error(ours, plain.logits(ids, range(4), [20, *[1] * 10])) < 0.03
-    exact = load(path, dtype="bfloat16")
-    assert not isinstance(choose_attention(exact, plain.arena), CompiledInt8Attention)

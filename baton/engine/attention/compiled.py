@@ -1,8 +1,8 @@
 """Paged attention with the compiled CPU kernels, which read the pool directly, without gathers.
 
-One class serves bfloat16 pools, the other int8 pools. Layers that the kernels do not support (other
-dtypes, odd sizes) go to torch_cpu.py. A row's result depends on its own keys, and on whether it is
-the only row of its sequence in the step; on nothing else.
+Pools are in bfloat16 or int8; queries are in bfloat16. Layers that the kernels do not support
+(other dtypes, odd sizes) go to torch_cpu.py. A row's result depends on its own keys, and on whether
+it is the only row of its sequence in the step; on nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, Int8Layer
-from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows
+from baton.engine.kernels.cpu.int8_kv import Int8Store
+from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows, PoolScales
 from baton.engine.kernels.cpu.prefill import PrefillKernel, PrefillSpans
 from baton.engine.kernels.cpu.step import StepPools
 from baton.engine.state.attention import AttentionLayer, KVViews
@@ -37,7 +37,7 @@ class CompiledPlan:
 
 
 class CompiledAttention:
-    """Attention over a bfloat16 pool on a CPU. See state/attention.py."""
+    """Attention over a pool on a CPU. See state/attention.py."""
 
     def __init__(
         self, pool: KVViews, layers: Sequence[AttentionLayer], kernels: CpuKernels
@@ -45,6 +45,7 @@ class CompiledAttention:
         self.group_of = pool.group_of
         self._torch = TorchAttention(pool, layers)
         self._kernels = kernels
+        self._round = Int8Store(kernels)
         self._prefill = PrefillKernel(kernels)
         self._layers = [known_layer(pool, index, spec) for index, spec in enumerate(layers)]
         # For steps that compute all layers in one call; None if the kernels do not support some
@@ -59,6 +60,10 @@ class CompiledAttention:
         compiled = self._layers[layer]
         if compiled is None or not (dense(k) and dense(v)):
             self._torch.write(layer, k, v, slots)
+            return
+        if compiled.scales is not None:
+            self._round(k, compiled.keys, compiled.scales.keys, slots)
+            self._round(v, compiled.values, compiled.scales.values, slots)
             return
         self._kernels.store(k, compiled.keys, slots)
         if v.shape[2]:  # with MLA a value is a part of its key, and v is empty
@@ -80,56 +85,14 @@ class CompiledAttention:
         return out
 
 
-class CompiledInt8Attention:
-    """Attention over an int8 pool on a CPU, with bfloat16 queries. See state/attention.py.
-
-    `write` rounds keys and values into the pool. Decode rows read the pool without a copy; prefill
-    spans go to torch_cpu.py.
-    """
-
-    def __init__(
-        self, pool: KVViews, layers: Sequence[AttentionLayer], kernels: Int8KVKernels
-    ) -> None:
-        self.group_of = pool.group_of
-        self._torch = TorchAttention(pool, layers)
-        self._kernels = kernels
-        self._layers = [_int8_layer(pool, index, spec) for index, spec in enumerate(layers)]
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """See Attention.write."""
-        compiled = self._layers[layer]
-        if compiled is None or not (dense(k) and dense(v)):
-            self._torch.write(layer, k, v, slots)
-            return
-        self._kernels.write(k, v, compiled, slots)
-
-    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """See Attention.attend."""
-        compiled = self._layers[layer]
-        plan = None if compiled is None else plan_of(batch, self.group_of[layer])
-        if compiled is None or plan is None or plan.decode is None:
-            return self._torch.attend(layer, q, batch)
-        if not dense(q):
-            q = q.contiguous()
-        out = q.new_empty(q.shape[0], q.shape[1], compiled.plain.values.shape[3])
-        self._kernels.decode_attention(q, out, compiled, plan.decode)
-        if plan.prefill is not None:
-            self._torch.prefill(layer, q, batch, out)
-        return out
-
-
-def known_layer(
-    pool: KVViews, layer: int, spec: AttentionLayer, dtype: torch.dtype = torch.bfloat16
-) -> DecodeLayer | None:
-    """Return what the kernels read of a layer; None if they do not support the layer.
-
-    `dtype` is that of the pools for which the kernels are made.
-    """
+def known_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> DecodeLayer | None:
+    """Return what the kernels read of a layer; None if they do not support the layer."""
     keys, values = pool.layer(layer)
-    if spec.chunked or keys.dtype != dtype or values.dtype != dtype:
+    rounded = keys.dtype == torch.int8
+    if spec.chunked or not (rounded or keys.dtype == torch.bfloat16):
         return None
     if spec.latent:
-        if dtype != torch.bfloat16 or values.shape[3]:
+        if rounded or values.shape[3]:
             return None
         values = keys[..., : spec.latent]
     k_dim, v_dim = keys.shape[3], values.shape[3]
@@ -138,13 +101,8 @@ def known_layer(
     if not (dense(keys[0]) and (spec.latent or dense(values[0]))):
         return None
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
-    return DecodeLayer(keys, values, spec.scale, spec.window, spec.softcap or 0.0, sinks)
-
-
-def _int8_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> Int8Layer | None:
-    """Return what the int8 kernels read of a layer; None if they do not support the layer."""
-    plain = known_layer(pool, layer, spec, torch.int8)
-    return None if plain is None else Int8Layer(plain, *pool.scales(layer))
+    scales = PoolScales(*pool.scales(layer)) if rounded else None
+    return DecodeLayer(keys, values, spec.scale, spec.window, spec.softcap or 0.0, sinks, scales)
 
 
 def dense(x: Tensor) -> bool:

@@ -104,15 +104,9 @@ class TorchAttention:
         out = q.new_empty(q.shape[0], q.shape[1], spec.latent or store.values.dim)
         for group in plan.decode:
             out[group.rows] = _decode(q[group.rows], store, group, spec)
-        self.prefill(layer, q, batch, out)
-        return out
-
-    def prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:
-        """Do `attend` for spans of several rows only, and fill their rows of `out`."""
-        spec, store = self._layers[layer], self._stores[layer]
-        plan = _plan_of(batch, self.group_of[layer], spec.reach, store, q.dtype)
         for span in plan.prefill:
             prefill_span(q, store, span, spec, out)
+        return out
 
 
 def _plan_of(

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
-from baton.engine.attention.compiled import CompiledAttention, CompiledInt8Attention
+from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.attention.fixed_order import FixedOrderAttention
 from baton.engine.attention.indexed import with_index
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.kernels.cpu.int8_kv import int8_kv_kernels_for
 from baton.engine.kernels.cpu.library import kernels_for
 from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.state.attention import Attention, KVViews
-
-logger = logging.getLogger(__name__)
 
 
 def choose_attention(loaded: LoadedModel, pool: KVViews) -> Attention:
@@ -36,10 +31,6 @@ def _choose(loaded: LoadedModel, pool: KVViews) -> Attention:
 
         return TritonAttention(pool, loaded.attention_layers)
     compiled = kernels_for(loaded.dtype, loaded.device)
-    int8 = int8_kv_kernels_for(loaded.dtype, loaded.device)
-    if int8 is not None and loaded.info.kv_dtype == "int8":
-        logger.info("attention: compiled kernels over int8 KV")
-        return CompiledInt8Attention(pool, loaded.attention_layers, int8)
     if compiled is not None:
         return CompiledAttention(pool, loaded.attention_layers, compiled)
     return TorchAttention(pool, loaded.attention_layers)

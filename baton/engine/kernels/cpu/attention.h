@@ -30,11 +30,18 @@ constexpr int kMaxDim = 576;    // numbers per head: DeepSeek's latents
 constexpr int64_t kStretch = 128;    // keys, at least: a KV head's share of a task must be worth it
 constexpr int64_t kStretches = 32;   // of a row, at most
 
+// The scales of keys and values in int8, float32 [blocks, block_size, kv_heads]: strides in numbers. Null
+// of a pool in bfloat16.
+struct PoolScales {
+  float *keys, *values;
+  int64_t key_block, key_token, value_block, value_token;
+};
+
 struct DecodeArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
   bf16* out;              // [.., query_heads, v_dim]: row and head strides below
-  const bf16* keys;       // of this layer: block, token and head strides below
-  const bf16* values;
+  const void* keys;       // of this layer: block, token and head strides below, in numbers
+  const void* values;
   const int64_t* tables;  // [spans, width] block ids
   const int64_t* rows;    // [count] rows of q and out
   const int64_t* spans;   // [count] rows of `tables`
@@ -45,6 +52,7 @@ struct DecodeArgs {
   int64_t key_block, key_token, key_head, value_block, value_token, value_head;
   int64_t query_heads, kv_heads, k_dim, v_dim, block_size, window;
   float scale, softcap;  // softcap 0: none
+  PoolScales scales;
 };
 
 // The keys that a row attends: [begin, end), in stretches.
@@ -77,8 +85,8 @@ struct PlainPool {
   const DecodeArgs& a;
 
   Token at(int64_t block, int64_t token) const {
-    return {a.keys + block * a.key_block + token * a.key_token,
-            a.values + block * a.value_block + token * a.value_token};
+    return {static_cast<const bf16*>(a.keys) + block * a.key_block + token * a.key_token,
+            static_cast<const bf16*>(a.values) + block * a.value_block + token * a.value_token};
   }
 
   // What lies beside a token's numbers: nothing.
@@ -87,10 +95,10 @@ struct PlainPool {
   static void ask_value(const Token& token, int64_t at) { ask_early(token.value + at); }
 
   // Of a tile's scores by a KV head; and its weights as its values meet them.
+  struct NoScales {};
   Floats scales(const Token*, int64_t) const { return broadcast(a.scale); }
-  Floats weighed(const Token*, int64_t, Floats weights) const { return weights; }
-
-  static Pairs key(const Token& token, int64_t at) { return load_pairs(token.key + at); }
+  static NoScales value_scales(const Token*, int64_t) { return {}; }
+  static Floats weighed(Floats weights, NoScales) { return weights; }
 
   static Line value(const Token& token, int64_t at) { return load_line(token.value + at); }
 };
@@ -174,11 +182,14 @@ class DecodeRow {
   // `count` keys from `key` on, to tile_ + index; beyond the end the last one again, which then has
   // no weight.
   void locate(int64_t key, int64_t end, int index, int count) {
-    const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
-    for (int i = index; i < index + count; ++i, ++key) {
-      const int64_t at = std::min(key, end - 1);
-      tile_[i] = pool_.at(table[at / a_.block_size - a_.first[index_]], at % a_.block_size);
+    const int64_t* table = a_.tables + a_.spans[index_] * a_.width - a_.first[index_];
+    key = std::min(key, end - 1);
+    int64_t block = key / a_.block_size, token = key % a_.block_size;
+    for (int i = index; i < index + count; ++i) {
+      tile_[i] = pool_.at(table[block], token);
       Pool::ask_factors(tile_[i]);
+      if (++key == end) --key;
+      else if (++token == a_.block_size) ++block, token = 0;
     }
   }
 
@@ -213,7 +224,7 @@ class DecodeRow {
   // Scaled and capped; -inf for keys that do not exist.
   void scores(int64_t from, int64_t until, Lanes exist, Floats* score) const {
     const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + from * a_.k_dim;
-    Floats quarters[kLanes][4];
+    Folded quarters[kLanes][4];
     for (int half = 0; half < kTile; half += kHalf)
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
         for (int at = half; at < half + kHalf; at += 4)
@@ -231,8 +242,8 @@ class DecodeRow {
 
   // Some query heads of one KV head by 4 keys from `at` on: a quarter of each head's scores.
   template <int Heads>
-  void products(const bf16* q, int64_t head, int at, Floats (*quarters)[4]) const {
-    Floats part[Heads][4];
+  void products(const bf16* q, int64_t head, int at, Folded (*quarters)[4]) const {
+    Folded part[Heads][4];
     BATON_UNROLL for (int i = 0; i < 4; i += kKeysAtOnce)
       multiply_keys<Heads>(q, head, at + i, part, i);
     BATON_UNROLL for (int h = 0; h < Heads; ++h)
@@ -241,18 +252,22 @@ class DecodeRow {
 
   // kKeysAtOnce keys from `at` on, to part[..][first] and on: their products lane by lane.
   template <int Heads>
-  void multiply_keys(const bf16* q, int64_t head, int at, Floats (*part)[4], int first) const {
+  void multiply_keys(const bf16* q, int64_t head, int at, Folded (*part)[4], int first) const {
     const Token *tile = tile_ + at, *next = tile_ + at + kHalf;
-    Floats sum[Heads][kKeysAtOnce];
+    Folded sum[Heads][kKeysAtOnce];
     BATON_UNROLL for (int h = 0; h < Heads; ++h)
-      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) sum[h][i] = broadcast(0.0f);
-    for (int64_t d = 0; d < a_.k_dim; d += 32) {
-      Pairs query[Heads];
-      BATON_UNROLL for (int h = 0; h < Heads; ++h) query[h] = load_pairs(q + h * a_.k_dim + d);
-      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) {
-        const Pairs key = Pool::key(tile[i], head * a_.key_head + d);
-        Pool::ask_key(next[i], head * a_.key_head + d);
-        BATON_UNROLL for (int h = 0; h < Heads; ++h) sum[h][i] = dot(sum[h][i], query[h], key);
+      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) sum[h][i] = Folded{};
+    for (int64_t line = 0; line < a_.k_dim; line += 32) {
+      const int64_t from = head * a_.key_head + line;
+      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) Pool::ask_key(next[i], from);
+      BATON_UNROLL for (int d = 0; d < 32; d += kFoldedNumbers) {
+        FoldedPairs query[Heads];
+        BATON_UNROLL for (int h = 0; h < Heads; ++h)
+          query[h] = load_folded(q + h * a_.k_dim + line + d);
+        BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) {
+          const FoldedPairs key = load_folded(tile[i].key + from + d);
+          BATON_UNROLL for (int h = 0; h < Heads; ++h) sum[h][i] = dot(sum[h][i], query[h], key);
+        }
       }
     }
     BATON_UNROLL for (int h = 0; h < Heads; ++h)
@@ -271,8 +286,9 @@ class DecodeRow {
               float* kept) const {
     alignas(64) Factor factors[kLanes][kTile];
     by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
+      const auto scales = Pool::value_scales(tile_, head);
       for (int h = 0; h < heads; ++h)
-        store_factors(factors[lane + h], pool_.weighed(tile_, head, weight[lane + h]));
+        store_factors(factors[lane + h], Pool::weighed(weight[lane + h], scales));
     });
     for (int at = 0; at < kTile; at += kHalf) {
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
@@ -307,8 +323,8 @@ class DecodeRow {
       BATON_UNROLL for (int h = 0; h < Heads; ++h) pair[h] = broadcast_pair(weights[h] + i);
       BATON_UNROLL for (int p = 0; p < Parts; ++p) {
         const int64_t number = head * a_.value_head + d + 32 * p;
-        const Line one = Pool::value(tile_[i], number);
-        const Line other = Pool::value(tile_[i + 1], number);
+        const auto one = Pool::value(tile_[i], number);
+        const auto other = Pool::value(tile_[i + 1], number);
         Pool::ask_value(tile_[i + kHalf], number);
         Pool::ask_value(tile_[i + 1 + kHalf], number);
         const Pairs first = interleave_first(one, other);

@@ -1,8 +1,7 @@
-// Paged decode attention over int8 keys and values, and how they get into the pool.
+// Int8 keys and values: how decode attention reads them, and how they get into the pool.
 //
-// As attention.h: a row's keys in tiles of 16, in their order, softmax along the way. Numbers are
-// widened to bfloat16, exactly, on their way into the products; a key's scale meets the score, a
-// value's scale the weight. What a row computes depends on its own keys alone.
+// A key's scale meets the score, a value's scale the weight: see attention.h. What a row computes
+// depends on its own keys alone.
 #pragma once
 
 #include "attention.h"
@@ -10,30 +9,21 @@
 
 namespace baton {
 
-// base: keys and values are bytes; strides in numbers.
-struct Int8DecodeArgs {
-  DecodeArgs base;
-  const float *key_scales, *value_scales;  // [blocks, block_size, kv_heads]: strides below
-  int64_t key_scale_block, key_scale_token, value_scale_block, value_scale_token;
-};
-
 // Keys and values in int8, a scale for each token and head.
 struct Int8Pool {
   struct Token {
-    const uint8_t *key, *value;
+    const int8_t *key, *value;
     const float *key_scale, *value_scale;
   };
 
-  const Int8DecodeArgs& s;
   const DecodeArgs& a;
 
   Token at(int64_t block, int64_t token) const {
-    const auto* keys = reinterpret_cast<const uint8_t*>(a.keys);
-    const auto* values = reinterpret_cast<const uint8_t*>(a.values);
-    return {keys + block * a.key_block + token * a.key_token,
-            values + block * a.value_block + token * a.value_token,
-            s.key_scales + block * s.key_scale_block + token * s.key_scale_token,
-            s.value_scales + block * s.value_scale_block + token * s.value_scale_token};
+    const PoolScales& s = a.scales;
+    return {static_cast<const int8_t*>(a.keys) + block * a.key_block + token * a.key_token,
+            static_cast<const int8_t*>(a.values) + block * a.value_block + token * a.value_token,
+            s.keys + block * s.key_block + token * s.key_token,
+            s.values + block * s.value_block + token * s.value_token};
   }
 
   static void ask_factors(const Token& token) {
@@ -50,15 +40,22 @@ struct Int8Pool {
     return load(each) * broadcast(a.scale);
   }
 
-  Floats weighed(const Token* tile, int64_t head, Floats weights) const {
+  static Floats value_scales(const Token* tile, int64_t head) {
     alignas(64) float each[kTile];
     BATON_UNROLL for (int i = 0; i < kTile; ++i) each[i] = tile[i].value_scale[head];
-    return weights * load(each);
+    return load(each);
   }
 
-  static Pairs key(const Token& token, int64_t at) { return pairs_of(widen_int8(token.key + at)); }
-  static Line value(const Token& token, int64_t at) { return widen_int8(token.value + at); }
+  static Floats weighed(Floats weights, Floats scales) { return weights * scales; }
+
+  static Int8s value(const Token& token, int64_t at) { return load_int8s(token.value + at); }
 };
+
+// Heads x [.., dim] of a token, rounded to its place in the pool: to [.., dim], a scale each.
+inline void round_heads(const bf16* x, int8_t* to, float* scales, HeadRange heads, int64_t dim) {
+  for (int64_t head = heads.first; head < heads.last; ++head)
+    scales[head] = round_row(x + head * dim, to + head * dim, dim);
+}
 
 // Keys (or values) [rows, heads, dim] rounded to int8, a scale per head, into their slots.
 struct Int8StoreArgs {
@@ -74,10 +71,8 @@ inline void store_int8(const Int8StoreArgs& a) {
 #pragma omp parallel for if (a.rows * a.heads * a.dim > kFewNumbers)
   for (int64_t row = 0; row < a.rows; ++row) {
     const int64_t block = a.slots[row] / a.block_size, token = a.slots[row] % a.block_size;
-    int8_t* to = a.pool + block * a.pool_block + token * a.pool_token;
-    float* scales = a.scales + block * a.scale_block + token * a.scale_token;
-    for (int64_t head = 0; head < a.heads; ++head)
-      scales[head] = round_row(a.x + row * a.stride + head * a.dim, to + head * a.dim, a.dim);
+    round_heads(a.x + row * a.stride, a.pool + block * a.pool_block + token * a.pool_token,
+                a.scales + block * a.scale_block + token * a.scale_token, {0, a.heads}, a.dim);
   }
 }
 

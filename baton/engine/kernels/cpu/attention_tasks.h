@@ -11,7 +11,7 @@
 #include <atomic>
 #include <vector>
 
-#include "attention.h"
+#include "attention_int8.h"
 #include "factors.h"
 #include "team.h"
 
@@ -121,14 +121,24 @@ class DecodeTasks {
   std::vector<std::atomic<int64_t>> through_;  // [rows, parts] stretches
 };
 
-template <class Pool>
-inline void decode_attention(const Pool& pool) {
-  DecodeTasks tasks(pool.a, omp_get_max_threads());
+// `work` with the pool as its numbers are stored.
+template <class Work>
+inline void with_pool(const DecodeArgs& a, const Work& work) {
+  if (a.scales.keys != nullptr)
+    work(Int8Pool{a});
+  else
+    work(PlainPool{a});
+}
+
+inline void decode_attention(const DecodeArgs& a) {
+  DecodeTasks tasks(a, omp_get_max_threads());
   Running* const states = kept_room<DecodeTasks, Running>(tasks.num_states());
   in_team(true, [&](Team::Member& me) {
     std::vector<Running> own(tasks.num_own());
-    me.share(tasks.count(), [&](int64_t index, int64_t next) {
-      tasks.run(pool, index, next, states, own.data());
+    with_pool(a, [&](const auto& pool) {
+      me.share(tasks.count(), [&](int64_t index, int64_t next) {
+        tasks.run(pool, index, next, states, own.data());
+      });
     });
   });
 }

@@ -32,7 +32,7 @@ from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 13  # of the structs below
+VERSION: Final = 14  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
@@ -50,6 +50,15 @@ class _LinearArgs(ctypes.Structure):
     )
 
 
+class ScaleFields(ctypes.Structure):
+    """PoolScales of attention.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "values")),
+        *((name, _SIZE) for name in ("key_block", "key_token", "value_block", "value_token")),
+    )
+
+
 # The last fields of the attention structs, which describe a layer; `layer_values` fills them.
 LAYER_FIELDS: Final = (
     *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
@@ -58,6 +67,7 @@ LAYER_FIELDS: Final = (
     ("window", _SIZE),
     ("scale", ctypes.c_float),
     ("softcap", ctypes.c_float),
+    ("scales", ScaleFields),
 )
 
 
@@ -134,11 +144,28 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolScales:
+    """The scales of keys and values in int8, each [blocks, block_size, kv_heads] float32, with the
+    heads side by side."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def fields(self) -> ScaleFields:
+        """As the compiled kernels take them."""
+        return ScaleFields(
+            self.keys.data_ptr(), self.values.data_ptr(),
+            *self.keys.stride()[:2], *self.values.stride()[:2],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeLayer:
     """One layer's pool, and how the layer attends (state/attention.py).
 
-    Keys and values are [blocks, block_size, kv_heads, dim] bfloat16 (int8: int8_kv.py), with the
-    dims of a head side by side.
+    Keys and values are [blocks, block_size, kv_heads, dim] bfloat16, or int8 with `scales`, with
+    the dims of a head side by side.
     """
 
     keys: Tensor
@@ -147,6 +174,12 @@ class DecodeLayer:
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None  # [query_heads] float32
+    scales: PoolScales | None = None
+
+    @property
+    def scale_fields(self) -> ScaleFields:
+        """As the compiled kernels take them: null in bfloat16."""
+        return ScaleFields() if self.scales is None else self.scales.fields
 
 
 class CpuKernels:
@@ -343,13 +376,13 @@ def decode_args(q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows) -
     )  # fmt: skip
 
 
-def layer_values(q: Tensor, layer: DecodeLayer) -> tuple[float, ...]:
+def layer_values(q: Tensor, layer: DecodeLayer) -> tuple[float | ScaleFields, ...]:
     """Return the values of LAYER_FIELDS of a layer, for q [T, query_heads, k_dim]."""
     keys, values = layer.keys, layer.values
     return (
         *keys.stride()[:3], *values.stride()[:3],
         q.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1],
-        layer.window, layer.scale, layer.softcap,
+        layer.window, layer.scale, layer.softcap, layer.scale_fields,
     )  # fmt: skip
 
 

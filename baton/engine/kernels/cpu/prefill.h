@@ -14,12 +14,11 @@
 #include <cmath>
 #include <vector>
 
-#include "vectors.h"
+#include "attention.h"
 
 namespace baton {
 
 constexpr int kKeys = 64;             // of a tile
-constexpr int kMostDim = 576;         // numbers per head
 // Of a task, heads times rows: they pay for repacking the keys; many where threads have enough tasks.
 constexpr int64_t kFewQueries = 96, kManyQueries = 384;
 constexpr int64_t kTasks = 8;  // a thread
@@ -27,8 +26,8 @@ constexpr int64_t kTasks = 8;  // a thread
 struct PrefillArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
   bf16* out;              // [.., query_heads, v_dim], rows without gaps
-  const bf16* keys;       // of this layer: block, token and head strides below
-  const bf16* values;
+  const void* keys;       // of this layer: block, token and head strides below, in numbers
+  const void* values;
   const int64_t* tables;  // [spans, width] block ids
   const int64_t* spans;   // [count] rows of `tables`
   const int64_t* rows;    // [count] first row of q and out
@@ -40,6 +39,7 @@ struct PrefillArgs {
   int64_t key_block, key_token, key_head, value_block, value_token, value_head;
   int64_t query_heads, kv_heads, k_dim, v_dim, block_size, window;
   float scale, softcap;  // softcap 0: none
+  PoolScales scales;
 };
 
 // tanh, absolutely to about 1e-7.
@@ -54,8 +54,10 @@ class PrefillTask {
   PrefillTask(const PrefillArgs& args, int64_t height)
       : a_(args), height_(height), group_(args.query_heads / args.kv_heads),
         wide_((args.v_dim + kKeys - 1) / kKeys * kKeys), key_pairs_(args.k_dim * kKeys),
-        value_pairs_(wide_ * kKeys), query_factors_(height * group_ * args.k_dim), sums_(height * group_ * wide_), most_(height * group_),
-        total_(height * group_) {}
+        value_pairs_(wide_ * kKeys), query_factors_(height * group_ * args.k_dim),
+        sums_(height * group_ * wide_), most_(height * group_), total_(height * group_),
+        widened_(args.scales.keys == nullptr ? 0 : kKeys * (args.k_dim + args.v_dim)),
+        key_factors_(kKeys, args.scale), value_factors_(kKeys, 1.0f) {}
 
   // Rows [from, from + height) of a span, by one KV head.
   void run(int64_t span, int64_t from, int64_t head) {
@@ -105,7 +107,7 @@ class PrefillTask {
 
   // Keys [at, at + 64) that lie in [begin, end), zeros for the others: nobody may have written there.
   void repack(int64_t at, int64_t begin, int64_t end) {
-    static constexpr bf16 kNothing[kMostDim] = {};
+    static constexpr bf16 kNothing[kMaxDim] = {};
     const bf16 *key[kKeys], *value[kKeys];
     const int64_t* table = a_.tables + a_.spans[span_] * a_.width;
     for (int i = 0; i < kKeys; ++i) {
@@ -113,9 +115,20 @@ class PrefillTask {
       if (at + i < begin || at + i >= end) continue;
       const int64_t block = table[(at + i) / a_.block_size - a_.first[span_]];
       const int64_t token = (at + i) % a_.block_size;
-      key[i] = a_.keys + block * a_.key_block + token * a_.key_token + head_ * a_.key_head;
-      value[i] =
-          a_.values + block * a_.value_block + token * a_.value_token + head_ * a_.value_head;
+      const int64_t from = block * a_.key_block + token * a_.key_token + head_ * a_.key_head;
+      const int64_t of =
+          block * a_.value_block + token * a_.value_token + head_ * a_.value_head;
+      if (a_.scales.keys == nullptr) {
+        key[i] = static_cast<const bf16*>(a_.keys) + from;
+        value[i] = static_cast<const bf16*>(a_.values) + of;
+        continue;
+      }
+      const PoolScales& s = a_.scales;
+      key_factors_[i] = a_.scale * s.keys[block * s.key_block + token * s.key_token + head_];
+      value_factors_[i] = s.values[block * s.value_block + token * s.value_token + head_];
+      bf16* room = &widened_[i * (a_.k_dim + a_.v_dim)];
+      key[i] = widened(static_cast<const int8_t*>(a_.keys) + from, a_.k_dim, room);
+      value[i] = widened(static_cast<const int8_t*>(a_.values) + of, a_.v_dim, room + a_.k_dim);
     }
     for (int64_t d = 0; d < a_.k_dim; d += 32)
       for (int from = 0; from < kKeys; from += 16) {
@@ -128,6 +141,12 @@ class PrefillTask {
     for (int i = 0; i < kKeys; i += 2)
       for (int64_t d = 0; d < a_.v_dim; d += 16)
         store_line(&value_pairs_[i * wide_ + 2 * d], pair_up(value[i] + d, value[i + 1] + d));
+  }
+
+  // Numbers in int8 as bfloat16, at `to`, which it returns.
+  static const bf16* widened(const int8_t* from, int64_t count, bf16* to) {
+    for (int64_t d = 0; d < count; d += 32) store_line(to + d, widen_int8(from + d));
+    return to;
   }
 
   // Queries [m, m + count) by the tile, at most M of them.
@@ -186,7 +205,7 @@ class PrefillTask {
     const uint64_t visible = visible_keys(position(m), at);
     Floats score[4];
     BATON_UNROLL for (int j = 0; j < 4; ++j) {
-      Floats each = products[j] * broadcast(a_.scale);
+      Floats each = products[j] * load(&key_factors_[16 * j]);
       if (a_.softcap > 0.0f) {
         const Floats cap = broadcast(a_.softcap);
         each = cap * hyperbolic_tangent(each / cap);
@@ -201,7 +220,7 @@ class PrefillTask {
     BATON_UNROLL for (int j = 0; j < 4; ++j) {
       const Floats weight = exponential(score[j] - from);
       total = total + weight;
-      store_factors(weights + 16 * j, weight);
+      store_factors(weights + 16 * j, weight * load(&value_factors_[16 * j]));
     }
     const float kept = most == before ? 1.0f : std::exp(before - most);
     total_[m] = total_[m] * kept + sum_of(total);
@@ -238,6 +257,8 @@ class PrefillTask {
   std::vector<Factor> query_factors_;  // [queries, k_dim]
   std::vector<float> sums_;        // [queries, wide]
   std::vector<float> most_, total_;
+  std::vector<bf16> widened_;      // [64, k_dim + v_dim] of int8
+  std::vector<float> key_factors_, value_factors_;  // [64], of scores and of weights
   int64_t span_ = 0, head_ = 0, row_ = 0, position_ = 0, queries_ = 0;
 };
 

@@ -9,7 +9,6 @@
 #include <cerrno>
 
 #include "attention_int8.h"
-#include "attention_tasks.h"
 #include "delta_rule.h"
 #include "elementwise.h"
 #include "prefill.h"
@@ -60,10 +59,6 @@ void baton_top(const baton::TopArgs* args) { baton::top(*args); }
 void baton_race(const baton::RaceArgs* args) { baton::race(*args); }
 
 void baton_store_rows(const baton::StoreArgs* args) { baton::store_rows(*args); }
-
-void baton_decode_attention_int8(const baton::Int8DecodeArgs* args) {
-  baton::decode_attention(baton::Int8Pool{*args, args->base});
-}
 
 void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*args); }
 

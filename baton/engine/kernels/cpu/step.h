@@ -74,11 +74,12 @@ struct StepRotation {
 
 // One layer's part of the pool, strides in numbers, and how it attends: see DecodeArgs.
 struct StepPool {
-  bf16 *keys, *values;
+  void *keys, *values;
   const float* sinks;
   int64_t key_block, key_token, key_head, value_block, value_token, value_head;
   int64_t window, group;
   float scale, softcap;
+  PoolScales scales;
 };
 
 // A layer's part of the states, strides of slots in numbers: see DeltaArgs.
@@ -284,7 +285,6 @@ class Step {
   // threads attend, the first two before the third.
   void attend(Team::Member& me, int64_t index, Running* own, Coming coming) {
     const DecodeArgs attending = attention(index);
-    const PlainPool pool{attending};
     DecodeTasks& tasks = *tasks_of(attending.window);
     const auto place_part = [&](int64_t row, int64_t part) {
       place(index, row, tasks.heads(part));
@@ -293,14 +293,16 @@ class Step {
       me.share(a_.rows * tasks.parts(), [&](int64_t unit, int64_t) {
         place_part(unit / tasks.parts(), unit % tasks.parts());
       });
-    const auto work = [&](int64_t task, int64_t next) {
-      if (!tasks.split()) {
-        const DecodeTasks::Task of = tasks.at(task);
-        place_part(of.row, of.part);
-      }
-      tasks.run(pool, task, next, states_, own);
-    };
-    me.share(tasks.count(), work, coming);
+    with_pool(attending, [&](const auto& pool) {
+      const auto work = [&](int64_t task, int64_t next) {
+        if (!tasks.split()) {
+          const DecodeTasks::Task of = tasks.at(task);
+          place_part(of.row, of.part);
+        }
+        tasks.run(pool, task, next, states_, own);
+      };
+      me.share(tasks.count(), work, coming);
+    });
   }
 
   // Queries that meet latents, a row's latent to its slot; what the heads attend to, and their values
@@ -349,20 +351,40 @@ class Step {
     const int64_t group = a_.heads / a_.kv_heads;
     rotate_heads(rotating, row, {kv.first * group, kv.last * group});
     rotate_heads(rotating, row, {a_.heads + kv.first, a_.heads + kv.last});
-    const int64_t slot = a_.tables[pool.group].slots[row];
-    const int64_t block = slot / a_.block_size, token = slot % a_.block_size;
+    const bf16 *keys = turned_ + row * width_ + a_.heads * a_.dim, *values = keys + a_.kv_heads * a_.dim;
+    const Place at = place_of(pool, row);
+    const PoolScales& scales = pool.scales;
+    if (scales.keys != nullptr) {
+      round_heads(keys, static_cast<int8_t*>(pool.keys) + at.of(pool.key_block, pool.key_token),
+                  scales.keys + at.of(scales.key_block, scales.key_token), kv, a_.dim);
+      round_heads(values, static_cast<int8_t*>(pool.values) + at.of(pool.value_block, pool.value_token),
+                  scales.values + at.of(scales.value_block, scales.value_token), kv, a_.dim);
+      return;
+    }
     const int64_t from = kv.first * a_.dim, bytes = 2 * (kv.last - kv.first) * a_.dim;
-    const bf16* keys = turned_ + row * width_ + a_.heads * a_.dim + from;
-    std::memcpy(key_of(index, row) + from, keys, bytes);
-    std::memcpy(pool.values + block * pool.value_block + token * pool.value_token + from,
-                keys + a_.kv_heads * a_.dim, bytes);
+    std::memcpy(key_of(index, row) + from, keys + from, bytes);
+    std::memcpy(static_cast<bf16*>(pool.values) + at.of(pool.value_block, pool.value_token) + from,
+                values + from, bytes);
   }
 
-  // Where a row's keys lie.
+  // Of a token in a pool.
+  struct Place {
+    int64_t block, token;
+
+    int64_t of(int64_t block_stride, int64_t token_stride) const {
+      return block * block_stride + token * token_stride;
+    }
+  };
+
+  Place place_of(const StepPool& pool, int64_t row) const {
+    const int64_t slot = a_.tables[pool.group].slots[row];
+    return {slot / a_.block_size, slot % a_.block_size};
+  }
+
+  // Where a row's keys in bfloat16 lie.
   bf16* key_of(int64_t index, int64_t row) const {
     const StepPool& pool = a_.pools[index];
-    const int64_t slot = a_.tables[pool.group].slots[row];
-    return pool.keys + slot / a_.block_size * pool.key_block + slot % a_.block_size * pool.key_token;
+    return static_cast<bf16*>(pool.keys) + place_of(pool, row).of(pool.key_block, pool.key_token);
   }
 
   // Those KV heads of a row and their query heads without the gates between them.
@@ -432,6 +454,7 @@ class Step {
     args.window = pool.window;
     args.scale = pool.scale;
     args.softcap = pool.softcap;
+    args.scales = pool.scales;
     return args;
   }
 

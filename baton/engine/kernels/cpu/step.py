@@ -23,7 +23,13 @@ from baton.engine.kernels.cpu.latent import (
     LatentSizes,
     LatentWeights,
 )
-from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms, NormRule
+from baton.engine.kernels.cpu.library import (
+    CpuKernels,
+    DecodeLayer,
+    HeadNorms,
+    NormRule,
+    ScaleFields,
+)
 from baton.engine.kernels.cpu.step_linears import LinearFields, StepLinear, StepLinears
 from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, Rotation
@@ -86,6 +92,7 @@ class _StepPool(ctypes.Structure):
         *((name, _SIZE) for name in ("value_block", "value_token", "value_head")),
         *((name, _SIZE) for name in ("window", "group")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("scales", ScaleFields),
     )
 
 
@@ -290,14 +297,14 @@ class StepPools:
                 layer.keys.data_ptr(), layer.values.data_ptr(),
                 None if layer.sinks is None else layer.sinks.data_ptr(),
                 *layer.keys.stride()[:3], *layer.values.stride()[:3],
-                layer.window, group_of[index], layer.scale, layer.softcap,
+                layer.window, group_of[index], layer.scale, layer.softcap, layer.scale_fields,
             )  # fmt: skip
 
     @staticmethod
     def suit(layers: Sequence[DecodeLayer | None]) -> bool:
-        """Whether all layers that attend are bfloat16 and of one shape, with keys as long as
-        values, or latents, of which a value is a part."""
-        known = [x for x in layers if x is not None and x.keys.dtype == torch.bfloat16]
+        """Whether all layers that attend are known to the kernels and of one shape, with keys as
+        long as values, or latents, of which a value is a part."""
+        known = [x for x in layers if x is not None]
         shapes = {(x.keys.shape[1:], x.values.shape[1:]) for x in known}
         whole = all(
             x.keys.shape == x.values.shape or x.keys.data_ptr() == x.values.data_ptr()

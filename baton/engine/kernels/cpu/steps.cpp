@@ -9,7 +9,7 @@
 extern "C" {
 
 void baton_decode_attention(const baton::DecodeArgs* args) {
-  baton::decode_attention(baton::PlainPool{*args});
+  baton::decode_attention(*args);
 }
 
 void baton_choose_experts(const baton::ChoiceArgs* args) { baton::choose_experts(*args); }

@@ -5,7 +5,10 @@
 //
 //   Floats   16 float32, with + - * / lane by lane
 //   Line     64 bytes as they lie in memory
+//   Int8s    32 int8 as products read them
 //   Pairs    16 pairs of neighbouring bfloat16, ready for `dot`: sum + even * even + odd * odd
+//   Folded   float32 whose sum alone matters, in one register: what is left of a Floats
+//   FoldedPairs  kFoldedNumbers as pairs, ready for `dot` with a Folded
 //   Factor   a number of what they are multiplied by: bfloat16, or float32 where products are
 //   Pair     two neighbouring Factors, the same in every lane
 //   Lanes    a set of lanes, lane i being bit i
@@ -69,8 +72,12 @@ namespace baton {
 // Lane i of the result: all numbers of rows[i] combined. A tree, the same for every row.
 template <class Combine>
 inline Floats across_each(const Floats rows[16], const Combine& combine) {
-  Floats quarters[4];
-  BATON_UNROLL for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
+  Folded quarters[4];
+  BATON_UNROLL for (int i = 0; i < 4; ++i) {
+    Folded four[4];
+    BATON_UNROLL for (int j = 0; j < 4; ++j) four[j] = folded(rows[4 * i + j], combine);
+    quarters[i] = across_four(four, combine);
+  }
   return across_quarters(quarters, combine);
 }
 

@@ -21,6 +21,10 @@ struct Line {
   __m256i low, high;
 };
 
+struct Int8s {
+  __m128i low, high;
+};
+
 struct Pairs {
   Floats even, odd;
 };
@@ -28,6 +32,8 @@ struct Pairs {
 struct Pair {
   __m256 even, odd;
 };
+
+using FoldedPairs = Pair;
 
 using Factor = float;
 using Longs = uint64_t __attribute__((vector_size(32)));
@@ -40,13 +46,21 @@ constexpr int kHalfRows = 6;          // by half a panel: 12 registers accumulat
 constexpr int kManyRows = kHalfRows;  // at once where there are many
 constexpr int kAskingPasses = 256;    // so many over a panel ask for the next one's lines
 // attention.h
-constexpr int kKeysAtOnce = 2;  // by two query heads: 8 registers accumulate
+constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
 constexpr int kValueParts = 1;  // of 32 numbers at once, by two query heads: as many do
 // delta_rule.h
 constexpr int kStateVectors = 2;  // columns of a matrix at once: 8 registers accumulate
 // prefill.h
 constexpr int kQueries = 6;  // at once by kQueryVectors: 12 registers accumulate
 constexpr int kQueryVectors = 1;
+
+// A vector that is only combined along itself from now on: its halves together, which leaves half the work.
+using Folded = __m256;
+
+template <class Combine>
+inline Folded folded(Floats values, const Combine& combine) {
+  return combine(values.low, values.high);
+}
 
 inline Floats broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
@@ -181,10 +195,43 @@ inline __m256 odd_of(__m256i pairs) {
       _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-inline Pairs pairs_of(Line line) {
-  return {{even_of(line.low), even_of(line.high)}, {odd_of(line.low), odd_of(line.high)}};
+inline Floats even_of(Line line) { return {even_of(line.low), even_of(line.high)}; }
+inline Floats odd_of(Line line) { return {odd_of(line.low), odd_of(line.high)}; }
+
+inline Int8s load_int8s(const void* from) {
+  const auto* halves = static_cast<const __m128i*>(from);
+  return {_mm_loadu_si128(halves), _mm_loadu_si128(halves + 1)};
 }
 
+inline __m256 even_of(__m128i int8s) {
+  const __m256i even = _mm256_set1_epi32(1);  // times one, the odd ones times zero
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_cvtepi8_epi16(int8s), even));
+}
+
+inline __m256 odd_of(__m128i int8s) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_cvtepi8_epi16(int8s), 16));
+}
+
+inline Floats even_of(Int8s numbers) { return {even_of(numbers.low), even_of(numbers.high)}; }
+inline Floats odd_of(Int8s numbers) { return {odd_of(numbers.low), odd_of(numbers.high)}; }
+
+constexpr int kFoldedNumbers = 16;  // of FoldedPairs
+
+inline FoldedPairs load_folded(const bf16* from) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return {even_of(pairs), odd_of(pairs)};
+}
+
+inline FoldedPairs load_folded(const int8_t* from) {
+  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return {even_of(numbers), odd_of(numbers)};
+}
+
+// Of a Line or Int8s.
+template <class Numbers>
+inline Pairs pairs_of(Numbers numbers) {
+  return {even_of(numbers), odd_of(numbers)};
+}
 
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const Factor* from) {
@@ -233,26 +280,23 @@ inline Floats dot(Floats sum, Pairs a, Pairs b) {
   return multiply_add(a.odd, b.odd, multiply_add(a.even, b.even, sum));
 }
 
+inline Folded dot(Folded sum, FoldedPairs a, FoldedPairs b) {
+  return _mm256_fmadd_ps(a.odd, b.odd, _mm256_fmadd_ps(a.even, b.even, sum));
+}
+
 inline Floats dot(Floats sum, Pair a, Pairs b) {
   return dot(sum, Pairs{{a.even, a.even}, {a.odd, a.odd}}, b);
 }
 
-// 32 numbers of `even` and `odd` as pairs, half of them each: numbers 0-3, 8-11, 16-19 and 24-27,
-// and the others.
-inline Pairs interleave_first(Line even, Line odd) {
-  const __m256i zero = _mm256_setzero_si256();
-  const auto wide = [&](__m256i half) {
-    return _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, half));
-  };
-  return {{wide(even.low), wide(even.high)}, {wide(odd.low), wide(odd.high)}};
+// 32 numbers of `even` and `odd` as pairs, half of them each: the even numbers, the odd ones.
+template <class Numbers>
+inline Pairs interleave_first(Numbers even, Numbers odd) {
+  return {even_of(even), even_of(odd)};
 }
 
-inline Pairs interleave_second(Line even, Line odd) {
-  const __m256i zero = _mm256_setzero_si256();
-  const auto wide = [&](__m256i half) {
-    return _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, half));
-  };
-  return {{wide(even.low), wide(even.high)}, {wide(odd.low), wide(odd.high)}};
+template <class Numbers>
+inline Pairs interleave_second(Numbers even, Numbers odd) {
+  return {odd_of(even), odd_of(odd)};
 }
 
 inline __m256 widen(__m128i numbers) {
@@ -326,9 +370,10 @@ inline void store_rounded(bf16* to, Floats values, Lanes lanes) {
 
 // 32 sums as `interleave_first` and `interleave_second` order them, rounded, in the numbers' order.
 inline void store_interleaved(bf16* to, Floats first, Floats second) {
-  auto* halves = reinterpret_cast<__m256i*>(to);
-  _mm256_storeu_si256(halves, _mm256_packus_epi32(rounded(first.low), rounded(second.low)));
-  _mm256_storeu_si256(halves + 1, _mm256_packus_epi32(rounded(first.high), rounded(second.high)));
+  const auto both = [](__m256 even, __m256 odd) {
+    return _mm256_or_si256(rounded(even), _mm256_slli_epi32(rounded(odd), 16));
+  };
+  store_line(to, {both(first.low, second.low), both(first.high, second.high)});
 }
 
 // As factors of a product, which need no rounding.
@@ -380,7 +425,7 @@ inline Floats upper_complements(const Longs each[16 / kLongs]) {
 
 // A quarter of a sum along each of 16 rows: of 4 rows, four numbers of each that are left to add.
 template <class Combine>
-inline __m256 across_four(const __m256* rows, const Combine& combine) {
+inline Folded across_four(const Folded* rows, const Combine& combine) {
   __m256d half[2];
   BATON_UNROLL for (int i = 0; i < 2; ++i)
     half[i] = _mm256_castps_pd(combine(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
@@ -389,21 +434,13 @@ inline __m256 across_four(const __m256* rows, const Combine& combine) {
                  _mm256_castpd_ps(_mm256_unpackhi_pd(half[0], half[1])));
 }
 
-template <class Combine>
-inline Floats across_four(const Floats* rows, const Combine& combine) {
-  const __m256 low[4] = {rows[0].low, rows[1].low, rows[2].low, rows[3].low};
-  const __m256 high[4] = {rows[0].high, rows[1].high, rows[2].high, rows[3].high};
-  return {across_four(low, combine), across_four(high, combine)};
-}
-
 // Four quarters -> lane i: the whole of row i.
 template <class Combine>
-inline Floats across_quarters(const Floats* quarters, const Combine& combine) {
-  __m256 each[4], half[2];
-  BATON_UNROLL for (int i = 0; i < 4; ++i) each[i] = combine(quarters[i].low, quarters[i].high);
+inline Floats across_quarters(const Folded* quarters, const Combine& combine) {
+  __m256 half[2];
   BATON_UNROLL for (int i = 0; i < 2; ++i)
-    half[i] = combine(_mm256_permute2f128_ps(each[2 * i], each[2 * i + 1], 0x20),
-                      _mm256_permute2f128_ps(each[2 * i], each[2 * i + 1], 0x31));
+    half[i] = combine(_mm256_permute2f128_ps(quarters[2 * i], quarters[2 * i + 1], 0x20),
+                      _mm256_permute2f128_ps(quarters[2 * i], quarters[2 * i + 1], 0x31));
   return {half[0], half[1]};
 }
 

@@ -6,6 +6,7 @@ namespace baton {
 
 using Floats = __m512;
 using Line = __m512i;
+using Int8s = Line;  // widened to bfloat16
 using Longs = uint64_t __attribute__((vector_size(64)));
 constexpr int kLongs = 8;
 
@@ -112,6 +113,14 @@ inline Floats upper_complements(const Longs each[16 / kLongs]) {
   return _mm512_cvtepu32_ps(_mm512_xor_si512(upper, _mm512_set1_epi32(-1)));
 }
 
+// A vector that is only combined along itself from now on: itself.
+using Folded = __m512;
+
+template <class Combine>
+inline Folded folded(Floats values, const Combine&) {
+  return values;
+}
+
 // A quarter of a sum along each of 16 rows: of 4 rows, four numbers of each that are left to add.
 template <class Combine>
 inline __m512 across_four(const __m512* rows, const Combine& combine) {
@@ -171,3 +180,15 @@ inline Line pair_up(const bf16* even, const bf16* odd) {
 #else
 #include "products_wide.h"
 #endif
+
+namespace baton {
+
+inline Int8s load_int8s(const void* from) { return widen_int8(from); }
+
+using FoldedPairs = Pairs;
+constexpr int kFoldedNumbers = 32;
+
+inline FoldedPairs load_folded(const bf16* from) { return pairs_of(load_line(from)); }
+inline FoldedPairs load_folded(const int8_t* from) { return pairs_of(widen_int8(from)); }
+
+}  // namespace baton

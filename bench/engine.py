@@ -10,6 +10,7 @@ product, as baton/engine/state/work.py counts both. Integer weights are compared
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
 int4, w8a8 beside the others. --peer CMD adds another engine to every round (bench/peer.py); it may
 be repeated; --no-transformers leaves only peers. --full adds batches to 64 and contexts to 8,192.
+--kv-cache-dtype int8 keeps the engine's KV in 8 bits, as OpenVINO does by default.
 --roofline draws the rows under the two limits (bench/roofline.py).
 
 A second table compares every round by CPU time and by the clock: on a machine that does other work
@@ -217,6 +218,7 @@ class Against:
     peers: Sequence[str] = ()
     new_tokens: int = NEW_TOKENS
     transformers: bool = True
+    kv_cache_dtype: str = "auto"
 
 
 def measure(
@@ -242,7 +244,7 @@ def measure(
             llm = LLM(
                 model=str(path), dtype="bfloat16", quantization=quantization,
                 num_kv_blocks=NUM_KV_BLOCKS, enable_prefix_caching=False, threads=threads,
-                measure_limits=False,
+                measure_limits=False, kv_cache_dtype=against.kv_cache_dtype,
             )  # fmt: skip
             runs = {OURS: ours(llm), **baseline}
             runs |= {peer.name: peer.timed for peer in peers if peer.unsupported is None}
@@ -377,6 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
+    text = "of the engine's KV: auto (the default) or int8"
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"), help=text)
     text = "leave transformers out, which takes the most time"
     parser.add_argument("--no-transformers", action="store_true", help=text)
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
@@ -404,8 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if its_rows:
                 path = write_checkpoint(model, folder)
                 against = Against(
-                    given.rounds, given.peer, given.new_tokens, not given.no_transformers
-                )
+                    given.rounds, given.peer, given.new_tokens, not given.no_transformers,
+                    given.kv_cache_dtype,
+                )  # fmt: skip
                 found = measure(model, path, its_rows, against)
                 rows += found
                 if given.roofline is not None:

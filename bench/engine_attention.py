@@ -1,10 +1,10 @@
 """Decode attention alone: `python -m bench.engine_attention --threads 2`.
 
 The compiled kernel over the blocks of a large pool, scattered, 16 query and 8 KV heads of 128 in
-bfloat16: bytes of KV read per second, as a share of the read bandwidth that is measured in the same
-round. Calls follow each other as the layers of a step do, over other blocks each time, so that
-nothing lies in a cache. "call": what a call costs that has a single key; a step's phases do not pay
-it.
+bfloat16 (--kv-cache-dtype int8: keys and values in int8, with their scales): bytes of KV read per
+second, as a share of the read bandwidth that is measured in the same round. Calls follow each other
+as the layers of a step do, over other blocks each time, so that nothing lies in a cache. "call":
+what a call costs that has a single key; a step's phases do not pay it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Any, Final
 
 import torch
 
-from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows, kernels
+from baton.engine.kernels.cpu.library import (
+    CpuKernels,
+    DecodeLayer,
+    DecodeRows,
+    PoolScales,
+    kernels,
+)
 from baton.engine.memory import huge_pages
 from baton.engine.performance.roofline import measure as measure_roof
 from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
@@ -24,7 +30,7 @@ from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 QUERY_HEADS: Final = 16
 KV_HEADS: Final = 8
 DIM: Final = 128
-BYTES_PER_KEY: Final = 2 * 2 * KV_HEADS * DIM
+BYTES_PER_KEY: Final = {"auto": 2 * 2 * KV_HEADS * DIM, "int8": 2 * KV_HEADS * (DIM + 4)}
 LIMITS_S: Final = 0.15
 
 
@@ -46,16 +52,24 @@ CASES: Final = (
 class Calls:
     """As many calls in a row as the pool has blocks for."""
 
-    def __init__(self, compiled: CpuKernels, case: AttentionCase, pool_mb: int) -> None:
-        rows, size = case.rows, case.block_size
+    def __init__(
+        self, compiled: CpuKernels, case: AttentionCase, pool_mb: int, kv_dtype: str
+    ) -> None:
+        rows, size, per_key = case.rows, case.block_size, BYTES_PER_KEY[kv_dtype]
         width = -(-case.context // size)
-        self.num_bytes = rows * case.context * BYTES_PER_KEY
-        self.count = max(1, (pool_mb << 20) // (rows * width * size * BYTES_PER_KEY))
+        self.num_bytes = rows * case.context * per_key
+        self.count = max(1, (pool_mb << 20) // (rows * width * size * per_key))
         blocks = self.count * rows * width
         self._compiled = compiled
-        pool = huge_pages.zeros(2, blocks, size, KV_HEADS, DIM, dtype=torch.bfloat16)
-        pool.view(torch.int16).fill_(0x3C00)  # touches every page
-        self._layer = DecodeLayer(pool[0], pool[1], DIM**-0.5)
+        shape = (2, blocks, size, KV_HEADS)
+        scales = None
+        if kv_dtype == "int8":
+            pool = huge_pages.zeros(*shape, DIM, dtype=torch.int8).fill_(1)  # touches every page
+            of_keys, of_values = huge_pages.zeros(*shape, dtype=torch.float32).fill_(0.01)
+            scales = PoolScales(of_keys, of_values)
+        else:
+            pool = huge_pages.zeros(*shape, DIM, dtype=torch.bfloat16).fill_(0.01)
+        self._layer = DecodeLayer(pool[0], pool[1], DIM**-0.5, scales=scales)
         self._q = torch.randn(rows, QUERY_HEADS, DIM).bfloat16()
         self._out = torch.empty_like(self._q)
         tables = torch.randperm(blocks).view(self.count, rows, width)
@@ -75,9 +89,12 @@ class Calls:
         return (time.perf_counter() - began) / self.count
 
 
-def measure(compiled: CpuKernels, case: AttentionCase, rounds: int, pool_mb: int) -> dict[str, Any]:
+def measure(
+    compiled: CpuKernels, case: AttentionCase, rounds: int, pool_mb: int, kv_dtype: str = "auto"
+) -> dict[str, Any]:
     """Return the medians over alternating rounds."""
-    calls, empty = Calls(compiled, case, pool_mb), Calls(compiled, AttentionCase(1, case.rows), 1)
+    calls = Calls(compiled, case, pool_mb, kv_dtype)
+    empty = Calls(compiled, AttentionCase(1, case.rows), 1, kv_dtype)
     rates, limits, idle = list[float](), list[float](), list[float]()
     calls.seconds()
     for _ in range(rounds):
@@ -95,13 +112,15 @@ def measure(compiled: CpuKernels, case: AttentionCase, rounds: int, pool_mb: int
 
 def main() -> int:
     """Run the command. Return the exit status."""
-    given = arguments_parser("engine_attention", __doc__).parse_args()
+    parser = arguments_parser("engine_attention", __doc__)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=tuple(BYTES_PER_KEY))
+    given = parser.parse_args()
     prepare(given)
     compiled = kernels()
     if compiled is None:
         raise SystemExit("no compiled kernels here: `baton doctor` says why")
     rounds = 15 if given.full else 5
-    rows = [measure(compiled, case, rounds, 700) for case in CASES]
+    rows = [measure(compiled, case, rounds, 700, given.kv_cache_dtype) for case in CASES]
     tell([TimedPart("Decode attention: share of the read bandwidth", rows)], given.json)
     return 0
 

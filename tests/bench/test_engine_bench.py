@@ -169,12 +169,13 @@ def test_the_cost_of_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole["5 %"] <= whole["step us"] <= whole["95 %"]
 
 
-def test_attention_s_share_of_the_read_bandwidth() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_attention_s_share_of_the_read_bandwidth(kv_dtype: str) -> None:
     cpu_kernels = kernels()
     if cpu_kernels is None:
         pytest.skip("no compiled kernels on this machine")
     case = engine_attention.AttentionCase(40, rows=2)
-    row = engine_attention.measure(cpu_kernels, case, 1, 2)
+    row = engine_attention.measure(cpu_kernels, case, 1, 2, kv_dtype)
     assert (row["context"], row["rows"], row["block"]) == (40, 2, 16)
     assert 0 < row["least"] == row["share"] == row["most"]
     assert row["share"] == pytest.approx(row["GB/s"] / row["read GB/s"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def serving() -> CpuKernels:
 
 def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,19 @@ def test_a_decode_row_depends_on_its_own_keys_alone() -> None:
     for row in range(9):
         batch = pools.batch(pools.ours, case.starts, case.rows, only=row)
         assert torch.equal(pools.ours.attend(0, q[row : row + 1], batch)[0], whole[row])
+
+
+def test_a_prompt_does_not_meet_another_s_scales(one_thread: None) -> None:
+    case = Case([69, 4], True, 4, 2, 64, 64, 16, 0, None, False)
+    pools = Pools(case)
+    q = noise(6, 83, 4, 64)
+    batch = pools.batch(pools.ours, [0, 0], [70, 13])
+    sound = pools.ours.attend(0, q, batch)
+    for scales in pools.arenas[0].scales(0):
+        scales[:5] = torch.nan  # of the first prompt
+    got = pools.ours.attend(0, q, batch)
+    assert got[:70].isnan().any()
+    assert torch.equal(got[70:], sound[70:])
 
 
 def test_a_model_with_int8_kv_is_served_by_the_kernels(

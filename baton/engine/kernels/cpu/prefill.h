@@ -57,7 +57,7 @@ class PrefillTask {
         value_pairs_(wide_ * kKeys), query_factors_(height * group_ * args.k_dim),
         sums_(height * group_ * wide_), most_(height * group_), total_(height * group_),
         widened_(args.scales.keys == nullptr ? 0 : kKeys * (args.k_dim + args.v_dim)),
-        key_factors_(kKeys, args.scale), value_factors_(kKeys, 1.0f) {}
+        key_factors_(kKeys), value_factors_(kKeys) {}
 
   // Rows [from, from + height) of a span, by one KV head.
   void run(int64_t span, int64_t from, int64_t head) {
@@ -112,6 +112,8 @@ class PrefillTask {
     const int64_t* table = a_.tables + a_.spans[span_] * a_.width;
     for (int i = 0; i < kKeys; ++i) {
       key[i] = value[i] = kNothing;
+      key_factors_[i] = a_.scale;  // not those of another prompt, which may be no numbers
+      value_factors_[i] = 1.0f;
       if (at + i < begin || at + i >= end) continue;
       const int64_t block = table[(at + i) / a_.block_size - a_.first[span_]];
       const int64_t token = (at + i) % a_.block_size;

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.kernels.cpu.int8_kv import Int8Store
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows, PoolScales
 from baton.engine.kernels.cpu.prefill import PrefillKernel, PrefillSpans
 from baton.engine.kernels.cpu.step import StepPools
@@ -45,7 +44,6 @@ class CompiledAttention:
         self.group_of = pool.group_of
         self._torch = TorchAttention(pool, layers)
         self._kernels = kernels
-        self._round = Int8Store(kernels)
         self._prefill = PrefillKernel(kernels)
         self._layers = [known_layer(pool, index, spec) for index, spec in enumerate(layers)]
         # For steps that compute all layers in one call; None if the kernels do not support some
@@ -62,8 +60,8 @@ class CompiledAttention:
             self._torch.write(layer, k, v, slots)
             return
         if compiled.scales is not None:
-            self._round(k, compiled.keys, compiled.scales.keys, slots)
-            self._round(v, compiled.values, compiled.scales.values, slots)
+            self._kernels.store_int8(k, compiled.keys, compiled.scales.keys, slots)
+            self._kernels.store_int8(v, compiled.values, compiled.scales.values, slots)
             return
         self._kernels.store(k, compiled.keys, slots)
         if v.shape[2]:  # with MLA a value is a part of its key, and v is empty

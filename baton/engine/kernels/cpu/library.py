@@ -117,6 +117,16 @@ class _StoreArgs(ctypes.Structure):
     )
 
 
+class _Int8StoreArgs(ctypes.Structure):
+    """Int8StoreArgs of attention_int8.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "pool", "scales", "slots")),
+        *((name, _SIZE) for name in ("rows", "heads", "dim", "stride", "block_size")),
+        *((name, _SIZE) for name in ("pool_block", "pool_token", "scale_block", "scale_token")),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights of the RMSNorms of query heads and key heads, each [dim] bfloat16. The compiled
@@ -210,10 +220,11 @@ class CpuKernels:
         self._ask_every.argtypes = (_SIZE,)
         self._rotate = library.baton_rotate
         self._store = library.baton_store_rows
+        self._store_int8 = library.baton_store_int8
         self._decode = library.baton_decode_attention
         for function in (
             self._pack, self._add_norm, self._gated, self._linear, self._rotate, self._store,
-            self._decode, self._gate_heads, self._ask_every,
+            self._decode, self._gate_heads, self._ask_every, self._store_int8,
         ):  # fmt: skip
             function.restype = None
 
@@ -349,6 +360,18 @@ class CpuKernels:
             pool.stride(0) * size, pool.stride(1) * size, pool.shape[1],
         )  # fmt: skip
         self._store(ctypes.byref(args))
+
+    def store_int8(self, x: Tensor, pool: Tensor, scales: Tensor, slots: Tensor) -> None:
+        """Round x [T, heads, dim] bfloat16 to flat `slots` [T] int64 of pool [blocks, block_size,
+        heads, dim] int8, with a scale for each head in scales [blocks, block_size, heads] float32.
+
+        The numbers of a token lie side by side in all of them.
+        """
+        args = _Int8StoreArgs(
+            x.data_ptr(), pool.data_ptr(), scales.data_ptr(), slots.data_ptr(),
+            *x.shape, x.stride(0), pool.shape[1], *pool.stride()[:2], *scales.stride()[:2],
+        )  # fmt: skip
+        self._store_int8(ctypes.byref(args))
 
     def decode_attention(
         self, q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows

@@ -220,9 +220,9 @@ class Pool:
         self.arena = KVArena(self.groups, blocks, BLOCK, kv_dtype, CPU)
         generator = torch.Generator().manual_seed(5)
         for layer in range(config.num_layers):
-            numbers = 127.0 if kv_dtype == "int8" else 1.0
             for pool in self.arena.layer(layer):
-                pool.copy_(numbers * torch.randn(pool.shape, generator=generator).clamp(-1, 1))
+                noise = torch.randn(pool.shape, generator=generator)
+                pool.copy_((30 * noise).clamp(-127, 127) if kv_dtype == "int8" else noise)
             for scales in self.arena.scales(layer) if kv_dtype == "int8" else ():
                 scales.copy_(torch.rand(scales.shape, generator=generator) / 50)
         self.states: StateArena | None = None

@@ -182,9 +182,9 @@ class DecodeRow {
   // `count` keys from `key` on, to tile_ + index; beyond the end the last one again, which then has
   // no weight.
   void locate(int64_t key, int64_t end, int index, int count) {
-    const int64_t* table = a_.tables + a_.spans[index_] * a_.width - a_.first[index_];
+    const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
     key = std::min(key, end - 1);
-    int64_t block = key / a_.block_size, token = key % a_.block_size;
+    int64_t block = key / a_.block_size - a_.first[index_], token = key % a_.block_size;
     for (int i = index; i < index + count; ++i) {
       tile_[i] = pool_.at(table[block], token);
       Pool::ask_factors(tile_[i]);

@@ -362,7 +362,8 @@ class Step {
       return;
     }
     const int64_t from = kv.first * a_.dim, bytes = 2 * (kv.last - kv.first) * a_.dim;
-    std::memcpy(key_of(index, row) + from, keys + from, bytes);
+    std::memcpy(static_cast<bf16*>(pool.keys) + at.of(pool.key_block, pool.key_token) + from,
+                keys + from, bytes);
     std::memcpy(static_cast<bf16*>(pool.values) + at.of(pool.value_block, pool.value_token) + from,
                 values + from, bytes);
   }

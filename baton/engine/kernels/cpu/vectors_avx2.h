@@ -227,11 +227,7 @@ inline FoldedPairs load_folded(const int8_t* from) {
   return {even_of(numbers), odd_of(numbers)};
 }
 
-// Of a Line or Int8s.
-template <class Numbers>
-inline Pairs pairs_of(Numbers numbers) {
-  return {even_of(numbers), odd_of(numbers)};
-}
+inline Pairs pairs_of(Line line) { return {even_of(line), odd_of(line)}; }
 
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const Factor* from) {

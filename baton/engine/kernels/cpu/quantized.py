@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for, wide_pointer
+from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
 NARROW: Final = 32  # outputs of a panel; panels come in pairs
@@ -133,7 +134,7 @@ class IntegerKernels:
         shifts = None if zeros is None else zeros.half().contiguous()
         lines = inputs // QUAD * QUAD_BYTES[packed] // LINE
         lines += groups * (1 if zeros is None else 2)
-        panels = torch.zeros(_panels(outputs), lines, LINE, dtype=torch.uint8)
+        panels = huge_pages.zeros(_panels(outputs), lines, LINE, dtype=torch.uint8)
         values = values.contiguous()
         args = _IntegerPack(
             values.data_ptr(), shares.data_ptr(), None if shifts is None else shifts.data_ptr(),
@@ -174,7 +175,7 @@ class IntegerKernels:
         outputs, inputs = values.shape
         values = values.contiguous()
         shape = (_panels(outputs), -(-inputs // QUAD), NARROW, QUAD)
-        panels = torch.zeros(shape, dtype=torch.int8)
+        panels = huge_pages.zeros(*shape, dtype=torch.int8)
         extra = torch.empty(outputs, dtype=torch.int32)
         self._pack_w8a8(values.data_ptr(), panels.data_ptr(), extra.data_ptr(), outputs, inputs)
         return PackedInt8(panels, extra, scales.float().contiguous(), inputs)

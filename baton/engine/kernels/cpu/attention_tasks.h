@@ -1,8 +1,9 @@
 // Paged decode attention, shared out: who attends which keys.
 //
-// Rows of about the same length are a task each. A row that is long beside the others, or one of few,
-// is a task for each of its stretches, and whoever is through with the last one puts them together;
-// where there are still too few tasks for all threads, each is one for every part of the KV heads.
+// Rows of about the same length are a task each, few rows one for every part of their KV heads. A row
+// that is long beside the others is a task for each of its stretches, and whoever is through with
+// the last one puts them together; where that is still too few tasks for all threads, each is one
+// for every part of the KV heads.
 #pragma once
 
 #include <omp.h>
@@ -28,17 +29,21 @@ class DecodeTasks {
       const Stretches of(a, row);
       keys += of.end - of.begin;
     }
+    // Of few rows, KV heads make tasks: a phase less, and tasks of equal size.
+    const int64_t wanted = kTasks * threads;
+    if (a.count > 0 && a.count < wanted)
+      parts_ = std::min({kv_heads_, threads, (wanted + a.count - 1) / a.count});
+    const bool enough = a.count * parts_ >= threads;
     int64_t units = 0;
     for (int64_t row = 0; row < a.count; ++row) {
       const Stretches of(a, row);
-      const bool split = threads > 1 && (of.end - of.begin) * kTasks * threads > keys;
+      const bool is_long = (of.end - of.begin) * wanted > keys;
+      const bool split = threads > 1 && is_long && (!enough || of.count() >= kTasks);
       rows_[row].stretches = of.count();
       rows_[row].units = split ? of.count() : 1;
       units += rows_[row].units;
     }
-    parts_ = 1;
-    if (units > 0 && units < kTasks * threads)
-      parts_ = std::min(kv_heads_, (threads + units - 1) / units);
+    if (units > a.count) parts_ = std::min(kv_heads_, (threads + units - 1) / units);
     const int64_t heads = (kv_heads_ + parts_ - 1) / parts_ * (a.query_heads / kv_heads_);
     states_ = (heads + kLanes - 1) / kLanes;
     for (Row& row : rows_) {
@@ -102,7 +107,8 @@ class DecodeTasks {
   }
 
  private:
-  static constexpr int64_t kTasks = 4;  // of equal size for each thread: then none is split
+  // Of equal size for each thread: then none is split. A row of fewer stretches need not be.
+  static constexpr int64_t kTasks = 4;
 
   struct Row {
     int64_t stretches, units, first, state;  // tasks of each part; the first one; its states
@@ -117,7 +123,7 @@ class DecodeTasks {
 
   const int64_t kv_heads_, window_;
   std::vector<Row> rows_;
-  int64_t parts_, states_, count_ = 0, num_states_ = 0;
+  int64_t parts_ = 1, states_, count_ = 0, num_states_ = 0;
   std::vector<std::atomic<int64_t>> through_;  // [rows, parts] stretches
 };
 

@@ -45,10 +45,10 @@ async def test_an_engine_that_hangs_is_noticed(ground: Ground, tmp_path: Path) -
         )
         router = await processes.router([p, q], [d], ["--prefill-placement", "remote"])
         async with asking(router, num_nodes=3) as client, asyncio.timeout(hang_s / 2):
-            for salt in itertools.count():  # until one comes to the node that hangs
-                options = GenerateOptions(cache_salt=str(salt))
+            found = await client.generate(ground.prompt, PARAMS)
+            salts = map(str, itertools.count())
+            while found.retries == 0:  # until one came to the node that hangs
+                options = GenerateOptions(cache_salt=next(salts))
                 found = await client.generate(ground.prompt, PARAMS, options)
-                if found.retries:
-                    break
         await p.kill()
     assert (found.retries, found.token_ids) == (1, ground.expected)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.attention.compiled import CompiledAttention
+from baton.engine.kernels import rope
 from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kernels.delta_rule import DeltaSizes
@@ -306,6 +307,28 @@ def test_a_whole_step_is_its_layers_one_by_one(
     assert decoder.step.num_steps == 1
     assert same_answers(got, want)
     assert all(map(torch.equal, ours.kept(), plain.kept()))
+
+
+@pytest.mark.parametrize("kind", ["", "gemma 3", "glm 4", *LATENTS])
+def test_rotations_are_picked_by_the_row_where_positions_are_too_many(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, starts = like(kind, config_of()) if kind else config_of(), [3, 130, 0]
+    decoder = decoder_of(config)
+    want = answers_of(decoder, Pool(config, starts).step())
+    monkeypatch.setattr(rope, "MOST_KEPT", 0)
+    assert same_answers(answers_of(decoder, Pool(config, starts).step()), want)
+
+
+@pytest.mark.parametrize("token", [-1, 50])
+def test_a_token_outside_the_embedding_is_refused(token: int) -> None:
+    config = config_of()
+    decoder, step = decoder_of(config, plain_head=True), Pool(config, [5, 9]).step()
+    assert decoder.step is not None
+    assert decoder.step.embeds
+    wrong = replace(step, token_ids=torch.tensor([7, token]))
+    with pytest.raises(IndexError, match="outside the embedding"):
+        hidden_of(decoder, wrong)
 
 
 @settings(max_examples=10)

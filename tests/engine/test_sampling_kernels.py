@@ -71,8 +71,8 @@ def test_a_large_vocabulary() -> None:
 def test_the_kernel_decides_nearly_every_row_itself(cpu_kernels: CpuKernels) -> None:
     logits = torch.zeros(64, 3000)
     highest, ids = cpu_kernels.sampling.highest(logits)
-    assert ids.tolist() == [0] * 64, "the lowest id on ties"
-    won = cpu_kernels.sampling.race(logits, highest, [1.0] * 64, list(range(64)))
+    assert ids == [0] * 64, "the lowest id on ties"
+    won = cpu_kernels.sampling.race(logits, torch.tensor(highest), [1.0] * 64, list(range(64)))
     assert None not in won
     assert len(set(won)) > 32
 
@@ -114,9 +114,9 @@ def test_a_row_s_part_of_a_larger_tensor() -> None:
 class Undecided:
     """Kernels to which every race is too close."""
 
-    def highest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def highest(self, logits: torch.Tensor) -> tuple[list[float], list[int]]:
         values, ids = logits.max(-1)
-        return values, ids
+        return values.tolist(), ids.tolist()
 
     def race(self, logits: torch.Tensor, *_: object) -> list[int | None]:
         return [None] * logits.shape[0]

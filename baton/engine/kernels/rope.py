@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -194,6 +194,10 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+FEWEST_KEPT: Final = 1024  # positions of a Frequencies' table
+MOST_KEPT: Final = 1 << 16  # beyond, tables take more than 16 MiB
+
+
 class PairRotation(StrEnum):
     """Which dims of a head are rotated together, and where they are written."""
 
@@ -266,11 +270,13 @@ class Rotation:
 @dataclass(frozen=True, slots=True)
 class Frequencies:
     """How the heads of some layers rotate: `each` [R / 2] float32, the angle per position of each
-    pair; `factor` as attention_factor says."""
+    pair; `factor` as attention_factor says. On a CPU the cosines and sines of the first positions
+    are kept, as many as steps have asked for."""
 
     each: Tensor
     factor: float
     pairs: PairRotation
+    _kept: dict[torch.dtype, Rotation] = field(default_factory=dict[torch.dtype, "Rotation"])
 
     @classmethod
     def of(
@@ -281,4 +287,24 @@ class Frequencies:
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions [T] int64 -> cos and sin of these."""
+        if self.each.device.type != "cpu":
+            return self._of(positions, dtype)
+        table = self.table(int(positions.max()) if len(positions) else 0, dtype)
+        if table is None:
+            return self._of(positions, dtype)
+        cos, sin = (part.index_select(0, positions) for part in (table.cos, table.sin))
+        return Rotation(cos, sin, self.pairs)
+
+    def table(self, last: int, dtype: torch.dtype) -> Rotation | None:
+        """Return cos and sin of the positions from 0 on, up to `last` and more; None if that is too
+        many to be kept. CPU."""
+        if last >= MOST_KEPT:
+            return None
+        kept = self._kept.get(dtype)
+        if kept is None or last >= len(kept.cos):
+            count = max(FEWEST_KEPT, 1 << last.bit_length())
+            kept = self._kept[dtype] = self._of(torch.arange(count), dtype)
+        return kept
+
+    def _of(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         return Rotation.at(positions, self.each, dtype, self.factor, self.pairs)

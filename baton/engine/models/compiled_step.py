@@ -29,11 +29,17 @@ from baton.engine.kernels.cpu.step import (
     StepTable,
 )
 from baton.engine.kernels.cpu.step_linears import StepLinear
-from baton.engine.kernels.rope import Rotation
+from baton.engine.kernels.rope import Frequencies
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.quantization.integer import IntegerPanels, W8A8Panels
-from baton.engine.quantization.linear import Linear, PanelLinear, SideBySide
+from baton.engine.quantization.linear import (
+    EmbeddingTable,
+    Linear,
+    PanelLinear,
+    PlainLinear,
+    SideBySide,
+)
 from baton.engine.state.batch import Batch, States
 from baton.protocol.errors import InternalError
 
@@ -43,8 +49,12 @@ DIM_MULTIPLE = 32  # head dims must be a multiple: attention.h reads keys 32 num
 class CompiledStep:
     """All layers of a decoder in one call. `num_steps`: how many steps have run so."""
 
-    def __init__(self, model: StepModel, layers: Sequence[StepLayer]) -> None:
+    def __init__(
+        self, model: StepModel, layers: Sequence[StepLayer], frequencies: Sequence[Frequencies]
+    ) -> None:
         self._model = model
+        self._frequencies = frequencies
+        self.embeds = model.embedding is not None  # run() needs no residual
         self._num_layers = len(layers)
         self._linear = [index for index, layer in enumerate(layers) if layer.delta is not None]
         self._states: tuple[States, StepStates] | None = None  # the last step's
@@ -60,19 +70,28 @@ class CompiledStep:
 
     def run(
         self,
-        residual: Tensor,
+        token_ids: Tensor,
         positions: Tensor,
-        rotations: Sequence[Rotation],
+        residual: Tensor | None,
         batch: Batch,
         pools: StepPools,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run residual [T, H], positions [T] -> hidden [T, H], and logits [T, vocab] float32 if the
-        batch wants them and the head is of a known format. Overwrites `residual`; writes KV, and
-        advances the sequences' states."""
+        """Run token_ids [T], positions [T] -> hidden [T, H], and logits [T, vocab] float32 if the
+        batch wants them and the head is of a known format. `residual` [T, H]: the embeddings, which
+        are overwritten; None if `embeds`. Writes KV, and advances the sequences' states."""
         tables = [StepTable(t.slots, t.blocks, t.first) for t in batch.tables]
         self.num_steps += 1
-        wanted, states = batch.logits is not None, None
-        inputs = StepInputs(residual, rotations, positions, tables, logits=wanted)
+        last = max([span.start for span in batch.spans])
+        kept = [each.table(last, torch.bfloat16) for each in self._frequencies]
+        rotations = [each for each in kept if each is not None]
+        by_position = len(rotations) == len(kept)
+        if not by_position:
+            rotations = [each.at(positions, torch.bfloat16) for each in self._frequencies]
+        inputs = StepInputs(
+            token_ids, positions, rotations, tables, by_position, residual,
+            logits=batch.logits is not None,
+        )  # fmt: skip
+        states = None
         if self._linear:
             states = self._states_of(batch)
             slots = torch.tensor([span.state_slot for span in batch.spans])
@@ -135,10 +154,11 @@ def compile_step(
     layers: Sequence[StepLayer | None],
     final_norm: Tensor,
     between: Elementwise,
-    head: Linear,
+    ends: tuple[EmbeddingTable, Linear],
+    frequencies: Sequence[Frequencies],
 ) -> CompiledStep | None:
-    """Return the decoder's layers as one call; None if a layer or a size does not allow it. `head`
-    joins them if its format allows it."""
+    """Return the decoder's layers as one call; None if a layer or a size does not allow it. `ends`:
+    the embedding and the head, which join them if their formats allow it."""
     held = [layer for layer in layers if layer is not None]
     if not isinstance(between, CompiledElementwise) or len(held) < len(layers):
         return None
@@ -162,4 +182,9 @@ def compile_step(
         choice=NO_CHOICE if mixture is None else mixture.rule,
         expert_inner=0 if mixture is None else mixture.inner,
     )
-    return CompiledStep(StepModel(between.kernels, held, final_norm, sizes, _step_head(head)), held)
+    table, head = ends
+    embedding = None
+    if isinstance(table, PlainLinear) and config.embedding_scale == 1.0:
+        embedding = table.weight
+    model = StepModel(between.kernels, held, final_norm, sizes, _step_head(head), embedding)
+    return CompiledStep(model, held, frequencies)

@@ -129,10 +129,13 @@ class Decoder:
         # Runs a decode step in one call; None = all steps run layer by layer. With `shards` they
         # do: the ranks sum or exchange within each layer.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
-        self.step = compile_step(config, parts, self._final_norm, self._between, self._head)
         self._frequencies = [
             Frequencies.of(rule, config.turned, config.pairs, device) for rule in config.ropes
         ]
+        ends = self._table, self._head
+        self.step = compile_step(
+            config, parts, self._final_norm, self._between, ends, self._frequencies
+        )
         # Rounded to the model's dtype, as transformers does it.
         self._scale = torch.tensor(config.embedding_scale).to(dtype).item()
 
@@ -194,15 +197,16 @@ class Decoder:
         """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool, and
         make `batch.logits` where one call makes both."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
-        residual = self.embed(token_ids)
-        rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         if self.step is not None and not groups and not batch.taps:
             pools = self.step.pools(batch, token_ids.shape[0])
             if pools is not None:
-                hidden, logits = self.step.run(residual, positions, rotations, batch, pools)
+                residual = None if self.step.embeds else self.embed(token_ids)
+                hidden, logits = self.step.run(token_ids, positions, residual, batch, pools)
                 if batch.logits is not None and logits is not None:
                     batch.logits.made = self._capped(logits)
                 return hidden
+        residual = self.embed(token_ids)
+        rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         between, reduce, delta = self._between, self._shards.reduce, None
         for index, layer in enumerate(self._layers):
             if index in batch.taps:  # a copy: add_norm may overwrite `residual`

@@ -176,7 +176,7 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
     # Reported log probabilities are those of raw logits, but only chosen tokens tell which rows are
     # reported. So raw rows are copied before they change.
     kept = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
-    raw = _rows(logits, kept)
+    raw = _rows(logits, kept) if kept else None
     for one in asked:
         if one.chunk.num_candidates:
             # The softmax comes before masks, as in transformers' beam search, so that scores of
@@ -190,7 +190,7 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
     tokens = sample(remaining, [draws[row] for row in drawn]) if drawn else []
     by_row = dict(zip(drawn, tokens, strict=True))
     standing = {one.first: _accepted(one, by_row) for one in asked if one.first in by_row}
-    reported = _reported(raw, kept, draws, standing)
+    reported = {} if raw is None else _reported(raw, kept, draws, standing)
     outcomes: list[Sampled] = []
     for one in asked:
         if one.first in branches:

@@ -113,14 +113,14 @@ def _sample(logits: Tensor, draws: Sequence[Draw], compiled: SamplingKernels | N
     """Choose a token per row. `compiled` None means by torch alone."""
     noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
     if compiled is not None:
-        highest, ids = compiled.highest(logits)
-        tokens = ids.tolist()
+        highest, tokens = compiled.highest(logits)
     else:
-        highest = logits.amax(-1)
+        highest = logits.amax(-1).tolist()
         tokens = [0] * len(draws) if len(noisy) == len(draws) else _argmax(logits)
     _require_finite(highest)
     if noisy:
-        for row, token in _draw(logits, highest, draws, noisy, compiled).items():
+        peaks = torch.tensor(highest, dtype=torch.float32, device=logits.device)
+        for row, token in _draw(logits, peaks, draws, noisy, compiled).items():
             tokens[row] = token
     return tokens
 
@@ -225,12 +225,12 @@ def _masses(
 
 def require_numbers(logits: Tensor) -> None:
     """Raise InternalError if a row of logits holds NaN or +inf, or nothing but -inf."""
-    _require_finite(logits.amax(-1))
+    _require_finite(logits.amax(-1).tolist())
 
 
-def _require_finite(highest: Tensor) -> None:
+def _require_finite(highest: Sequence[float]) -> None:
     # A NaN is the maximum of its row. Python tests them: torch took ten times as long for so few.
-    if not all(map(math.isfinite, highest.tolist())):
+    if not all(map(math.isfinite, highest)):
         raise InternalError("the model produced logits that are not numbers")
 
 

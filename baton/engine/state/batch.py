@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from baton.engine.state.attention import Attention
 from baton.engine.state.images import StepImages, step_images
 from baton.engine.state.interface import NO_SLOT, SequenceChunk
+from baton.protocol.kv_spec import HeldBlocks
+
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +165,6 @@ def flatten(
         positions.extend(range(chunk.start, chunk.start + count))
         counts.append(count)
     # Built on the host and moved in one copy each: many small copies cost more than their bytes.
-    position = _int64(positions)
-    owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-    column, offset = position // block_size, position % block_size
     tables: list[GroupTables] = []
     for group in range(len(chunks[0].blocks)):
         held = [chunk.blocks[group] for chunk in chunks]
@@ -173,11 +173,13 @@ def flatten(
         for each in held:
             padded += each.ids
             padded += [each.ids[-1]] * (width - len(each.ids))
-        blocks = _int64(padded).view(-1, width)
+        blocks = np.array(padded, np.int64).reshape(-1, width)
         first = tuple([each.first for each in held])
-        here = column - _int64(first)[owner] if any(first) else column
-        slots = blocks[owner, here] * block_size + offset
-        tables.append(GroupTables(slots.to(device), blocks.to(device), first))
+        if len(positions) == len(held):
+            slots = np.array(_single_slots(positions, held, block_size), np.int64)
+        else:
+            slots = _slots(np.array(positions), np.array(counts), blocks, first, block_size)
+        tables.append(GroupTables(_moved(slots, device), _moved(blocks, device), first))
     seen = step_images(
         [(chunk.images, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True)],
         device,
@@ -186,7 +188,8 @@ def flatten(
         tuple(spans), tuple(tables), attention, on_layer, states=states, images=seen,
         logits=StepLogits() if all(map(_samples_its_row, chunks)) else None,
     )  # fmt: skip
-    return Step(_int64(token_ids).to(device), position.to(device), batch)
+    ids = np.array(token_ids, np.int64)
+    return Step(_moved(ids, device), _moved(np.array(positions, np.int64), device), batch)
 
 
 def _samples_its_row(chunk: SequenceChunk) -> bool:
@@ -194,6 +197,27 @@ def _samples_its_row(chunk: SequenceChunk) -> bool:
     return chunk.sample is not None and len(chunk.token_ids) == 1 and not chunk.fan_out
 
 
-def _int64(numbers: Sequence[int]) -> Tensor:
-    # Through numpy: torch.tensor took 4 to 8 times as long for lists of 5,000 numbers.
-    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+def _single_slots(
+    positions: Sequence[int], held: Sequence[HeldBlocks], block_size: int
+) -> list[int]:
+    """Return the slots of rows of which each sequence has one. In plain Python: behind a step that
+    has read all weights each first call of numpy takes tens of microseconds."""
+    return [
+        each.ids[position // block_size - each.first] * block_size + position % block_size
+        for position, each in zip(positions, held, strict=True)
+    ]
+
+
+def _slots(
+    positions: Numbers, counts: Numbers, blocks: Numbers, first: Sequence[int], block_size: int
+) -> Numbers:
+    """Return the slots [T] of rows at `positions` [T], `counts` [S] of each sequence, whose blocks
+    [S, W] begin with block `first` [S]."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    column, offset = np.divmod(positions, block_size)
+    return blocks[owner, column - np.array(first)[owner]] * block_size + offset
+
+
+def _moved(numbers: Numbers, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(numbers)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -50,20 +50,18 @@ class SamplingKernels:
         for function in (self._highest, self._race, self._top):
             function.restype = None
 
-    def highest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maximum of each row of logits [N, vocab] float32, and the lowest id that has
-        it.
-
-        The maxima are [N] float32 (NaN if a row holds one), the ids [N] int64.
+    def highest(self, logits: Tensor) -> tuple[list[float], list[int]]:
+        """Return the maximum of each row of logits [N, vocab] float32, NaN if it holds one, and the
+        lowest id that has it.
         """
         rows, size = _shape(logits)
-        values = torch.empty(rows, dtype=torch.float32)
-        ids = torch.empty(rows, dtype=torch.int64)
+        values, ids = (ctypes.c_float * rows)(), (_SIZE * rows)()
         args = _HighestArgs(
-            logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, size, logits.stride(0)
-        )
+            logits.data_ptr(), ctypes.addressof(values), ctypes.addressof(ids), rows, size,
+            logits.stride(0),
+        )  # fmt: skip
         self._highest(ctypes.byref(args))
-        return values, ids
+        return values[:], ids[:]
 
     def top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the `count` highest values of each row of logits [N, vocab], and their ids.

@@ -28,103 +28,11 @@
 #include "gates.h"
 #include "latent.h"
 #include "linear.h"
+#include "step_args.h"
 #include "step_integers.h"
 #include "team.h"
 
 namespace baton {
-
-// Linear attention's weights beside its products: see DeltaArgs.
-struct StepDelta {
-  const float *taps, *decay, *step_bias, *norm;
-  float epsilon;
-};
-
-// Latent attention's weights. `query_norm` and `query_up`: of queries of a low rank, or null.
-struct StepLatent {
-  const bf16* query_norm;
-  const StepLinear* query_up;
-  LatentWeights by;
-};
-
-// A mixture's weights: of its router, panels and the bias of its choice, or null; of its experts; of
-// the gate of the one that all rows share, or null.
-struct StepMixture {
-  const bf16* router;
-  const float* bias;
-  const StepLinear *gate_ups, *downs;
-  const bf16* shared_gate;
-};
-
-struct StepLayer {
-  // The last four may be null; those of outputs lie between a product and its sum with the residual.
-  const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm, *attention_output_norm,
-      *mlp_output_norm;
-  StepLinear qkv, output, gate_up, down;
-  int64_t rotation;  // which of StepArgs' it takes
-  int64_t inner;     // of `gate_up` and `down`; 0: there are none
-  const StepDelta* delta;      // of a layer with linear attention: `qkv` makes its inputs
-  const StepLatent* latent;    // of one with latent attention: the same
-  const StepMixture* mixture;  // or null. Then `gate_up` and `down` are what all rows share
-};
-
-// cos, sin [rows, rotated / 2].
-struct StepRotation {
-  const bf16 *cos, *sin;
-};
-
-// One layer's part of the pool, strides in numbers, and how it attends: see DecodeArgs.
-struct StepPool {
-  void *keys, *values;
-  const float* sinks;
-  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
-  int64_t window, group;
-  float scale, softcap;
-  PoolScales scales;
-};
-
-// A layer's part of the states, strides of slots in numbers: see DeltaArgs.
-struct StepState {
-  bf16* conv;
-  float* matrices;
-  int64_t conv_stride, matrix_stride;
-};
-
-// Where a layer group's KV lies: slots [rows], blocks [rows, width], first [rows].
-struct StepTable {
-  const int64_t *slots, *blocks, *first;
-  int64_t width;
-};
-
-struct StepArgs {
-  const StepLayer* layers;
-  const StepPool* pools;    // [layers], unused for linear attention
-  const StepState* states;  // [layers], unused for heads
-  const StepTable* tables;  // by layer group
-  const bf16* final_norm;
-  const StepLinear* head;  // null: no logits are wanted
-  StepRotation rotations[2];
-  const int64_t* positions;  // [rows]
-  const int64_t *slots, *begins;  // [rows]: see DeltaArgs; null without linear attention
-  bf16* residual;            // [rows, hidden]: embeddings, overwritten
-  bf16* out;                 // [rows, hidden]: the final norm's
-  float* logits;             // [rows, vocabulary]: the head's
-  bf16* scratch;  // [rows, wide + narrow + hidden], and, if heads are gated, [rows, qkv]
-  bf16* expert_scratch;  // ExpertsArgs', of mixtures
-  // Of latent attention: [rows, heads, nope + key + rank], and, if queries have a low rank, [rows,
-  // heads, nope + rope].
-  bf16* latent_scratch;
-  // Numbers of a row: the most that a product makes and takes, but for those of size `hidden`; what
-  // `qkv` makes, and `output` takes, where layers attend.
-  int64_t wide, narrow, qkv, attended;
-  int64_t vocabulary;
-  int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;  // the widest inner
-  int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
-  int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
-  int64_t expert_inner;  // of mixtures, or 0
-  ChoiceRule choice;     // the same
-  LatentSizes latent;    // of latent attention, or 0
-  NormRule norms;
-};
 
 class Step {
  public:
@@ -147,6 +55,13 @@ class Step {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
+      if (a_.embedding != nullptr)
+        std::copy_n(a_.embedding + a_.ids[row] * a_.hidden, a_.hidden,
+                    a_.residual + row * a_.hidden);
+    }
+    for (int i = 0; i < 2; ++i) {
+      rotations_[i] = a_.rotations[i];
+      if (a_.by_position) pick(rotations_[i], turns_[i]);
     }
     int64_t states = 0;
     for (int64_t layer = 0; layer < a_.num_layers; ++layer) {
@@ -214,6 +129,19 @@ class Step {
   }
 
  private:
+  // Those of the rows' positions, to `room`.
+  void pick(StepRotation& rotation, std::vector<bf16>& room) const {
+    if (rotation.cos == nullptr) return;
+    const int64_t half = a_.rotated / 2;
+    room.resize(2 * a_.rows * half);
+    bf16 *const cos = room.data(), *const sin = cos + a_.rows * half;
+    for (int64_t row = 0; row < a_.rows; ++row) {
+      std::copy_n(rotation.cos + a_.positions[row] * half, half, cos + row * half);
+      std::copy_n(rotation.sin + a_.positions[row] * half, half, sin + row * half);
+    }
+    rotation = {cos, sin};
+  }
+
   // y [rows, outputs] of x [rows, inputs]; `wide`: see LinearArgs.
   struct Product {
     const StepLinear& by;
@@ -309,7 +237,7 @@ class Step {
   // of it.
   void attend_latents(Team::Member& me, int64_t index, Running* own) {
     const StepLatent& latent = *a_.layers[index].latent;
-    const StepRotation& rotation = a_.rotations[a_.layers[index].rotation];
+    const StepRotation& rotation = rotations_[a_.layers[index].rotation];
     const int64_t first = a_.qkv - a_.latent.rank - a_.latent.rope;
     LatentRows from{wide_, wide_ + first, rotation.cos, rotation.sin, a_.rows, a_.qkv, a_.qkv};
     if (latent.query_norm != nullptr) {
@@ -343,7 +271,7 @@ class Step {
   void place(int64_t index, int64_t row, HeadRange kv) {
     const StepLayer& layer = a_.layers[index];
     const StepPool& pool = a_.pools[index];
-    const StepRotation& rotation = a_.rotations[layer.rotation];
+    const StepRotation& rotation = rotations_[layer.rotation];
     if (a_.gated) take_queries(row, kv);
     const RotateArgs rotating{turned_, rotation.cos, rotation.sin, layer.query_norm, layer.key_norm,
                               a_.rows, a_.heads, a_.kv_heads, a_.dim, a_.rotated, a_.neighbours,
@@ -470,6 +398,8 @@ class Step {
   const int64_t width_;            // of queries, keys and values without gates
   const int64_t values_, inputs_;  // of linear attention: what it makes of a row, and takes
   bf16 *const wide_, *const narrow_, *const delta_, *const turned_;
+  StepRotation rotations_[2];  // of the rows
+  std::vector<bf16> turns_[2];
   std::vector<int64_t> rows_, tokens_, ones_;
   Team team_;
   std::deque<DecodeTasks> tasks_;  // by window
@@ -485,10 +415,15 @@ class Step {
   bf16 *const queries_, *const attended_, *const low_;
 };
 
-inline void decode_step(const StepArgs& args) {
+// False, and nothing is done, if an id is none of the embedding's.
+inline bool decode_step(const StepArgs& args) {
+  if (args.embedding != nullptr)
+    for (int64_t row = 0; row < args.rows; ++row)
+      if (args.ids[row] < 0 || args.ids[row] >= args.embedded) return false;
   Step step(args, omp_get_max_threads());
 #pragma omp parallel
   step.run(omp_get_thread_num());
+  return true;
 }
 
 }  // namespace baton

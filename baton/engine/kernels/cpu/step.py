@@ -34,6 +34,8 @@ from baton.engine.kernels.cpu.step_linears import LinearFields, StepLinear, Step
 from baton.engine.kernels.delta_rule import DeltaSizes
 from baton.engine.kernels.rope import PairRotation, Rotation
 
+BYTES: Final = 2  # of a number in bfloat16
+
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 
@@ -118,7 +120,7 @@ class _StepArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "pools", "states", "tables", "final_norm")),
         ("head", _POINTER),
         ("rotations", _StepRotation * 2),
-        *((name, _POINTER) for name in ("positions", "slots", "begins")),
+        *((name, _POINTER) for name in ("embedding", "ids", "positions", "slots", "begins")),
         *((name, _POINTER) for name in ("residual", "out", "logits", "scratch")),
         *((name, _POINTER) for name in ("expert_scratch", "latent_scratch")),
         *((name, _SIZE) for name in ("wide", "narrow", "qkv", "attended")),
@@ -126,6 +128,7 @@ class _StepArgs(ctypes.Structure):
         *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
         *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
         *((name, _SIZE) for name in ("rotated", "neighbours", "gelu", "gated")),
+        *((name, _SIZE) for name in ("by_position", "embedded")),
         *((name, _SIZE) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
         ("expert_inner", _SIZE),
         ("choice", ChoiceFields),
@@ -269,15 +272,19 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
-    one or two rotations in bfloat16, alike but for their numbers, positions [T] int64, a table per
-    layer group. With linear attention int64 [T]: the slot of each row's state, and 1 where a row is
-    a sequence's first. `logits`: those of all rows are wanted."""
+    """A step of T rows, one new token each: token_ids and positions [T] int64, one or two rotations
+    in bfloat16, alike but for their numbers, a table per layer group. `by_position`: the rotations
+    are those of the positions from 0 on, else those of the rows. `residual`: the embeddings [T,
+    hidden] bfloat16, which are overwritten; None = looked up by a model that has them. With linear
+    attention int64 [T]: the slot of each row's state, and 1 where a row is a sequence's first.
+    `logits`: those of all rows are wanted."""
 
-    residual: Tensor
-    rotations: Sequence[Rotation]
+    token_ids: Tensor
     positions: Tensor
+    rotations: Sequence[Rotation]
     tables: Sequence[StepTable]
+    by_position: bool = False
+    residual: Tensor | None = None
     slots: Tensor | None = None
     begins: Tensor | None = None
     logits: bool = False
@@ -336,9 +343,12 @@ class StepModel:
         final_norm: Tensor,
         sizes: StepSizes,
         head: StepHead | None = None,
+        embedding: Tensor | None = None,
     ) -> None:
-        """`head`: None = logits are made elsewhere."""
+        """`head`: None = logits are made elsewhere. `embedding` [vocabulary, hidden] bfloat16: None
+        = rows are looked up elsewhere."""
         self.sizes = sizes
+        self.embedding = None if embedding is None else embedding.contiguous()
         self._head = None if head is None else StepLinears([head.linear])
         self._vocabulary = 0 if head is None else head.outputs
         self._weights = tuple(layers)
@@ -352,19 +362,21 @@ class StepModel:
         self._mixtures = [_mixture(layer.experts) for layer in layers]
         self._layers = (_StepLayer * len(layers))(*map(self._pointers, range(len(layers))))
         self._constant = self._constants()
+        # numbers of a row; the first ends with its residual
+        residual = 0 if embedding is None else sizes.hidden
+        self._scratch = sizes.scratch + residual, sizes.expert_scratch, sizes.latent_scratch
         self._call = kernels.library.baton_decode_step
-        self._call.restype = None
 
     def run(
         self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [T, hidden] after the final norm, and the logits [T, vocabulary]
         float32 if they are wanted and there is a head. Write the step's KV to the pool, and advance
-        `states`, which layers with linear attention need.
+        `states`, which layers with linear attention need. Raises IndexError for a token that the
+        embedding has not.
         """
-        sizes, residual = self.sizes, inputs.residual
+        sizes, rows = self.sizes, inputs.positions.shape[0]
         head = self._head if inputs.logits else None
-        rows = residual.shape[0]
         assert pools.shape == [sizes.kv_heads, sizes.dim]
         firsts = [(_SIZE * rows)(*table.first) for table in inputs.tables]
         tables = (_StepTable * len(firsts))()
@@ -373,12 +385,9 @@ class StepModel:
                 table.slots.data_ptr(), table.blocks.data_ptr(),
                 ctypes.addressof(firsts[at]), table.blocks.shape[1],
             )  # fmt: skip
-        out = torch.empty_like(residual)
+        out = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16)
         logits = None if head is None else torch.empty(rows, self._vocabulary, dtype=torch.float32)
-        scratch = _room(rows * sizes.scratch)
-        of_experts, of_latents = (
-            _room(rows * each) for each in (sizes.expert_scratch, sizes.latent_scratch)
-        )
+        scratch, of_experts, of_latents = (_room(rows * each) for each in self._scratch)
         args = _StepArgs.from_buffer_copy(self._constant)
         args.pools = ctypes.addressof(pools.pointers)
         args.states = None if states is None else ctypes.addressof(states.pointers)
@@ -388,13 +397,19 @@ class StepModel:
             args.rotations[at] = _StepRotation(rotation.cos.data_ptr(), rotation.sin.data_ptr())
         first = inputs.rotations[0]
         args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
-        args.positions = inputs.positions.data_ptr()
+        args.by_position, args.positions = inputs.by_position, inputs.positions.data_ptr()
         args.slots, args.begins = _pointer(inputs.slots), _pointer(inputs.begins)
-        args.residual, args.out = residual.data_ptr(), out.data_ptr()
-        args.logits, args.scratch = _pointer(logits), _pointer(scratch)
+        args.out, args.logits, args.scratch = out.data_ptr(), _pointer(logits), _pointer(scratch)
+        if inputs.residual is not None:
+            args.embedding, args.residual = None, inputs.residual.data_ptr()
+        else:
+            assert scratch is not None, "it ends with the residual"
+            args.ids = inputs.token_ids.data_ptr()
+            args.residual = scratch.data_ptr() + rows * sizes.scratch * BYTES
         args.expert_scratch, args.latent_scratch = _pointer(of_experts), _pointer(of_latents)
         args.rows, args.block_size = rows, pools.block_size
-        self._call(ctypes.byref(args))
+        if not self._call(ctypes.byref(args)):
+            raise IndexError("a token id is outside the embedding")
         return out, logits
 
     def _constants(self) -> _StepArgs:
@@ -402,6 +417,8 @@ class StepModel:
         sizes, delta = self.sizes, self.sizes.delta
         return _StepArgs(
             layers=ctypes.addressof(self._layers), final_norm=self._final_norm,
+            embedding=_pointer(self.embedding),
+            embedded=0 if self.embedding is None else len(self.embedding),
             wide=sizes.wide, narrow=sizes.narrow, qkv=sizes.qkv, attended=sizes.attended,
             vocabulary=self._vocabulary, num_layers=len(self._layers),
             hidden=sizes.hidden, inner=sizes.inner,

@@ -20,5 +20,5 @@ void baton_latent_queries(const baton::LatentQueriesArgs* args) { baton::latent_
 
 void baton_latent_values(const baton::LatentValuesArgs* args) { baton::latent_values(*args); }
 
-void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
+int32_t baton_decode_step(const baton::StepArgs* args) { return baton::decode_step(*args); }
 }

@@ -163,7 +163,7 @@ class PoolPlace:
             if not self._optional:
                 raise
             log.info("no KV lane shm: %s", error.message)
-            return huge_pages.zeros(num_bytes, dtype=torch.uint8)
+            return huge_pages.zeros(num_bytes, dtype=torch.uint8, alone=True)
         return self.shared.reach()
 
 

@@ -33,11 +33,15 @@ def test_any_size_is_zeroed_and_writable(numbers: int) -> None:
     assert x.data_ptr() % ALIGNMENT == 0
 
 
-def test_a_large_one_begins_a_page() -> None:
+def test_one_that_lies_alone_begins_a_page() -> None:
     assert zeros(SHARED, dtype=torch.uint8).data_ptr() % HUGE == 0
+    ours = zeros(HUGE, dtype=torch.uint8, alone=True)
+    assert ours.data_ptr() % HUGE == 0
+    beside = [zeros(SMALLEST, dtype=torch.uint8) for _ in range(2)]
+    assert not any(ours.data_ptr() <= x.data_ptr() < ours.data_ptr() + HUGE for x in beside)
 
 
-def test_small_ones_lie_shared_mapping_and_touch_nothing_of_each_other() -> None:
+def test_small_ones_lie_side_by_side_and_touch_nothing_of_each_other() -> None:
     sizes = (SMALLEST, SMALLEST + 1, HUGE, SMALLEST)
     many = [zeros(size, dtype=torch.uint8) for size in sizes]
     for index, x in enumerate(many):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kernels.rope import FEWEST_KEPT, MOST_KEPT, Frequencies, PairRotation, Rotation
+from baton.engine.kernels.rope import FEWEST_KEPT, MOST_BYTES, Frequencies, PairRotation, Rotation
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
@@ -59,7 +59,8 @@ def test_each_row_lies_in_its_sequences_block(chunks: list[SequenceChunk]) -> No
 def test_kept_rotations_are_those_of_the_positions(dtype: torch.dtype, factor: float) -> None:
     each = torch.rand(32, generator=torch.Generator().manual_seed(2))
     frequencies = Frequencies(each, factor, PairRotation.NEIGHBOURS)
-    for positions in ([0], [5, 3, 5], [FEWEST_KEPT, 1], [MOST_KEPT - 1], [MOST_KEPT, 2], []):
+    most = MOST_BYTES // (2 * 32 * dtype.itemsize)
+    for positions in ([0], [5, 3, 5], [FEWEST_KEPT, 1], [most - 1], [most, 2], [7], []):
         at = torch.tensor(positions, dtype=torch.int64)
         found = frequencies.at(at, dtype)
         wanted = Rotation.at(at, each, dtype, factor, PairRotation.NEIGHBOURS)
@@ -77,4 +78,7 @@ def test_rotations_are_kept_as_far_as_they_were_asked_for() -> None:
     more = frequencies.table(FEWEST_KEPT, torch.bfloat16)
     assert more is not None
     assert len(more.cos) == 2 * FEWEST_KEPT
-    assert frequencies.table(MOST_KEPT, torch.bfloat16) is None
+    assert torch.equal(more.cos[:FEWEST_KEPT], few.cos)
+    most = MOST_BYTES // (2 * 8 * torch.bfloat16.itemsize)
+    assert frequencies.table(most, torch.bfloat16) is None
+    assert frequencies.table(0, torch.bfloat16) is more

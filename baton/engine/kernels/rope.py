@@ -195,7 +195,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 FEWEST_KEPT: Final = 1024  # positions of a Frequencies' table
-MOST_KEPT: Final = 1 << 16  # beyond, tables take more than 16 MiB
+MOST_BYTES: Final = 16 << 20  # of such a table
 
 
 class PairRotation(StrEnum):
@@ -219,8 +219,8 @@ class PairRotation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin [T, 1, R / 2] of one step's positions, scaled, in the model's dtype, for the
-    first R dims of each head.
+    """cos and sin [T, 1, R / 2] of a step's positions, or of those from 0 on, scaled, in the
+    model's dtype, for the first R dims of each head.
 
     `pairs` says which of them rotate together, in `rotate`: halves or neighbours.
     """
@@ -276,7 +276,9 @@ class Frequencies:
     each: Tensor
     factor: float
     pairs: PairRotation
-    _kept: dict[torch.dtype, Rotation] = field(default_factory=dict[torch.dtype, "Rotation"])
+    _kept: dict[torch.dtype, Rotation] = field(
+        default_factory=dict[torch.dtype, "Rotation"], init=False, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -298,13 +300,18 @@ class Frequencies:
     def table(self, last: int, dtype: torch.dtype) -> Rotation | None:
         """Return cos and sin of the positions from 0 on, up to `last` and more; None if that is too
         many to be kept. CPU."""
-        if last >= MOST_KEPT:
-            return None
         kept = self._kept.get(dtype)
-        if kept is None or last >= len(kept.cos):
-            count = max(FEWEST_KEPT, 1 << last.bit_length())
-            kept = self._kept[dtype] = self._of(torch.arange(count), dtype)
-        return kept
+        if kept is not None and last < len(kept.cos):
+            return kept
+        count = max(FEWEST_KEPT, 1 << last.bit_length())
+        if 2 * count * len(self.each) * dtype.itemsize > MOST_BYTES:
+            return None
+        added = self._of(torch.arange(0 if kept is None else len(kept.cos), count), dtype)
+        if kept is not None:
+            cos, sin = torch.cat((kept.cos, added.cos)), torch.cat((kept.sin, added.sin))
+            added = Rotation(cos, sin, self.pairs)
+        self._kept[dtype] = added
+        return added
 
     def _of(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         return Rotation.at(positions, self.each, dtype, self.factor, self.pairs)

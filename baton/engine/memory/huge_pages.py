@@ -1,7 +1,7 @@
 """Host memory for tensors that every step reads as a whole: in pages of 2 MiB where that works.
 
 A core that streams through pages of 4 KiB waits for their addresses: with one thread, decode steps
-over weights in pages of 2 MiB took 0.82 to 0.91 of the time. Tensors that fill no such page lie
+over weights in pages of 2 MiB took 0.82 to 0.91 of the time. Tensors that fill few such pages lie
 side by side: all weights of a small model are such. Shared memory is not here: its file system lays
 it out.
 """
@@ -25,17 +25,20 @@ SMALLEST: Final = 64 << 10  # of a tensor; a smaller one is read in no time
 ALIGNMENT: Final = 64  # of tensors: a cache line
 
 
-def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+def zeros(*shape: int, dtype: torch.dtype, alone: bool = False) -> Tensor:
     """Return a tensor of zeros. Its memory is taken as it is touched, and freed with the tensor, or
     with the last one of those that lie beside it.
 
-    Tensors of less than SMALLEST lie in ordinary pages; so do all where the kernel has no others.
+    `alone`: nothing lies beside it, since its pages are given back while it lives (pages.py).
+    Tensors of less than SMALLEST lie in ordinary pages, as what is left at the end of one that lies
+    alone; so does all where the kernel has no others.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size < SMALLEST or sys.platform != "linux":
         return torch.zeros(*shape, dtype=dtype)
-    area, start = shared_mapping.place(size) if size < SHARED // 2 else _mapped(size)
+    beside = size < SHARED // 2 and not alone
+    area, start = shared_mapping.place(size) if beside else _mapped(size)
     return torch.frombuffer(area, dtype=dtype, count=count, offset=start).view(*shape)
 
 

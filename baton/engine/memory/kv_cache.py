@@ -219,7 +219,7 @@ def bytes_per_block(
 def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return zeros, uint8 [num_bytes]."""
     if device.type == "cpu":
-        return huge_pages.zeros(num_bytes, dtype=torch.uint8)
+        return huge_pages.zeros(num_bytes, dtype=torch.uint8, alone=True)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 

@@ -119,15 +119,14 @@ def _sample(logits: Tensor, draws: Sequence[Draw], compiled: SamplingKernels | N
         tokens = [0] * len(draws) if len(noisy) == len(draws) else _argmax(logits)
     _require_finite(highest)
     if noisy:
-        peaks = torch.tensor(highest, dtype=torch.float32, device=logits.device)
-        for row, token in _draw(logits, peaks, draws, noisy, compiled).items():
+        for row, token in _draw(logits, highest, draws, noisy, compiled).items():
             tokens[row] = token
     return tokens
 
 
 def _draw(
     logits: Tensor,
-    highest: Tensor,
+    highest: Sequence[float],
     draws: Sequence[Draw],
     noisy: Sequence[int],
     compiled: SamplingKernels | None,
@@ -137,8 +136,9 @@ def _draw(
     whole = [row for row in noisy if not draws[row].filtered(logits.shape[1])]
     chosen: Chosen = {}
     if compiled is not None:
-        chosen = _race(compiled, logits, highest, draws, whole)
-        chosen |= _among_top(compiled, logits, highest, draws, filtered)
+        peaks = torch.tensor(highest, dtype=torch.float32)
+        chosen = _race(compiled, logits, peaks, draws, whole)
+        chosen |= _among_top(compiled, logits, peaks, draws, filtered)
     elif whole and triton_serves(logits.device):
         chosen = dict(zip(whole, _keyed_on_gpu(logits, whole, draws), strict=True))
     if len(chosen) < len(noisy):

@@ -166,6 +166,7 @@ def flatten(
         counts.append(count)
     # Built on the host and moved in one copy each: many small copies cost more than their bytes.
     tables: list[GroupTables] = []
+    single = set(counts) == {1}
     for group in range(len(chunks[0].blocks)):
         held = [chunk.blocks[group] for chunk in chunks]
         width = max([len(each.ids) for each in held])
@@ -175,7 +176,7 @@ def flatten(
             padded += [each.ids[-1]] * (width - len(each.ids))
         blocks = np.array(padded, np.int64).reshape(-1, width)
         first = tuple([each.first for each in held])
-        if len(positions) == len(held):
+        if single:
             slots = np.array(_single_slots(positions, held, block_size), np.int64)
         else:
             slots = _slots(np.array(positions), np.array(counts), blocks, first, block_size)

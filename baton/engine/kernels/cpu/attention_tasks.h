@@ -1,9 +1,9 @@
 // Paged decode attention, shared out: who attends which keys.
 //
-// Rows of about the same length are a task each, few rows one for every part of their KV heads. A row
-// that is long beside the others is a task for each of its stretches, and whoever is through with
-// the last one puts them together; where that is still too few tasks for all threads, each is one
-// for every part of the KV heads.
+// Rows of about the same length are a task each, few rows one for every part of their KV heads. A
+// row that is long beside the others is a task for each of its stretches, and whoever is through
+// with the last one puts them together; where that is still too few tasks for all threads, each is
+// one for every part of the KV heads.
 #pragma once
 
 #include <omp.h>
@@ -33,12 +33,12 @@ class DecodeTasks {
     const int64_t wanted = kTasks * threads;
     if (a.count > 0 && a.count < wanted)
       parts_ = std::min({kv_heads_, threads, (wanted + a.count - 1) / a.count});
-    const bool enough = a.count * parts_ >= threads;
+    const bool even = parts_ >= threads && kv_heads_ % parts_ == 0;  // each row for all threads
     int64_t units = 0;
     for (int64_t row = 0; row < a.count; ++row) {
       const Stretches of(a, row);
       const bool is_long = (of.end - of.begin) * wanted > keys;
-      const bool split = threads > 1 && is_long && (!enough || of.count() >= kTasks);
+      const bool split = threads > 1 && is_long && (!even || of.count() >= kTasks);
       rows_[row].stretches = of.count();
       rows_[row].units = split ? of.count() : 1;
       units += rows_[row].units;

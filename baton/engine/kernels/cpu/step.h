@@ -61,7 +61,7 @@ class Step {
     }
     for (int i = 0; i < 2; ++i) {
       rotations_[i] = a_.rotations[i];
-      if (a_.by_position) pick(rotations_[i], turns_[i]);
+      if (a_.by_position > 0) pick(rotations_[i], turns_[i]);
     }
     int64_t states = 0;
     for (int64_t layer = 0; layer < a_.num_layers; ++layer) {
@@ -209,8 +209,8 @@ class Step {
     return coming(me, of.by.panels, of.inputs, of.outputs);
   }
 
-  // Some KV heads of a row and their query heads: rotated, stored, attended. Of a row that several
-  // threads attend, the first two before the third.
+  // Some KV heads of a row and their query heads: rotated, stored, attended. Where several tasks
+  // attend with the same heads, the first two before the third.
   void attend(Team::Member& me, int64_t index, Running* own, Coming coming) {
     const DecodeArgs attending = attention(index);
     DecodeTasks& tasks = *tasks_of(attending.window);
@@ -415,11 +415,13 @@ class Step {
   bf16 *const queries_, *const attended_, *const low_;
 };
 
-// False, and nothing is done, if an id is none of the embedding's.
+// False, and nothing is done, if an id is none of the embedding's, or a position none of the rotations'.
 inline bool decode_step(const StepArgs& args) {
-  if (args.embedding != nullptr)
-    for (int64_t row = 0; row < args.rows; ++row)
-      if (args.ids[row] < 0 || args.ids[row] >= args.embedded) return false;
+  const auto inside = [&](const int64_t* numbers, int64_t end) {
+    return std::all_of(numbers, numbers + args.rows, [&](int64_t n) { return 0 <= n && n < end; });
+  };
+  if (args.embedding != nullptr && !inside(args.ids, args.embedded)) return false;
+  if (args.by_position > 0 && !inside(args.positions, args.by_position)) return false;
   Step step(args, omp_get_max_threads());
 #pragma omp parallel
   step.run(omp_get_thread_num());

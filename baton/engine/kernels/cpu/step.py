@@ -41,7 +41,7 @@ _SIZE = ctypes.c_int64
 
 
 class _StepDelta(ctypes.Structure):
-    """StepDelta of step.h."""
+    """StepDelta of step_args.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("taps", "decay", "step_bias", "norm")),
@@ -50,7 +50,7 @@ class _StepDelta(ctypes.Structure):
 
 
 class _StepLatent(ctypes.Structure):
-    """StepLatent of step.h."""
+    """StepLatent of step_args.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query_norm", "query_up")),
@@ -59,7 +59,7 @@ class _StepLatent(ctypes.Structure):
 
 
 class _StepMixture(ctypes.Structure):
-    """StepMixture of step.h."""
+    """StepMixture of step_args.h."""
 
     _fields_ = tuple(
         (name, _POINTER) for name in ("router", "bias", "gate_ups", "downs", "shared_gate")
@@ -67,7 +67,7 @@ class _StepMixture(ctypes.Structure):
 
 
 class _StepLayer(ctypes.Structure):
-    """StepLayer of step.h."""
+    """StepLayer of step_args.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
@@ -80,13 +80,13 @@ class _StepLayer(ctypes.Structure):
 
 
 class _StepRotation(ctypes.Structure):
-    """step.h's StepRotation."""
+    """step_args.h's StepRotation."""
 
     _fields_ = (("cos", _POINTER), ("sin", _POINTER))
 
 
 class _StepPool(ctypes.Structure):
-    """StepPool of step.h."""
+    """StepPool of step_args.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("keys", "values", "sinks")),
@@ -99,7 +99,7 @@ class _StepPool(ctypes.Structure):
 
 
 class _StepState(ctypes.Structure):
-    """StepState of step.h."""
+    """StepState of step_args.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("conv", "matrices")),
@@ -108,13 +108,13 @@ class _StepState(ctypes.Structure):
 
 
 class _StepTable(ctypes.Structure):
-    """StepTable of step.h."""
+    """StepTable of step_args.h."""
 
     _fields_ = (*((name, _POINTER) for name in ("slots", "blocks", "first")), ("width", _SIZE))
 
 
 class _StepArgs(ctypes.Structure):
-    """StepArgs of step.h."""
+    """StepArgs of step_args.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "pools", "states", "tables", "final_norm")),
@@ -373,7 +373,7 @@ class StepModel:
         """Return the hidden states [T, hidden] after the final norm, and the logits [T, vocabulary]
         float32 if they are wanted and there is a head. Write the step's KV to the pool, and advance
         `states`, which layers with linear attention need. Raises IndexError for a token that the
-        embedding has not.
+        embedding has not, or a position that the rotations have not.
         """
         sizes, rows = self.sizes, inputs.positions.shape[0]
         head = self._head if inputs.logits else None
@@ -397,19 +397,21 @@ class StepModel:
             args.rotations[at] = _StepRotation(rotation.cos.data_ptr(), rotation.sin.data_ptr())
         first = inputs.rotations[0]
         args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
-        args.by_position, args.positions = inputs.by_position, inputs.positions.data_ptr()
+        args.by_position = len(first.cos) if inputs.by_position else 0
+        args.positions = inputs.positions.data_ptr()
         args.slots, args.begins = _pointer(inputs.slots), _pointer(inputs.begins)
         args.out, args.logits, args.scratch = out.data_ptr(), _pointer(logits), _pointer(scratch)
         if inputs.residual is not None:
             args.embedding, args.residual = None, inputs.residual.data_ptr()
         else:
+            assert self.embedding is not None, "rows are looked up here, or were"
             assert scratch is not None, "it ends with the residual"
             args.ids = inputs.token_ids.data_ptr()
             args.residual = scratch.data_ptr() + rows * sizes.scratch * BYTES
         args.expert_scratch, args.latent_scratch = _pointer(of_experts), _pointer(of_latents)
         args.rows, args.block_size = rows, pools.block_size
         if not self._call(ctypes.byref(args)):
-            raise IndexError("a token id is outside the embedding")
+            raise IndexError("a token id is outside the embedding, or a position too high")
         return out, logits
 
     def _constants(self) -> _StepArgs:

@@ -97,7 +97,7 @@ struct StepArgs {
   int64_t vocabulary;
   int64_t num_layers, rows, hidden, inner, heads, kv_heads, dim, block_size;  // the widest inner
   int64_t rotated, neighbours, gelu, gated;  // see RotateArgs; GELU's gates; gates behind queries
-  int64_t by_position;  // rotations are those of positions, not of rows
+  int64_t by_position;  // rotations are those of so many positions; 0: of the rows
   int64_t embedded;
   int64_t key_heads, value_heads, key_dim, value_dim, num_taps;  // of linear attention, or 0
   int64_t expert_inner;  // of mixtures, or 0

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from baton.engine.memory import huge_pages
-from baton.engine.memory.huge_pages import ALIGNMENT, HUGE, SHARED, SMALLEST, SharedMapping, zeros
+from baton.engine.memory.huge_pages import HUGE, SHARED, SMALLEST, SharedMapping, zeros
+from baton.engine.memory.state_sizes import ALIGNMENT
 
 
 @pytest.fixture(autouse=True)

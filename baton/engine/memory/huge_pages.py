@@ -19,10 +19,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine.memory.state_sizes import aligned
+
 HUGE: Final = 2 << 20
 SHARED: Final = 32 << 20  # bytes of a mapping for several tensors
 SMALLEST: Final = 64 << 10  # of a tensor; a smaller one is read in no time
-ALIGNMENT: Final = 64  # of tensors: a cache line
 
 
 def zeros(*shape: int, dtype: torch.dtype, alone: bool = False) -> Tensor:
@@ -59,7 +60,7 @@ class SharedMapping:
                 area, self._next = _mapped(SHARED)
                 self._area, self._end = weakref.ref(area), self._next + SHARED
             start = self._next
-            self._next += -(-size // ALIGNMENT) * ALIGNMENT
+            self._next += aligned(size)
             return area, start
 
 

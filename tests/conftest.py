@@ -27,6 +27,8 @@ if shutil.which("nvidia-smi") is None:
 from deploy.redis_server import RedisServer, find_redis_binary
 from tests.redis_kinds import Servers, cluster, redis_binary, service
 
+pytest_plugins = ["tests.crashes"]
+
 # How long an example takes is the machine's affair: what is slow there is no failure here.
 # Half of hypothesis' own number of examples: what one run does not find, another does.
 settings.register_profile(

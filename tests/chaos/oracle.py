@@ -32,6 +32,7 @@ SETTLE_S = 20.0
 KEPT: Final[dict[str, int]] = {
     "socket": 8,  # KV connections that are kept, and those of the Redis pool that came with a crowd
     "event_engine": 8,  # gRPC's pool, which grows when its work waits, on a crowded machine
+    "grpc_global_tim": 1,  # gRPC's second one, while the first is late, on a crowded machine
     "arena": 3,  # those of the peers that live, over lane shm
     "pipe": 2,  # to the child that tries grammars out, which the first of them starts
     "python": MAX_FETCHES + MAX_CONTROL,  # threads of the data plane, made as they are needed

@@ -245,7 +245,9 @@ async def test_decode_nodes_die_in_turn(tmp_path: Path, options: Body) -> None:
         told = await asking
         assert_same(told, expected, "answers")
         retries = [trace.retries for trace in found.traces.values()]
-        assert set(retries) == {1, 2}, "each was on one of them, or on both"
+        # Each was on one of them, or on both. A dead node's word that it has the KV is lost with it:
+        # then the export is gone, and it takes one more.
+        assert 1 == min(retries) < max(retries) <= 3
         await assert_counted_once(found)
         stats = [member.stats for member in found.c.decode]
         assert (sum(s.num_replayed_tokens for s in stats) > 0) == ("router" in options)
@@ -273,9 +275,9 @@ async def test_prefill_nodes_die_in_turn(tmp_path: Path) -> None:
             assert_same(told, expected, "answers")
             await assert_counted_once(found)
             retries = [trace.retries for trace in found.traces.values()]
-            if max(retries) == 2:
+            if max(retries) >= 2:
                 break
-        assert max(retries) == 2, "some met both deaths"
+        assert max(retries) >= 2, "some met both deaths"
 
 
 async def test_no_node_left_is_unavailable_at_once(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@
 // weights as factors.
 // Memory is read in halves of a tile, all heads of 8 keys and then of the next 8, which are asked
 // for meanwhile, line by line: with more at once the first would have left the core's cache before
-// they are needed, and a core that asks for all in one go stands still. They are asked into a core's
+// they are needed, and a core that asks for all in one go stands still. They are asked for as they
+// lie, token by token, while products go head by head: in their order short heads came at half the
+// speed, since memory foresees addresses that follow each other. They are asked into a core's
 // second cache: the first takes some 16 lines at a time, too few where blocks are scattered. How keys
 // and values are stored is a Pool's (PlainPool; in attention_int8.h Int8Pool): where a token lies, how
-// its numbers are asked of memory and read, and the factors of a tile's scores and weights.
+// its numbers are read, and the factors of a tile's scores and weights.
 #pragma once
 
 #include <algorithm>
@@ -89,10 +91,8 @@ struct PlainPool {
             static_cast<const bf16*>(a.values) + block * a.value_block + token * a.value_token};
   }
 
-  // What lies beside a token's numbers: nothing.
+  // What lies beside a token's numbers is asked of memory: nothing.
   static void ask_factors(const Token&) {}
-  static void ask_key(const Token& token, int64_t at) { ask_early(token.key + at); }
-  static void ask_value(const Token& token, int64_t at) { ask_early(token.value + at); }
 
   // Of a tile's scores by a KV head; and its weights as its values meet them.
   struct NoScales {};
@@ -101,6 +101,28 @@ struct PlainPool {
   static Floats weighed(Floats weights, NoScales) { return weights; }
 
   static Line value(const Token& token, int64_t at) { return load_line(token.value + at); }
+};
+
+// The next half of a tile, asked of memory as its tokens lie there, line by line.
+class NextHalf {
+ public:
+  // `bytes` of each token, in so many steps.
+  NextHalf(int64_t bytes, int64_t steps)
+      : bytes_(bytes), share_(((bytes + 63) / 64 * kHalf + steps - 1) / steps) {}
+
+  // What `steps` of them ask for; `at`: where a token's bytes begin.
+  template <class At>
+  void ask(int64_t steps, const At& at) {
+    for (int64_t lines = steps * share_; lines > 0 && token_ < kHalf;) {
+      const auto* from = reinterpret_cast<const char*>(at(token_));
+      for (; lines > 0 && byte_ < bytes_; --lines, byte_ += 64) ask_early(from + byte_);
+      if (byte_ >= bytes_) byte_ = 0, ++token_;
+    }
+  }
+
+ private:
+  const int64_t bytes_, share_;
+  int64_t token_ = 0, byte_ = 0;
 };
 
 // Some KV heads of a row with their query heads, a Running for each 16 of these.
@@ -204,6 +226,11 @@ class DecodeRow {
     }
   }
 
+  // The KV heads whose first query heads are of [from, until): they lie side by side.
+  HeadRange beginning(int64_t from, int64_t until) const {
+    return {(from + group_ - 1) / group_, (until + group_ - 1) / group_};
+  }
+
   // Query heads [from, until) by the tile.
   void attend(Running& state, int64_t from, int64_t until, Lanes exist) {
     Floats score[kLanes];
@@ -225,11 +252,19 @@ class DecodeRow {
   void scores(int64_t from, int64_t until, Lanes exist, Floats* score) const {
     const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + from * a_.k_dim;
     Folded quarters[kLanes][4];
-    for (int half = 0; half < kTile; half += kHalf)
+    const HeadRange kv = beginning(from, until);
+    const int64_t bytes = (kv.last - kv.first) * a_.k_dim * sizeof(*tile_->key);
+    for (int half = 0; half < kTile; half += kHalf) {
+      NextHalf next(bytes, kHalf / 4 * (until - from));
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
-        for (int at = half; at < half + kHalf; at += 4)
+        for (int at = half; at < half + kHalf; at += 4) {
+          next.ask(heads, [&](int64_t token) {
+            return tile_[half + kHalf + token].key + kv.first * a_.key_head;
+          });
           products<heads>(q + lane * a_.k_dim, head, at, quarters + lane);
+        }
       });
+    }
     by_pairs(from, until, [&](auto heads, int64_t head, int64_t first) {
       const Floats scales = pool_.scales(tile_, head);
       for (int64_t lane = first; lane < first + heads; ++lane) {
@@ -253,13 +288,12 @@ class DecodeRow {
   // kKeysAtOnce keys from `at` on, to part[..][first] and on: their products lane by lane.
   template <int Heads>
   void multiply_keys(const bf16* q, int64_t head, int at, Folded (*part)[4], int first) const {
-    const Token *tile = tile_ + at, *next = tile_ + at + kHalf;
+    const Token* tile = tile_ + at;
     Folded sum[Heads][kKeysAtOnce];
     BATON_UNROLL for (int h = 0; h < Heads; ++h)
       BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) sum[h][i] = Folded{};
     for (int64_t line = 0; line < a_.k_dim; line += 32) {
       const int64_t from = head * a_.key_head + line;
-      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) Pool::ask_key(next[i], from);
       BATON_UNROLL for (int d = 0; d < 32; d += kFoldedNumbers) {
         FoldedPairs query[Heads];
         BATON_UNROLL for (int h = 0; h < Heads; ++h)
@@ -290,17 +324,23 @@ class DecodeRow {
       for (int h = 0; h < heads; ++h)
         store_factors(factors[lane + h], Pool::weighed(weight[lane + h], scales));
     });
+    const HeadRange kv = beginning(from, until);
+    const int64_t bytes = (kv.last - kv.first) * a_.v_dim * sizeof(*tile_->value);
     for (int at = 0; at < kTile; at += kHalf) {
+      NextHalf next(bytes, (a_.v_dim + 31) / 32 * (until - from));
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
+        const auto add = [&](auto parts, int64_t d) {
+          next.ask(heads * parts, [&](int64_t token) {
+            return tile_[at + kHalf + token].value + kv.first * a_.value_head;
+          });
+          add_values<heads, parts>(state.sum + lane, head, d, at, factors + lane, kept + lane);
+        };
         int64_t d = 0;
         if constexpr (kValueParts > 1) {
-          for (; d + 128 <= a_.v_dim; d += 128)
-            add_values<heads, 4>(state.sum + lane, head, d, at, factors + lane, kept + lane);
-          for (; d + 64 <= a_.v_dim; d += 64)
-            add_values<heads, 2>(state.sum + lane, head, d, at, factors + lane, kept + lane);
+          for (; d + 128 <= a_.v_dim; d += 128) add(std::integral_constant<int, 4>(), d);
+          for (; d + 64 <= a_.v_dim; d += 64) add(std::integral_constant<int, 2>(), d);
         }
-        for (; d < a_.v_dim; d += 32)
-          add_values<heads, 1>(state.sum + lane, head, d, at, factors + lane, kept + lane);
+        for (; d < a_.v_dim; d += 32) add(std::integral_constant<int, 1>(), d);
       });
       std::fill_n(kept, kLanes, 1.0f);
     }
@@ -325,8 +365,6 @@ class DecodeRow {
         const int64_t number = head * a_.value_head + d + 32 * p;
         const auto one = Pool::value(tile_[i], number);
         const auto other = Pool::value(tile_[i + 1], number);
-        Pool::ask_value(tile_[i + kHalf], number);
-        Pool::ask_value(tile_[i + 1 + kHalf], number);
         const Pairs first = interleave_first(one, other);
         const Pairs second = interleave_second(one, other);
         BATON_UNROLL for (int h = 0; h < Heads; ++h) {

@@ -31,9 +31,6 @@ struct Int8Pool {
     ask(token.value_scale);
   }
 
-  static void ask_key(const Token& token, int64_t at) { ask_early(token.key + at); }
-  static void ask_value(const Token& token, int64_t at) { ask_early(token.value + at); }
-
   Floats scales(const Token* tile, int64_t head) const {
     alignas(64) float each[kTile];
     BATON_UNROLL for (int i = 0; i < kTile; ++i) each[i] = tile[i].key_scale[head];

@@ -245,8 +245,8 @@ async def test_decode_nodes_die_in_turn(tmp_path: Path, options: Body) -> None:
         told = await asking
         assert_same(told, expected, "answers")
         retries = [trace.retries for trace in found.traces.values()]
-        # Each was on one of them, or on both. A dead node's word that it has the KV is lost with it:
-        # then the export is gone, and it takes one more.
+        # Each was on one of them, or on both. A dead node's word that it has the KV is lost with
+        # it: then the export is gone, and it takes one more.
         assert 1 == min(retries) < max(retries) <= 3
         await assert_counted_once(found)
         stats = [member.stats for member in found.c.decode]

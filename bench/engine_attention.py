@@ -31,7 +31,7 @@ KV_DTYPES: Final = ("auto", "int8")
 LIMITS_S: Final = 0.15
 
 
-class Heads(NamedTuple):
+class LayerHeads(NamedTuple):
     """Of a layer."""
 
     query: int = 16
@@ -43,7 +43,7 @@ class Heads(NamedTuple):
         return 2 * self.kv * (self.dim + 4 if kv_dtype == "int8" else 2 * self.dim)
 
 
-QWEN: Final = Heads()
+QWEN: Final = LayerHeads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class AttentionCase:
     context: int
     rows: int = 1
     block_size: int = 16
-    heads: Heads = QWEN
+    heads: LayerHeads = QWEN
 
 
 CASES: Final = (
@@ -140,7 +140,7 @@ def main() -> int:
     if compiled is None:
         raise SystemExit("no compiled kernels here: `baton doctor` says why")
     rounds = 15 if given.full else 5
-    heads = Heads(*given.heads)
+    heads = LayerHeads(*given.heads)
     cases = [replace(case, heads=heads) for case in CASES]
     rows = [measure(compiled, case, rounds, 700, given.kv_cache_dtype) for case in cases]
     tell([TimedPart("Decode attention: share of the read bandwidth", rows)], given.json)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import threading
 from pathlib import Path
@@ -50,6 +51,11 @@ def stream(client: Client, up: Up, victim: str | None, after: int) -> tuple[list
     return tokens, retries
 
 
+def losses(log: Path) -> int:
+    """How often the router of this log has lost the decode node with the stream."""
+    return len(re.findall(r"node decode-0 at \S+ is lost with 1 requests", log.read_text()))
+
+
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_every_stream_outlives_its_only_node(tmp_path: Path, victim: str) -> None:
     model = make_wide_model(tmp_path / "wide")
@@ -57,6 +63,7 @@ def test_every_stream_outlives_its_only_node(tmp_path: Path, victim: str) -> Non
     flags += ["--prefill-placement", "remote"]
     delay = f"loading:1:delay={START_S * 1000:.0f}"
     draw = random.Random(victim)
+    log = tmp_path / "run" / "router.log"
     with running(tmp_path, flags, **{VARIABLE: delay}) as up:
         ready = json.loads(up.wait_line('"ready": true'))
         with Client(ready["grpc"]) as client:
@@ -64,10 +71,13 @@ def test_every_stream_outlives_its_only_node(tmp_path: Path, victim: str) -> Non
             assert len(expected) == NUM_TOKENS
             for kill in range(NUM_KILLS):
                 after = draw.randrange(1, LATEST) if kill else 0
+                before = losses(log)
                 tokens, retries = stream(client, up, victim, after)
                 assert tokens == expected
                 if after:
-                    assert retries == (victim == "decode-0"), f"killed after {after} tokens"
+                    # A decode node on a busy machine is lost, too, when it answers no ping.
+                    assert retries == losses(log) - before, f"killed after {after} tokens"
+                    assert retries >= (victim == "decode-0")
                 up.wait_line("starting again")
                 up.wait_line("ready after")
 

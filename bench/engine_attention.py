@@ -32,7 +32,7 @@ LIMITS_S: Final = 0.15
 
 
 class LayerHeads(NamedTuple):
-    """Of a layer."""
+    """How many query heads and KV heads a layer has, and the numbers of each."""
 
     query: int = 16
     kv: int = 8
@@ -78,9 +78,8 @@ class Calls:
         shape = (2, blocks, size, heads.kv)
         scales = None
         if kv_dtype == "int8":
-            pool = huge_pages.zeros(*shape, heads.dim, dtype=torch.int8).fill_(
-                1
-            )  # touches every page
+            # Each page is touched.
+            pool = huge_pages.zeros(*shape, heads.dim, dtype=torch.int8).fill_(1)
             of_keys, of_values = huge_pages.zeros(*shape, dtype=torch.float32).fill_(0.01)
             scales = PoolScales(of_keys, of_values)
         else:

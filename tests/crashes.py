@@ -6,6 +6,7 @@ pytest-xdist says only that it crashed; the stacks would lie thousands of lines 
 from __future__ import annotations
 
 import faulthandler
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -21,7 +22,7 @@ STACKS: Final = pytest.StashKey[IO[str]]()
 def pytest_configure_node(node: Any) -> None:
     """Of xdist, in the controller, before the worker starts."""
     descriptor, path = tempfile.mkstemp(prefix="baton-stacks-")
-    open(descriptor).close()
+    os.close(descriptor)
     node.workerinput["stacks"] = path
 
 

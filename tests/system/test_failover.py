@@ -8,6 +8,8 @@ has reached by then; the answers must be those of the same cluster before anythi
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -235,7 +237,9 @@ async def assert_counted_once(found: Kinds) -> None:
     ],
     ids=["fast", "exact", "speculation"],
 )
-async def test_decode_nodes_die_in_turn(tmp_path: Path, options: Body) -> None:
+async def test_decode_nodes_die_in_turn(
+    tmp_path: Path, options: Body, caplog: pytest.LogCaptureFixture
+) -> None:
     async with kinds(tmp_path, **options) as found:
         expected = await found.start()
         asking = found.start()
@@ -244,10 +248,10 @@ async def test_decode_nodes_die_in_turn(tmp_path: Path, options: Body) -> None:
             await die(victim)
         told = await asking
         assert_same(told, expected, "answers")
-        retries = [trace.retries for trace in found.traces.values()]
-        # Each was on one of them, or on both. A dead node's word that it has the KV is lost with
-        # it: then the export is gone, and it takes one more.
-        assert 1 == min(retries) < max(retries) <= 3
+        # A dead node's word that it has the KV is lost with it: the next try finds no export.
+        stale = Counter(re.findall(r"request (\S+): epoch .*: no export", caplog.text))
+        retries = {trace.retries - stale[name] for name, trace in found.traces.items()}
+        assert retries == {1, 2}, "each was on one of them, or on both"
         await assert_counted_once(found)
         stats = [member.stats for member in found.c.decode]
         assert (sum(s.num_replayed_tokens for s in stats) > 0) == ("router" in options)
@@ -275,9 +279,9 @@ async def test_prefill_nodes_die_in_turn(tmp_path: Path) -> None:
             assert_same(told, expected, "answers")
             await assert_counted_once(found)
             retries = [trace.retries for trace in found.traces.values()]
-            if max(retries) >= 2:
+            if max(retries) == 2:
                 break
-        assert max(retries) >= 2, "some met both deaths"
+        assert max(retries) == 2, "some met both deaths"
 
 
 async def test_no_node_left_is_unavailable_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@
 // for meanwhile, line by line: with more at once the first would have left the core's cache before
 // they are needed, and a core that asks for all in one go stands still. They are asked for as they
 // lie, token by token, while products go head by head: in their order short heads came at half the
-// speed, since memory foresees addresses that follow each other. They are asked into a core's
+// speed, since a processor foresees only addresses that follow each other. They are asked into a core's
 // second cache: the first takes some 16 lines at a time, too few where blocks are scattered. How keys
 // and values are stored is a Pool's (PlainPool; in attention_int8.h Int8Pool): where a token lies, how
 // its numbers are read, and the factors of a tile's scores and weights.
@@ -91,7 +91,7 @@ struct PlainPool {
             static_cast<const bf16*>(a.values) + block * a.value_block + token * a.value_token};
   }
 
-  // What lies beside a token's numbers is asked of memory: nothing.
+  // Nothing lies beside a token's numbers.
   static void ask_factors(const Token&) {}
 
   // Of a tile's scores by a KV head; and its weights as its values meet them.

@@ -3,8 +3,9 @@
 Requests of recorded traces, scaled as `baton bench serve --goodput` scales them, meet one core for
 prefill and one for decode, or both cores in one node. The decision is the router's own
 (router/nodes/placement.py), from what it would know: loads as of each node's last step, and what it
-has sent. There is no wall clock and no model, only seconds of CPU. The simulation knows nothing of
-the machine but the numbers in `Machine`.
+has sent, and who waits at its gate. A prompt leaves the gate when the node that gets it is soon
+done with its queue. There is no wall clock and no model, only seconds of CPU. The simulation knows
+nothing of the machine but the numbers in `Machine`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from baton.protocol.handles import NodeLoad
 from bench.measure import SloLimits
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
 from bench.workload import PlannedRequest
-from router.nodes.placement import Prompt, placement_costs
+from router.nodes.placement import Prompt, placement_costs, queued_tokens
 
 BLOCK: Final = 32  # tokens of a prefix block
 FADING: Final = 0.9  # of what a node's rate is measured over, per step
+WINDOW_S: Final = 0.5  # --prefill-window-s of the router
 WARM: Final = 100.0  # tokens computed before the first request
 
 
@@ -183,6 +185,7 @@ class Simulation:
         apart = way.prefill_step is not None
         self._decode = SimulatedNode(machine, way.decode_step, 1 if apart else 2)
         self._prefill = SimulatedNode(machine, way.prefill_step, 1) if way.prefill_step else None
+        self._line: list[SimulatedRequest] = []  # those that wait at the gate
         self._events: list[tuple[float, int, SimulatedRequest | SimulatedNode, object]] = []
         self._order = itertools.count()
         # The router shares all cores of one node, or the prefill node's.
@@ -214,17 +217,29 @@ class Simulation:
 
     def _arrive(self, asked: SimulatedRequest, now: float) -> None:
         self._beside_router.debt_s += self._machine.request_s * self._router_share
-        node = self._chosen(asked)
-        self.num_local += node is self._decode
-        node.take(asked)
-        self._begin_step(node, now)
+        self._line.append(asked)
+        self._let_in(now)
 
-    def _chosen(self, asked: SimulatedRequest) -> SimulatedNode:
+    def _let_in(self, now: float) -> None:
+        while self._line:
+            asked, first = self._line[0], self._prefill or self._decode
+            if _has_room(first, asked):
+                node = self._chosen(asked)
+            else:
+                node = self._chosen(asked, len(self._line) - 1)
+                if node is first or not _has_room(node, asked):
+                    return
+            del self._line[0]
+            self.num_local += node is self._decode
+            node.take(asked)
+            self._begin_step(node, now)
+
+    def _chosen(self, asked: SimulatedRequest, behind: int = 0) -> SimulatedNode:
         prefill, decode = self._prefill, self._decode
         if prefill is None or not self._way.auto:
             return prefill or decode
         size = len(asked.planned.prompt)
-        prompt = Prompt(size, prefill.cached(asked), decode.cached(asked))
+        prompt = Prompt(size, prefill.cached(asked), decode.cached(asked), behind)
         costs = placement_costs(prompt, prefill, decode)
         return decode if costs is not None and costs.local_is_cheaper else prefill
 
@@ -249,6 +264,7 @@ class Simulation:
             if asked.left == 0:
                 self._computed(node, asked, now)
         node.report()
+        self._let_in(now)
         self._begin_step(node, now)
 
     def _computed(self, node: SimulatedNode, asked: SimulatedRequest, now: float) -> None:
@@ -259,6 +275,11 @@ class Simulation:
             node.streams.append(asked)
         elif asked.planned.max_tokens > 1:
             self._push(now + self._machine.hand_over_s, asked, True)
+
+
+def _has_room(node: SimulatedNode, asked: SimulatedRequest) -> bool:
+    queued, rate = queued_tokens(node), node.load.prefill_tokens_per_s
+    return not queued or queued + len(asked.planned.prompt) <= rate * WINDOW_S
 
 
 def _chain(prompt: str | tuple[int, ...]) -> list[int]:

@@ -3,15 +3,17 @@
 Pure arithmetic over two snapshots. It compares the cost of both ways in seconds:
 
     remote   P's queue, then the prompt tokens that P has not cached, at P's measured rate
+             + delay: each request that waits at the router waits for these tokens (WAITING_SHARE)
              + the tail of the hand-over: the bytes that D lacks, at the measured seconds per byte
     local    D's queue, then the prompt tokens that D has not cached, at D's rate
              + interference: each request that D decodes stands still while they are computed
 
 D computes the prompt only if that is clearly cheaper (MARGIN). So a burst spreads over both nodes
-while D decodes little. While D decodes many requests, it gets a prompt only when P's queue takes
-longer than the standstill of all these requests together. There is no threshold for the prompt's
-length or for a queue; both count by their measured seconds. Tokens that this router has sent since
-a node's last load report are counted as well. If P has measured nothing yet, P computes the prompt.
+while D decodes little. While D decodes many requests, it gets a prompt only when P's queue, and the
+delay of those who wait at the router, cost more than the standstill of all these requests together.
+There is no threshold for the prompt's length or for a queue; both count by their measured seconds.
+Tokens that this router has sent since a node's last load report are counted as well. If P has
+measured nothing yet, P computes the prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from baton.protocol.handles import NodeLoad
 
 Placement = Literal["auto", "remote", "threshold"]
 MARGIN: Final = 1.1  # local must be cheaper by this factor, because the estimates are rough
+# A second of delay at the router counts this share of a second in which a stream stands still. More
+# cost goodput under recorded traces (docs/log/2026-11-29-a-burst-on-both-nodes.md).
+WAITING_SHARE: Final = 0.1
 POOLED_AHEAD: Final = 256  # about the tokens of one forward of pooled inputs
 
 
@@ -59,11 +64,13 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to compute before token 1, and how many of them each node has cached."""
+    """Tokens to compute before token 1, and how many of them each node has cached. `behind`: how
+    many requests wait at the router, for each prefill node, until this one has been computed."""
 
     num_tokens: int
     prefill_cached: int = 0
     decode_cached: int = 0
+    behind: float = 0.0
 
 
 def placement_costs(prompt: Prompt, prefill: PlacedNode, decode: PlacedNode) -> Costs | None:
@@ -72,7 +79,8 @@ def placement_costs(prompt: Prompt, prefill: PlacedNode, decode: PlacedNode) -> 
     if prefill_rate <= 0:
         return None
     decode_rate = decode.load.prefill_tokens_per_s or prefill_rate
-    on_prefill = tokens_ahead(prefill) + prompt.num_tokens - prompt.prefill_cached
+    to_compute = prompt.num_tokens - prompt.prefill_cached
+    on_prefill = tokens_ahead(prefill) + to_compute * (1 + WAITING_SHARE * prompt.behind)
     to_move = prompt.num_tokens - prompt.decode_cached
     remote_s = on_prefill / prefill_rate + to_move * handover_s_per_token(prefill.load)
     own_s = to_move / decode_rate

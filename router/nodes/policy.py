@@ -99,10 +99,10 @@ class Ask:
     they hung. `num_deaths`: how often a boot was blamed in all. `guilty`: by the last verdict too
     many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model`: the key
     of the model that the client named. `model_digest`: the weights that the request began with,
-    None at first. `session_boot`: the decode node that
-    served its session last, "" for none. `width`: sequences that decode at once. `local`: the KV
-    must not travel, so the decode node computes the prompt. `images`: those of the prompt.
-    `encodes`: encode nodes can be asked for their rows.
+    None at first. `session_boot`: the decode node that served its session last, "" for none.
+    `width`: sequences that decode at once. `behind`: RequestTrace.behind. `local`: the KV must not
+    travel, so the decode node computes the prompt. `images`: those of the prompt. `encodes`: encode
+    nodes can be asked for their rows.
     """
 
     known_ids: tuple[int, ...]
@@ -120,6 +120,7 @@ class Ask:
     session_boot: str = ""
     slo: Slo = ANY
     width: int = 1
+    behind: int = 0
     local: bool = False
     images: tuple[ImageInput, ...] = ()
     encodes: bool = False
@@ -200,20 +201,26 @@ def choose_route(
     if prefill is None:
         return Route(decode, decode_cached=decode_cached)
     route = Route(decode, prefill, cached.get(prefill.boot_id, 0), decode_cached)
-    if prefills_locally(len(ask.known_ids), route, prefill, settings):
+    prefillers = sum(node.role is not Role.DECODE for node in usable)
+    if prefills_locally(len(ask.known_ids), route, prefill, settings, ask.behind / prefillers):
         return Route(decode, decode_cached=decode_cached)
     return route
 
 
 def prefills_locally(
-    num_tokens: int, route: Route, prefill: NodeSnapshot, settings: PolicySettings
+    num_tokens: int,
+    route: Route,
+    prefill: NodeSnapshot,
+    settings: PolicySettings,
+    behind: float = 0.0,
 ) -> bool:
-    """Whether placement lets the route's decode node, not `prefill`, compute the prompt."""
+    """Whether placement lets the route's decode node, not `prefill`, compute the prompt. `behind`:
+    requests that wait at the gate, for each prefill node."""
     if settings.placement == "remote":
         return False
     if settings.placement == "threshold":
         return num_tokens - route.decode_cached <= settings.local_prefill_tokens
-    prompt = Prompt(num_tokens, route.prefill_cached, route.decode_cached)
+    prompt = Prompt(num_tokens, route.prefill_cached, route.decode_cached, behind)
     costs = placement_costs(prompt, prefill, route.decode)
     return costs is not None and costs.local_is_cheaper
 

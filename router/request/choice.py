@@ -48,6 +48,7 @@ def ask_of(request: Request, trace: RequestTrace) -> Ask:
         model=trace.model,
         slo=trace.terms.slo,
         width=params.width,
+        behind=trace.behind,
         local=params.num_samples * ((params.logprobs or 0) + 1) > MOST_LOGPROBS,
         images=request.images,
     )

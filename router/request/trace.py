@@ -37,6 +37,7 @@ class RequestTrace:
     terms: Terms = STANDARD
     model: str = ""
     pooled: str = ""  # the client's field with the inputs to pool; empty: tokens are generated
+    behind: int = 0  # how many waited at the gate when it was let in for a decode node to prefill
     entered_at: float | None = None  # came to the gate: it is read, checked and tokenized
     adopted_at: float | None = None  # taken over from a router that is gone
     admitted_at: float | None = None  # let in by the gate

@@ -108,6 +108,9 @@ class FairQueue(Generic[T]):
         if flow is not None:
             flow.start += more / flow.weight
 
+    def waiting_by_tenant(self) -> Iterator[tuple[str, int]]:
+        return ((name, len(flow.tickets)) for name, flow in self._backlogged())
+
     def last_of(self, tenant: str) -> T:
         return next(reversed(self._flows[tenant].tickets.values()))
 

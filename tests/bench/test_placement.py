@@ -37,11 +37,16 @@ def test_what_was_computed_before_is_a_hit() -> None:
 
 
 def test_prompts_that_come_together_leave_one_by_one_in_small_steps() -> None:
-    burst = [prompt(index, 500, tokens=1) for index in range(4)]
+    burst = [prompt(index, 100, tokens=1) for index in range(4)]
     large = times(PlacementWay("large", 128, 2048), *burst)
-    small = times(PlacementWay("small", 128, 512), *burst)
-    assert [at for [at] in large] == [0.5, 2.0, 2.0, 2.0], "the first came alone"
-    assert [at for [at] in small] == [0.5, 1.012, 1.524, 2.0]
+    small = times(PlacementWay("small", 128, 128), *burst)
+    assert [at for [at] in large] == [0.1, 0.4, 0.4, 0.4], "the first came alone"
+    assert [at for [at] in small] == [0.1, 0.228, 0.356, 0.4]
+
+
+def test_a_prompt_waits_at_the_gate_while_a_node_has_half_a_second_of_work() -> None:
+    burst = [prompt(index, 400, tokens=1) for index in range(3)]
+    assert times(PlacementWay("large", 128, 2048), *burst) == [[0.4], [0.8], [1.2]]
 
 
 def test_a_burst_spreads_over_both_nodes() -> None:
@@ -50,6 +55,14 @@ def test_a_burst_spreads_over_both_nodes() -> None:
     asked = simulation.run(burst)
     assert simulation.num_local == 2
     assert max(each.token_times[0] for each in asked) < 1.1
+
+
+def test_a_burst_that_waits_at_the_gate_spreads_as_well() -> None:
+    burst = [prompt(index, 500, tokens=20) for index in range(24)]
+    auto = Simulation(MACHINE, PlacementWay("auto", 128, 512, auto=True))
+    last = max(each.token_times[-1] for each in auto.run(burst))
+    assert 6 <= auto.num_local <= 12
+    assert last < 0.75 * max(map(max, times(REMOTE, *burst)))
 
 
 def test_the_comparison_says_what_the_log_says() -> None:

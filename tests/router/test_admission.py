@@ -301,6 +301,36 @@ GRANTS = (
 )
 
 
+@pytest.mark.parametrize(
+    ("live", "waiting", "behind", "why"),
+    [
+        ("", "a", 0, "the head itself does not wait behind itself"),
+        ("aa", "aaaaaa", 5, "one tenant alone: all of them"),
+        ("aab", "aaaaaa", 0, "one stream of another tenant"),
+        ("aabbb", "aaaaaa", 2, "three of another"),
+        ("a", "aaaabb", 3, "of a as many as of b, and both of b"),
+        ("abcd", "aaabbbccc", 8, "no tenant has more than all others"),
+        ("A", "aaaa", 0, "less urgent ones do not make the urgent stand still"),
+        ("a", "AAAaaaa", 2, "nor do they wait before urgent ones"),
+    ],
+)
+def test_who_waits_behind_the_head(live: str, waiting: str, behind: int, why: str) -> None:
+    """A letter is a tenant; a capital is the same tenant's urgent request."""
+    queue, seen = queue_with(live=99, queued=99), list[Ticket]()
+
+    def look(ticket: Ticket) -> bool:
+        seen.append(ticket)
+        return False
+
+    for number, letter in enumerate(live + waiting):
+        tenant = letter.lower()
+        priority = -1 if letter.isupper() else 0
+        ticket = wanted(str(number), Grant(tenant, tenant), priority=priority)
+        queue.offer(ticket, 0.0, room if number < len(live) else no_room)
+    queue.pump(0.0, look)
+    assert [ticket.behind for ticket in seen] == [behind], why
+
+
 class AdmissionMachine(RuleBasedStateMachine):
     """Any order of everything: bounds hold, counts agree, each ticket ends once and in its turn."""
 

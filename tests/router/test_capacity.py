@@ -100,6 +100,23 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
     assert not Capacity(nodes, 0.5, remote).has_room(prompt, *way)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "behind", "room"),
+    [
+        ([p(tokens=450), large(running=4)], 20, False),
+        ([p(tokens=450), large(running=4)], 40, True),
+        ([p(tokens=450), p(tokens=950), large(running=4)], 40, False),  # twenty wait for each
+        ([p(tokens=450), p(tokens=950), large(running=4)], 80, True),
+        ([p(tokens=450), large(running=4, tokens=450)], 900, False),  # D's window is full as well
+    ],
+)
+def test_in_a_burst_the_decode_node_gets_a_part(
+    nodes: list[NodeSnapshot], behind: int, room: bool
+) -> None:
+    auto = PolicySettings(placement="auto")
+    assert Capacity(nodes, 0.5, auto).has_room(600, *IDLE, behind=behind) is room
+
+
 def test_short_prompts_of_decode_nodes_do_not_wait_for_prefill_nodes() -> None:
     room = Capacity([p(tokens=9000), large()], 0.5, PolicySettings(local_prefill_tokens=32))
     assert room.has_room(32, *IDLE)

@@ -18,7 +18,7 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from router.metrics.parts import watch_gate
 from router.metrics.router import RouterMetrics
-from router.nodes.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot, PolicySettings
 from router.nodes.slo import Slo
 from router.request.gate.admission import Bounds, Reason
 from router.request.gate.gate import Gate, GateSettings
@@ -322,6 +322,27 @@ async def test_a_burst_counts_before_any_node_has_heard_of_it() -> None:
         task.cancel()
     await asyncio.wait(tasks)
     assert (gate.queue.num_live, gate.queue.num_queued) == (0, 0)
+
+
+async def test_when_enough_wait_the_next_one_is_for_the_decode_node() -> None:
+    nodes = [node(Role.PREFILL, tokens=495), node(Role.DECODE)]
+    settings = GateSettings(Bounds(9, 9), policy=PolicySettings(placement="auto"))
+    gate = Gate(FakeClock(), settings, lambda: nodes)
+    visitors: list[Visitor] = []
+    for name in "abcd":
+        visitors.append(Visitor(gate, name, prompt_ids=(1,) * 600))
+        await settle()
+    assert gate.queue.num_queued == 4, "a stream would stand still for 0.6 s, P has 0.5 s to do"
+    visitors.append(Visitor(gate, "e", prompt_ids=(1,) * 600))
+    await visitors[0].enters()
+    assert [each.trace.behind for each in visitors] == [4, 0, 0, 0, 0]
+    nodes[0] = node(Role.PREFILL)
+    gate.poke()
+    await visitors[1].enters()
+    assert visitors[1].trace.behind == 0, "a prefill node has room for it"
+    for each in visitors:
+        each.task.cancel()
+    await asyncio.wait([each.task for each in visitors])
 
 
 async def test_what_was_used_is_settled() -> None:

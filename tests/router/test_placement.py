@@ -73,6 +73,27 @@ def test_situations(p: NodeSnapshot, d: NodeSnapshot, local: bool, why: str) -> 
     assert (choose_route(Ask(PROMPT), [p, d], AUTO, 0.0).prefill is None) is local, why
 
 
+@pytest.mark.parametrize(
+    ("behind", "running", "prefillers", "local", "why"),
+    [
+        (0, 0, 1, False, "nobody waits"),
+        (40, 0, 1, True, "forty wait, nobody streams"),
+        (40, 3, 1, True, "forty that wait count as four that stream"),
+        (40, 4, 1, False, "but not clearly more than four"),
+        (40, 1, 2, True, "two prefill nodes: twenty wait for each"),
+        (40, 2, 2, False, "and count as two that stream"),
+        (400, 30, 1, True, "a long line"),
+    ],
+)
+def test_who_waits_at_the_router_counts(
+    behind: int, running: int, prefillers: int, local: bool, why: str
+) -> None:
+    prefills = [replace(prefill(), boot_id=str(number)) for number in range(prefillers)]
+    nodes = [*prefills, decode(running=running)]
+    route = choose_route(Ask(PROMPT, behind=behind), nodes, AUTO, 0.0)
+    assert (route.prefill is None) is local, why
+
+
 def test_the_other_placements_do_not_weigh() -> None:
     nodes = [prefill(waiting_tokens=10**6), decode(holds=784)]
     for settings, local in (
@@ -89,6 +110,9 @@ def test_costs_are_seconds() -> None:
     assert costs is not None
     assert costs.remote_s == pytest.approx((200 + 500) / RATE + 400 * 1e-5)
     assert costs.local_s == pytest.approx(400 / RATE * 4)
+    waited_for = placement_costs(Prompt(800, 300, 400, behind=30), prefill(), decode())
+    assert waited_for is not None
+    assert waited_for.remote_s == pytest.approx(500 * (1 + 3) / RATE + 400 * 1e-5)
     assert handover_s_per_token(prefill().load) == pytest.approx(1e-5)
     assert handover_s_per_token(NodeLoad()) == 0.0
 

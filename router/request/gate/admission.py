@@ -77,7 +77,8 @@ class Ticket:
     `latest_start`: when its work must begin for its deadline or its SLO to hold, None for no limit.
     `by_slo`: `latest_start` comes from the SLO, not from the deadline. `expected_s`: the time from
     admission to token 1 that the nodes promise. The gate writes these three. `cost`: estimated
-    tokens. AdmissionQueue alone writes `cost`, all fields after it, and `trace.admitted_at`.
+    tokens. `behind`: tickets that wait behind it while it is the next one.
+    AdmissionQueue alone writes `cost`, all fields after it, and `trace.admitted_at`.
     """
 
     request: Request
@@ -93,6 +94,7 @@ class Ticket:
     by_slo: bool = False
     expected_s: float = 0.0
     cost: float = 0.0
+    behind: int = 0
     arrived_at: float = 0.0
     state: TicketState = TicketState.QUEUED
     refusal: Refusal | None = None
@@ -289,6 +291,7 @@ class AdmissionQueue:
         while lines and self.num_live < self._bounds.max_live:
             line = min(lines, key=lambda line: line.urgency)
             head = line.head()
+            head.behind = line.behind()
             if line.num_live >= line.max_live or not take_room(head):
                 lines.remove(line)
                 continue
@@ -318,7 +321,7 @@ class AdmissionQueue:
         ticket.state = TicketState.OVER
         line = self._lines[ticket.model]
         self.num_live -= 1
-        line.num_live -= 1
+        line.end(ticket)
         self._end_use(ticket, used_tokens, now)
         if ticket.level is not None:
             ticket.level.settle(ticket.tenant, used_tokens - ticket.cost)
@@ -369,7 +372,7 @@ class AdmissionQueue:
         ticket.state = TicketState.ADMITTED
         ticket.trace.admitted_at = now
         self.num_live += 1
-        line.num_live += 1
+        line.begin(ticket)
         self.stats.admitted += 1
         return ticket
 

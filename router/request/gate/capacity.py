@@ -7,7 +7,8 @@ the router. A request begins when both hold:
     prefill   the prompt tokens queued on prefill nodes (or, without any, on the decode nodes) stay
               below `prefill_window_s` of their measured rate; an idle node takes any prompt. Or
               placement gives this prompt to a decode node instead, and the same is true of that
-              node: a short prompt does not wait here for a long one that a prefill node computes
+              node: a short prompt does not wait here for a long one that a prefill node computes,
+              and in a burst the decode nodes compute prompts as well
     decode    some decode node has no queue to speak of and no request swapped out, and the decode
               nodes' free KV blocks, plus the share AHEAD of all blocks, hold this prompt beside all
               that are on their way; an idle node takes any prompt
@@ -63,12 +64,20 @@ class Capacity:
         return [node for node in self._all if node.model == self._model]
 
     def has_room(
-        self, prompt_tokens: int, starting: int, starting_tokens: int, *, pooled: bool = False
+        self,
+        prompt_tokens: int,
+        starting: int,
+        starting_tokens: int,
+        *,
+        behind: int = 0,
+        pooled: bool = False,
     ) -> bool:
         """Whether a prompt of `prompt_tokens` may begin. True if there is no node to wait for.
 
         `starting` requests with `starting_tokens` have been admitted and are not on a node yet.
-        `pooled`: the inputs are pooled, so they need no decode node.
+        `behind`: requests that wait behind the prompt; ask without them first, because they wait
+        no longer for a prompt that a prefill node has room for. `pooled`: the inputs are pooled, so
+        they need no decode node.
         """
         if not (self.prefillers if pooled else self.decoders):
             return True
@@ -77,7 +86,7 @@ class Capacity:
         soon = starting < queued.count(0) or self._prefills_soon(prompt_tokens + ahead)
         if pooled:
             return soon
-        soon = soon or self._decoder_prefills_soon(prompt_tokens, starting_tokens)
+        soon = soon or self._decoder_prefills_soon(prompt_tokens, starting_tokens, behind)
         return soon and self._decodes(prompt_tokens, ahead)
 
     def _prefills_soon(self, tokens: int) -> bool:
@@ -93,18 +102,19 @@ class Capacity:
             window += rate * self._window_s
         return tokens <= window
 
-    def _decoder_prefills_soon(self, prompt_tokens: int, starting_tokens: int) -> bool:
+    def _decoder_prefills_soon(self, prompt_tokens: int, starting_tokens: int, behind: int) -> bool:
         """Whether placement gives the prompt to a decode node that is soon done with its own queue.
 
         Cached prefixes do not count. `starting_tokens` count as if they were queued there.
         """
         if self.prefillers is self.decoders:
             return False
+        each_behind = behind / len(self.prefillers)
         for node in self.decoders:
             ahead = queued_tokens(node) + starting_tokens
             window = node.load.prefill_tokens_per_s * self._window_s
             if (not ahead or ahead + prompt_tokens <= window) and all(
-                prefills_locally(prompt_tokens, Route(node), other, self._policy)
+                prefills_locally(prompt_tokens, Route(node), other, self._policy, each_behind)
                 for other in self.prefillers
             ):
                 return True

@@ -294,8 +294,11 @@ class Gate:
         while tickets and _has_started(tickets[0]):
             starting.tokens -= tickets.popleft().room_tokens
         tokens = ticket.room_tokens
-        if not nodes.has_room(tokens, len(tickets), starting.tokens, pooled=pooled):
-            return False
+        has_room = partial(nodes.has_room, tokens, len(tickets), starting.tokens, pooled=pooled)
+        if not has_room():
+            if not ticket.behind or not has_room(behind=ticket.behind):
+                return False
+            ticket.trace.behind = ticket.behind
         tickets.append(ticket)
         starting.tokens += tokens
         return True

@@ -9,6 +9,7 @@ are in admission.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ class ModelLine:
     def __init__(self, max_live: float = math.inf) -> None:
         self.max_live = max_live
         self.num_live = 0
+        self._live = Counter[tuple[int, str]]()  # by priority and tenant
         self.num_queued = 0
         self.paused = False
         self.drain = DrainRate()
@@ -61,6 +63,33 @@ class ModelLine:
         head = self.levels[min(self.levels)].head()
         assert head is not None, "an empty level is dropped"
         return head
+
+    def behind(self) -> int:
+        """Return how many tickets wait behind `head()`, in its priority.
+
+        Of one tenant and priority at most as many count as there are other tickets, if there are
+        any: so who floods the gate does not make nodes prefill beside the streams of others.
+        """
+        priority = min(self.levels)
+        count = 0
+        for tenant, waiting in self.levels[priority].waiting_by_tenant():
+            own = waiting + self._live[priority, tenant]
+            others = self.num_queued + self.num_live - own
+            count += min(waiting, others) if others else waiting
+        return max(0, count - 1)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Count a ticket that has been ADMITTED."""
+        self.num_live += 1
+        self._live[ticket.priority, ticket.tenant] += 1
+
+    def end(self, ticket: Ticket) -> None:
+        """Count it no more."""
+        self.num_live -= 1
+        key = ticket.priority, ticket.tenant
+        self._live[key] -= 1
+        if not self._live[key]:
+            del self._live[key]
 
     def pop(self) -> None:
         """Serve `head()`: its tenant is charged its cost."""

@@ -201,8 +201,8 @@ def choose_route(
     if prefill is None:
         return Route(decode, decode_cached=decode_cached)
     route = Route(decode, prefill, cached.get(prefill.boot_id, 0), decode_cached)
-    prefillers = sum(node.role is not Role.DECODE for node in usable)
-    if prefills_locally(len(ask.known_ids), route, prefill, settings, ask.behind / prefillers):
+    behind = ask.behind and ask.behind / sum(node.role is not Role.DECODE for node in usable)
+    if prefills_locally(len(ask.known_ids), route, prefill, settings, behind):
         return Route(decode, decode_cached=decode_cached)
     return route
 

@@ -331,6 +331,21 @@ def test_who_waits_behind_the_head(live: str, waiting: str, behind: int, why: st
     assert [ticket.behind for ticket in seen] == [behind], why
 
 
+def test_who_has_left_counts_no_more() -> None:
+    queue = queue_with(live=99, queued=99)
+    alice = queue.offer(wanted("0", ALICE), 0.0, room)
+    bob = queue.offer(wanted("1", BOB), 0.0, room)
+    waiting = [queue.offer(wanted(str(number), ALICE), 0.0, no_room) for number in range(2, 8)]
+    queue.pump(0.0, no_room)
+    assert waiting[0].behind == 0, "bob's stream would stand still"
+    queue.release(bob, 0, 0, 0.0)
+    queue.pump(0.0, no_room)
+    assert waiting[0].behind == 5
+    queue.release(alice, 0, 0, 0.0)
+    queue.pump(0.0, no_room)
+    assert waiting[0].behind == 5
+
+
 class AdmissionMachine(RuleBasedStateMachine):
     """Any order of everything: bounds hold, counts agree, each ticket ends once and in its turn."""
 

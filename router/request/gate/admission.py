@@ -85,6 +85,7 @@ class Ticket:
     trace: RequestTrace
     grant: Grant = field(init=False)
     model: str = field(init=False)  # the key of its model
+    kind: tuple[int, str] = field(init=False)  # its priority and tenant
     prompt_tokens: int = field(init=False)
     room_tokens: int = field(init=False)  # prompt tokens for which nodes must have room at first
     max_tokens: int = field(init=False)  # most output tokens of each sample
@@ -103,6 +104,7 @@ class Ticket:
     def __post_init__(self) -> None:
         request, params, pooled = self.request, self.request.params, self.trace.pooled
         self.grant, self.model = self.trace.terms.grant, self.trace.model
+        self.kind = request.priority, self.grant.tenant
         self.prompt_tokens = len(request.prompt_ids)
         # Inputs that are pooled go out one group after another (router/request/pool.py).
         self.room_tokens = min(POOLED_TOKENS, self.prompt_tokens) if pooled else self.prompt_tokens
@@ -321,7 +323,10 @@ class AdmissionQueue:
         ticket.state = TicketState.OVER
         line = self._lines[ticket.model]
         self.num_live -= 1
-        line.end(ticket)
+        line.num_live -= 1
+        line.live[ticket.kind] -= 1
+        if not line.live[ticket.kind]:
+            del line.live[ticket.kind]
         self._end_use(ticket, used_tokens, now)
         if ticket.level is not None:
             ticket.level.settle(ticket.tenant, used_tokens - ticket.cost)
@@ -372,7 +377,8 @@ class AdmissionQueue:
         ticket.state = TicketState.ADMITTED
         ticket.trace.admitted_at = now
         self.num_live += 1
-        line.begin(ticket)
+        line.num_live += 1
+        line.live[ticket.kind] = line.live.get(ticket.kind, 0) + 1
         self.stats.admitted += 1
         return ticket
 

@@ -9,7 +9,6 @@ are in admission.py.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class ModelLine:
-    """`num_live`: its ADMITTED tickets, at most `max_live`. `paused`: no ticket can leave the line.
-    `answers`: how long the model's answers are. AdmissionQueue alone writes it."""
+    """`num_live`: its ADMITTED tickets, at most `max_live`; `live`: how many of each priority and
+    tenant. `paused`: no ticket can leave the line. `answers`: how long the model's answers are.
+    AdmissionQueue alone writes it."""
 
     def __init__(self, max_live: float = math.inf) -> None:
         self.max_live = max_live
         self.num_live = 0
-        self._live = Counter[tuple[int, str]]()  # by priority and tenant
+        self.live: dict[tuple[int, str], int] = {}
         self.num_queued = 0
         self.paused = False
         self.drain = DrainRate()
@@ -73,23 +73,10 @@ class ModelLine:
         priority = min(self.levels)
         count = 0
         for tenant, waiting in self.levels[priority].waiting_by_tenant():
-            own = waiting + self._live[priority, tenant]
+            own = waiting + self.live.get((priority, tenant), 0)
             others = self.num_queued + self.num_live - own
             count += min(waiting, others) if others else waiting
         return max(0, count - 1)
-
-    def begin(self, ticket: Ticket) -> None:
-        """Count a ticket that has been ADMITTED."""
-        self.num_live += 1
-        self._live[ticket.priority, ticket.tenant] += 1
-
-    def end(self, ticket: Ticket) -> None:
-        """Count it no more."""
-        self.num_live -= 1
-        key = ticket.priority, ticket.tenant
-        self._live[key] -= 1
-        if not self._live[key]:
-            del self._live[key]
 
     def pop(self) -> None:
         """Serve `head()`: its tenant is charged its cost."""

@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,17 +280,21 @@ async def interfere(
 async def sweep_rates(
     options: ServeOptions, up_flags: Sequence[str], console: Console
 ) -> dict[str, Any]:
-    """Measure each mode over all traces and rates, `rounds` times, in turns."""
+    """Measure the modes over all traces and rates, `rounds` times; all of them serve meanwhile."""
     sweep = options.sweep()
     traces = sweep.load()
     rows: list[dict[str, Any]] = []
-    for index in range(options.rounds):
+    async with AsyncExitStack() as stack:
+        targets: dict[str, LoadTarget] = {}
         for label, flags in PLACED.items():
-            console.print(f"round {index + 1} of {options.rounds}: {label} ...", style="dim")
-            async with cluster([*flags, *up_flags]) as ready:
-                target = options.target(str(ready["url"]))
-                await run_workload(target, plan_requests(options.workload(options.warm_up or 1, 1)))
-                rows += await serve_goodput.measure(target, sweep, traces, label, index)
+            console.print(f"starting {label} ...", style="dim")
+            up = cluster(["--grpc-port", "0", *flags, *up_flags])
+            target = options.target(str((await stack.enter_async_context(up))["url"]))
+            await run_workload(target, plan_requests(options.workload(options.warm_up or 1, 1)))
+            targets[label] = target
+        for index in range(options.rounds):
+            console.print(f"round {index + 1} of {options.rounds} ...", style="dim")
+            rows += await serve_goodput.measure(targets, sweep, traces, index)
     compared = serve_goodput.compare(rows)
     if options.plot is not None:
         options.plot.write_text(serve_goodput.plot(compared, sweep.limits[0]))

@@ -3,12 +3,14 @@
 Per trace and rate it measures the requests per second that met both limits (time to the first
 token, time per token), on the same cores, with the same requests at the same times. Three modes:
 Baton disaggregated with every prompt on the prefill node (`remote`), disaggregated with a decision
-per request (`auto`), and `--colocated`.
+per request (`auto`), and `--colocated`. All three serve at the same time, and each load goes to one
+after the other: a shared machine changes its speed within minutes, for all of them alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,43 +37,43 @@ class Sweep:
 
 
 async def measure(
-    target: LoadTarget,
+    targets: Mapping[str, LoadTarget],
     sweep: Sweep,
     traces: dict[str, list[TraceRequest]],
-    mode: str,
     turn: int = 0,
 ) -> list[dict[str, Any]]:
-    """Run every trace at every rate against one running server; return rows for JSON.
+    """Run every trace at every rate against running servers, by mode; return rows for JSON.
 
-    Each `turn` sends other requests, which are the same in each mode.
+    Each `turn` sends other requests, which are the same in each mode. Which mode is first changes
+    with rate and turn.
     """
     rows: list[dict[str, Any]] = []
-    for name, trace in traces.items():
-        for index, rate in enumerate(sweep.rates):
-            scaling = _at_rate(sweep.scaling, rate)
-            run = await run_workload(
-                target, plan_trace(trace, scaling, seed=turn * 100 + index + 1)
+    loads = itertools.product(traces.items(), enumerate(sweep.rates), range(len(targets)))
+    for (name, trace), (index, rate), at in loads:
+        mode = list(targets)[(at + index + turn) % len(targets)]
+        scaling = _at_rate(sweep.scaling, rate)
+        plan = plan_trace(trace, scaling, seed=turn * 100 + index + 1)
+        run = await run_workload(targets[mode], plan)
+        for slo in sweep.limits:
+            found = summarize(mode, run.samples, slo, run.handovers.mean_s)
+            rows.append(
+                {
+                    "trace": name,
+                    "mode": mode,
+                    "rate": rate,
+                    "limits": limits_text(slo),
+                    "goodput": found.good / max(found.duration_s, scaling.duration_s),
+                    "within_limits": found.good / found.requests,
+                    "requests": found.requests,
+                    "failed": found.failed,
+                    "errors": sorted({each.error for each in run.samples if each.error})[:5],
+                    "ttft_p50_ms": None if found.ttft is None else found.ttft.p50,
+                    "ttft_p99_ms": None if found.ttft is None else found.ttft.p99,
+                    "tpot_p50_ms": None if found.tpot is None else found.tpot.p50,
+                    "tpot_p99_ms": None if found.tpot is None else found.tpot.p99,
+                    "client_late_ms": found.max_lateness_ms,
+                }
             )
-            for slo in sweep.limits:
-                found = summarize(mode, run.samples, slo, run.handovers.mean_s)
-                rows.append(
-                    {
-                        "trace": name,
-                        "mode": mode,
-                        "rate": rate,
-                        "limits": limits_text(slo),
-                        "goodput": found.good / max(found.duration_s, scaling.duration_s),
-                        "within_limits": found.good / found.requests,
-                        "requests": found.requests,
-                        "failed": found.failed,
-                        "errors": sorted({each.error for each in run.samples if each.error})[:5],
-                        "ttft_p50_ms": None if found.ttft is None else found.ttft.p50,
-                        "ttft_p99_ms": None if found.ttft is None else found.ttft.p99,
-                        "tpot_p50_ms": None if found.tpot is None else found.tpot.p50,
-                        "tpot_p99_ms": None if found.tpot is None else found.tpot.p99,
-                        "client_late_ms": found.max_lateness_ms,
-                    }
-                )
     return rows
 
 

@@ -63,9 +63,9 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
     model = FakeModel()
     sweep = Sweep(bundled(), [10.0, 20.0], SCALING, [SloLimits(5.0, 1.0)])
     async with serving(model) as url:
-        rows = await serve_goodput.measure(LoadTarget(url), sweep, sweep.load(), "auto")
+        rows = await serve_goodput.measure({"auto": LoadTarget(url)}, sweep, sweep.load())
         none = Sweep(bundled(), [10.0], SCALING, [SloLimits(0.0, 0.0), SloLimits(5.0, 1.0)])
-        lost = await serve_goodput.measure(LoadTarget(url), none, none.load(), "colocated")
+        lost = await serve_goodput.measure({"colocated": LoadTarget(url)}, none, none.load())
     assert [(row["trace"], row["rate"]) for row in rows] == [
         (trace, rate) for trace in bundled() for rate in (10.0, 20.0)
     ]
@@ -93,9 +93,23 @@ async def test_each_turn_sends_other_requests_the_same_in_every_mode() -> None:
     for mode, turn in (("auto", 0), ("colocated", 0), ("auto", 1)):
         model = FakeModel()
         async with serving(model) as url:
-            await serve_goodput.measure(LoadTarget(url), sweep, sweep.load(), mode, turn)
+            await serve_goodput.measure({mode: LoadTarget(url)}, sweep, sweep.load(), turn)
         asked.append(sorted(str(body["prompt"]) for body in model.requests))
     assert asked[0] == asked[1] != asked[2]
+
+
+async def test_each_load_goes_to_all_modes_and_each_of_them_is_first_in_turn() -> None:
+    sweep = Sweep(bundled(), [10.0, 20.0], SCALING, [SloLimits(5.0, 1.0)])
+    async with serving(FakeModel()) as url:
+        targets: dict[str, LoadTarget] = {"remote": LoadTarget(url), "auto": LoadTarget(url)}
+        rows = await serve_goodput.measure(targets, sweep, sweep.load(), turn=1)
+    order = [(row["trace"], row["rate"], row["mode"]) for row in rows]
+    assert order == [
+        (trace, rate, mode)
+        for trace in bundled()
+        for rate, modes in ((10.0, ("auto", "remote")), (20.0, ("remote", "auto")))
+        for mode in modes
+    ]
 
 
 def test_a_point_where_auto_loses_is_told() -> None:

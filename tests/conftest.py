@@ -110,6 +110,19 @@ def in_turn(files: list[Path]) -> list[Path]:
     return first + sorted(at, key=lambda path: at[path])
 
 
+@pytest.fixture(autouse=True)
+def logging_ends_with_its_test() -> Iterator[None]:
+    """A handler that a test gives to the root logger (baton/runtime/log.py) ends with the test: its
+    stream may be closed then, and each later record would be an error on stderr."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in list(root.handlers):
+        if handler not in before:
+            root.removeHandler(handler)
+    root.setLevel(level)
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real Redis server, started once per session on a Unix socket."""

@@ -26,10 +26,11 @@ from bench.measure import SloLimits
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
 from bench.workload import PlannedRequest
 from router.nodes.placement import Prompt, placement_costs, queued_tokens
+from router.request.gate.gate import GateSettings
 
 BLOCK: Final = 32  # tokens of a prefix block
 FADING: Final = 0.9  # of what a node's rate is measured over, per step
-WINDOW_S: Final = 0.5  # --prefill-window-s of the router
+WINDOW_S: Final = GateSettings().prefill_window_s
 WARM: Final = 100.0  # tokens computed before the first request
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,25 +12,21 @@ from baton.protocol.errors import ConfigError
 from baton.runtime import log
 
 
-def logged(form: str) -> Iterator[io.StringIO]:
-    """What a router logs in this format, until the root logger is as it was."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+def logged(form: str) -> io.StringIO:
+    """What a router logs in this format."""
     out = io.StringIO()
     log.setup("router", "info", form, stream=out)
-    yield out
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    return out
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    yield from logged("text")
+def stream() -> io.StringIO:
+    return logged("text")
 
 
 @pytest.fixture
-def json_stream() -> Iterator[io.StringIO]:
-    yield from logged("json")
+def json_stream() -> io.StringIO:
+    return logged("json")
 
 
 def test_a_line_carries_process_request_and_message(stream: io.StringIO) -> None:

@@ -201,8 +201,9 @@ class AdmissionQueue:
     def queued_by_tenant(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         for line in self._lines.values():
-            for ticket in line.waiting():
-                counts[ticket.tenant] = counts.get(ticket.tenant, 0) + 1
+            for level in line.levels.values():
+                for tenant, waiting in level.waiting_by_tenant():
+                    counts[tenant] = counts.get(tenant, 0) + waiting
         return counts
 
     def waiting_models(self) -> list[str]:

@@ -75,9 +75,8 @@ class Capacity:
         """Whether a prompt of `prompt_tokens` may begin. True if there is no node to wait for.
 
         `starting` requests with `starting_tokens` have been admitted and are not on a node yet.
-        `behind`: requests that wait behind the prompt; ask without them first, because they wait
-        no longer for a prompt that a prefill node has room for. `pooled`: the inputs are pooled, so
-        they need no decode node.
+        `behind`: requests that wait behind the prompt; ask first without them, as a prefill node
+        may have room for it. `pooled`: the inputs are pooled, so they need no decode node.
         """
         if not (self.prefillers if pooled else self.decoders):
             return True

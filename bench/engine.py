@@ -3,7 +3,8 @@
 Random weights of two real shapes (--models names others: mixtures, hybrids), bfloat16, greedy,
 ends ignored, both in one process and in turn:
     prefill n        tokens of one prompt per second, its first new token included
-    decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off
+    decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off:
+                     of one request from its first token on, if the side tells when that was there
 Beside each: the shares of the machine's own limits, measured in the same run: MBU = bytes that the
 row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
 product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
@@ -113,14 +114,45 @@ class Rate:
 def ours(llm: LLM) -> Generate:
     """Return a function that generates through the engine, all requests at once."""
 
-    def run(prompts: Sequence[list[int]], new: int) -> Took:
+    def several(prompts: Sequence[list[int]], new: int) -> Took:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         began, cpu = time.perf_counter(), time.process_time()
         answers = llm.generate(prompts, params)
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
-        return Took(seconds, cpu_seconds, [answer.outputs[0].token_ids for answer in answers])
+        return Took(seconds, cpu_seconds, [answer.token_ids for answer in answers])
+
+    def one(prompt: list[int], new: int) -> Took:
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        began, cpu = time.perf_counter(), time.process_time()
+        stream = llm.stream(prompt, params, delta=True)
+        tokens = list(next(stream).token_ids)
+        first_seconds = time.perf_counter() - began
+        for part in stream:
+            tokens += part.token_ids
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        return Took(seconds, cpu_seconds, [tokens], first_seconds)
+
+    def run(prompts: Sequence[list[int]], new: int) -> Took:
+        return one(prompts[0], new) if len(prompts) == 1 else several(prompts, new)
 
     return run
+
+
+class FirstPut:
+    """A streamer of transformers' `generate` that keeps the time of the first new token."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self._prompt = True  # the first call brings the prompt
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, or a token."""
+        if not self._prompt and self.at is None:
+            self.at = time.perf_counter()
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is left to show."""
 
 
 def theirs(model: Any) -> Generate:
@@ -128,14 +160,15 @@ def theirs(model: Any) -> Generate:
 
     @torch.inference_mode()
     def run(prompts: Sequence[list[int]], new: int) -> Took:
-        ids = torch.tensor(prompts)
+        ids, first = torch.tensor(prompts), FirstPut()
         began, cpu = time.perf_counter(), time.process_time()
         answers = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new,
-            max_new_tokens=new, pad_token_id=0,
+            max_new_tokens=new, pad_token_id=0, streamer=first if len(prompts) == 1 else None,
         )  # fmt: skip
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
-        return Took(seconds, cpu_seconds, answers[:, ids.shape[1] :].tolist())
+        first_seconds = first.at - began if first.at else None
+        return Took(seconds, cpu_seconds, answers[:, ids.shape[1] :].tolist(), first_seconds)
 
     return run
 
@@ -154,7 +187,7 @@ def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TO
     new = min(new * max(1, row.batch * row.context // 512), max(new, row.context))
     for _ in range(TRIES):
         first, whole = run(prompts, 1), run(prompts, new + 1)
-        seconds = whole.seconds - first.seconds
+        seconds = whole.seconds - (whole.first_seconds or first.seconds)
         cpu_seconds = whole.cpu_seconds - first.cpu_seconds
         if seconds > 0 and (cpu_seconds > 0 or not whole.cpu_seconds):
             return Rate.of(row.batch * new, Took(seconds, cpu_seconds))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.llm import LLM
-from baton.protocol.sampling import SamplingParams
-from bench.peers.protocol import Generate, Setup, serve
+from bench.engine import ours
+from bench.peers.protocol import Generate, Generated, Setup, serve
 
 
 def load(setup: Setup) -> Generate:
@@ -19,10 +19,11 @@ def load(setup: Setup) -> Generate:
         num_kv_blocks=512, enable_prefix_caching=False, threads=setup.threads,
         measure_limits=False,
     )  # fmt: skip
+    run = ours(llm)
 
-    def generate(prompts: Sequence[list[int]], new: int) -> Sequence[Sequence[int]]:
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
+    def generate(prompts: Sequence[list[int]], new: int) -> Generated:
+        took = run(prompts, new)
+        return Generated(took.tokens, took.first_seconds)
 
     return generate
 

@@ -39,11 +39,13 @@ class PeerFailed(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What an answer took by the clock, and of all of its process' threads; its tokens, if told."""
+    """What an answer took by the clock, and of all of its process' threads; if told, its tokens and
+    of one prompt the seconds until the first."""
 
     seconds: float
     cpu_seconds: float
     tokens: Sequence[Sequence[int]] = ()
+    first_seconds: float | None = None
 
 
 class PeerServer:
@@ -92,7 +94,9 @@ class PeerServer:
         if told["new_tokens"] != [new] * len(prompts):
             raise PeerFailed(f"{self.name}: {new} tokens each were asked for, not {told}")
         cpu_seconds = float(told.get("cpu_seconds", 0))
-        return Took(float(told["seconds"]), cpu_seconds, told.get("tokens", ()))
+        return Took(
+            float(told["seconds"]), cpu_seconds, told.get("tokens", ()), told.get("first_seconds")
+        )
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

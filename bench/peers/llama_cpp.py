@@ -13,12 +13,13 @@ import ctypes
 import importlib
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from bench.peers.gguf_file import np, write_gguf
-from bench.peers.protocol import Generate, Setup, Unsupported, serve
+from bench.peers.protocol import Generate, Generated, Setup, Unsupported, serve
 
 llama: Any = importlib.import_module("llama_cpp.llama_cpp")  # its C interface
 
@@ -70,13 +71,15 @@ class LlamaCppModel:
         self._words: int = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._batch = llama.llama_batch_init(STEP, 0, 1)
 
-    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], new: int) -> Generated:
         """Generate `new` greedy tokens of each prompt and return them.
 
         Prompts are computed one by one, then all decode in step.
         """
+        began = time.perf_counter()
         self._prepare(len(prompts), max(map(len, prompts)) + new)
         found = [self._run([(i, 0, prompt)]) for i, prompt in enumerate(prompts)]
+        first_seconds = time.perf_counter() - began if len(prompts) == 1 else None
         for step in range(1, new):
             rows = [
                 (i, len(prompt) + step - 1, tokens[-1:])
@@ -84,7 +87,7 @@ class LlamaCppModel:
             ]
             for tokens, token in zip(found, self._run(rows), strict=True):
                 tokens.append(token)
-        return found
+        return Generated(found, first_seconds)
 
     def _prepare(self, sequences: int, tokens: int) -> None:
         """Make an empty context for `sequences` sequences of `tokens` tokens each."""

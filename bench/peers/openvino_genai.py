@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.peers.protocol import Generate, Setup, Unsupported, serve
+from bench.peers.protocol import Generate, Generated, Setup, Unsupported, serve
 
 # The peer's environment has them, Baton's need not: no types.
 genai: Any = importlib.import_module("openvino_genai")
@@ -58,14 +58,17 @@ class OpenVinoModel:
             str(path), scheduler, "CPU", properties, {}, {}
         )
 
-    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], new: int) -> Generated:
         """Generate `new` greedy tokens of each prompt, all at once, and return them."""
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new
         config.do_sample, config.ignore_eos, config.apply_chat_template = False, True, False
         inputs = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         results = self._pipeline.generate(inputs, [config] * len(inputs))
-        return [list(result.m_generation_ids[0]) for result in results]
+        tokens = [list(result.m_generation_ids[0]) for result in results]
+        if len(results) > 1:
+            return Generated(tokens)
+        return Generated(tokens, results[0].perf_metrics.get_ttft().mean / 1e3)
 
 
 def load(setup: Setup) -> Generate:

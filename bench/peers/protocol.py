@@ -6,11 +6,15 @@
     {"prompts": [[5, 6], [7, 8]], "new_tokens": 24}               any number of times
         {"seconds": 0.8, "cpu_seconds": 1.6, "new_tokens": [24, 24], "tokens": [[9, 4], [7, 7]]}
                                                                   greedy, ends ignored, all at once
+    {"prompts": [[5, 6]], "new_tokens": 24}                       of one prompt
+        {"seconds": 0.6, "first_seconds": 0.2, ...}               when its first token was there
     (end of input)                                                the peer ends
 
 `model` is a checkpoint in Hugging Face's format, or a GGUF file; `quantization` is none (bfloat16,
 or the file as it is), int8, int4, w8a8 or w4a8; `seconds` are those of the engine's own call;
 `tokens`, here cut short, may be left out: they show that both sides compute the same model.
+`first_seconds` may be left out, too: decode steps then take the time of the call less that of a
+call for one token.
 {"error": "..."} answers what went wrong.
 Imports nothing but the standard library: it runs where Baton is not installed.
 """
@@ -26,7 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-Generate = Callable[[Sequence[list[int]], int], Sequence[Sequence[int]]]
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The new tokens of each prompt; for one prompt, if the engine tells it, the seconds from the
+    call to its first new token."""
+
+    tokens: Sequence[Sequence[int]]
+    first_seconds: float | None = None
+
+
+Generate = Callable[[Sequence[list[int]], int], Generated]
 """Prompts and a number of new tokens -> the new tokens of each."""
 
 
@@ -104,8 +118,13 @@ def _setup(question: dict[str, Any]) -> Setup:
 
 def _timed(generate: Generate, question: dict[str, Any]) -> dict[str, Any]:
     began, cpu = time.perf_counter(), time.process_time()
-    tokens = generate(question["prompts"], question["new_tokens"])
+    found = generate(question["prompts"], question["new_tokens"])
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
-    counts = [len(each) for each in tokens]
-    told = [list(each) for each in tokens]
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "new_tokens": counts, "tokens": told}
+    counts = [len(each) for each in found.tokens]
+    told = [list(each) for each in found.tokens]
+    answer = {
+        "seconds": seconds, "cpu_seconds": cpu_seconds, "new_tokens": counts, "tokens": told
+    }  # fmt: skip
+    if found.first_seconds is not None:
+        answer["first_seconds"] = found.first_seconds
+    return answer

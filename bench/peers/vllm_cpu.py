@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from bench.peers.protocol import Generate, Setup, Unsupported, serve
+from bench.peers.protocol import Generate, Generated, Setup, Unsupported, serve
 
 CACHE_BYTES: Final = 2 << 30
 STEP: Final = 4096  # tokens that one step takes
@@ -41,14 +41,14 @@ class VllmModel:
             kv_cache_memory_bytes=CACHE_BYTES, max_num_batched_tokens=STEP,
         )  # fmt: skip
 
-    def generate(self, prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], new: int) -> Generated:
         """Generate `new` greedy tokens of each prompt, all at once, and return them."""
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
         )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self._llm.generate(inputs, params, use_tqdm=False)
-        return [list(result.outputs[0].token_ids) for result in results]
+        return Generated([list(result.outputs[0].token_ids) for result in results])
 
 
 def load(setup: Setup) -> Generate:

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from baton.llm import LLM
 from baton.protocol.errors import ConfigError
 from bench import engine, models
 from bench.engine import Against, EngineRow, Rate, compared, measure, tables
-from bench.engine_kit import tell
+from bench.engine_kit import random_prompt, tell
 from bench.models import widen_tokenizer
 from bench.peer import PeerFailed, PeerServer, Took
-from bench.peers.protocol import Generate, Setup, Unsupported, answer_all
+from bench.peers.protocol import Generate, Generated, Setup, Unsupported, answer_all
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,18 +42,22 @@ def test_a_peer_answers_line_by_line() -> None:
     def load(setup: Setup) -> Generate:
         asked.append(setup)
 
-        def generate(prompts: Sequence[list[int]], new: int) -> Sequence[list[int]]:
+        def generate(prompts: Sequence[list[int]], new: int) -> Generated:
             asked.append((prompts, new))
-            return [[prompt[0]] * new for prompt in prompts]
+            first = 0.5 if len(prompts) == 1 else None
+            return Generated([[prompt[0]] * new for prompt in prompts], first)
 
         return generate
 
-    ready, once, again = told(load, SETUP, ASK, ASK)
+    alone: dict[str, object] = {"prompts": [[9]], "new_tokens": 2}
+    ready, once, again, one = told(load, SETUP, ASK, ASK, alone)
     assert ready == {"name": "Fake 1"}
-    assert asked == [Setup(Path("/m"), "int8", 2), ([[5, 6], [7]], 3), ([[5, 6], [7]], 3)]
+    assert asked[:3] == [Setup(Path("/m"), "int8", 2), ([[5, 6], [7]], 3), ([[5, 6], [7]], 3)]
+    assert (one["tokens"], one["first_seconds"]) == ([[9, 9]], 0.5)
     for answer in (once, again):
         assert answer["new_tokens"] == [3, 3]
         assert answer["tokens"] == [[5] * 3, [7] * 3]
+        assert "first_seconds" not in answer
         assert float(str(answer["seconds"])) >= 0
 
 
@@ -219,6 +225,34 @@ def test_a_side_with_other_tokens_is_refused() -> None:
     engine.refuse_others({"A": same["A"], "B": same["B"]})
     with pytest.raises(PeerFailed, match="C runs another model: 0% of its tokens"):
         engine.refuse_others(same)
+
+
+def test_steps_of_one_request_begin_at_its_own_first_token() -> None:
+    def side(first_seconds: float | None) -> engine.Generate:
+        def run(prompts: Sequence[list[int]], new: int) -> Took:
+            slow = 3 if new == 1 else 1  # the machine, while the prefill is measured by itself
+            return Took(slow * 2 + 0.5 * (new - 1), new, first_seconds=first_seconds)
+
+        return run
+
+    row = EngineRow("m", 8, 1)
+    assert engine.rate(side(2.0), row, 100, 0, 8).per_s == 8 / 4.0
+    with pytest.raises(RuntimeError, match="took no longer"):
+        engine.rate(side(None), row, 100, 0, 8)
+
+
+def test_both_sides_of_this_process_tell_when_the_first_token_came(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    llm = LLM(model=str(path), num_kv_blocks=64, measure_limits=False)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    prompt = random_prompt(8, 1, 100)
+    told = [side([prompt], 4) for side in (engine.ours(llm), engine.theirs(model))]
+    assert told[0].tokens[0] == told[1].tokens[0]
+    for took in told:
+        assert took.first_seconds is not None
+        assert 0 < took.first_seconds < took.seconds
+    several = [side([prompt] * 2, 4) for side in (engine.ours(llm), engine.theirs(model))]
+    assert [took.first_seconds for took in several] == [None, None]
 
 
 def test_tokens_that_cost_nothing_are_no_figure() -> None:

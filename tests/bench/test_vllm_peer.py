@@ -60,7 +60,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
 
 def test_all_prompts_are_asked_at_once_without_a_prefix_cache(fake_vllm: list[FakeLLM]) -> None:
     generate = vllm_cpu.load(Setup(Path("/models/m"), "none", 3))
-    assert generate([[5, 6], [9]], 2) == [[7, 8], [10, 11]]
+    assert generate([[5, 6], [9]], 2).tokens == [[7, 8], [10, 11]]
     (loaded,) = fake_vllm
     assert loaded.options["model"] == "/models/m"
     assert loaded.options["enable_prefix_caching"] is False

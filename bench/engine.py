@@ -187,8 +187,10 @@ def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TO
     new = min(new * max(1, row.batch * row.context // 512), max(new, row.context))
     for _ in range(TRIES):
         first, whole = run(prompts, 1), run(prompts, new + 1)
-        seconds = whole.seconds - (whole.first_seconds or first.seconds)
-        cpu_seconds = whole.cpu_seconds - first.cpu_seconds
+        prefill_s = whole.first_seconds or first.seconds
+        seconds = whole.seconds - prefill_s
+        # If this prefill took longer than the other one, so did its CPU time.
+        cpu_seconds = whole.cpu_seconds - first.cpu_seconds * prefill_s / first.seconds
         if seconds > 0 and (cpu_seconds > 0 or not whole.cpu_seconds):
             return Rate.of(row.batch * new, Took(seconds, cpu_seconds))
     raise RuntimeError(f"{row.name}: {new} tokens more took no longer, {TRIES} times")

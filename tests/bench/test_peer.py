@@ -231,12 +231,13 @@ def test_steps_of_one_request_begin_at_its_own_first_token() -> None:
     def side(first_seconds: float | None) -> engine.Generate:
         def run(prompts: Sequence[list[int]], new: int) -> Took:
             slow = 3 if new == 1 else 1  # the machine, while the prefill is measured by itself
-            return Took(slow * 2 + 0.5 * (new - 1), new, first_seconds=first_seconds)
+            seconds, steps = slow * 2.0, 0.5 * (new - 1)
+            return Took(seconds + steps, 2 * seconds + steps, first_seconds=first_seconds)
 
         return run
 
     row = EngineRow("m", 8, 1)
-    assert engine.rate(side(2.0), row, 100, 0, 8).per_s == 8 / 4.0
+    assert engine.rate(side(2.0), row, 100, 0, 8) == Rate(8 / 4.0, 8 / 4.0)
     with pytest.raises(RuntimeError, match="took no longer"):
         engine.rate(side(None), row, 100, 0, 8)
 

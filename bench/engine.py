@@ -5,12 +5,13 @@ ends ignored, both in one process and in turn:
     prefill n        tokens of one prompt per second, its first new token included
     decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off:
                      of one request from its first token on, if the side tells when that was there
-Beside each: the shares of the machine's own limits, measured in the same run: MBU = bytes that the
-row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
-product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
-bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
-int4, w8a8 beside the others. --peer CMD adds another engine to every round (bench/peer.py); it may
-be repeated; --no-transformers leaves only peers. --full adds batches to 64 and contexts to 8,192.
+Beside each: the shares of the machine's own limits, measured before and after the engine's turn in
+each round: MBU = bytes that the row must read (weights, KV) over the read bandwidth, MFU = its
+FLOPs over the rate of a large matrix product, as baton/engine/state/work.py counts both. Integer
+weights are compared with transformers' bfloat16; their vocabulary head is rounded as
+--lm-head-quantization auto says: int8 beside int8 and int4, w8a8 beside the others. --peer CMD adds
+another engine to every round (bench/peer.py); it may be repeated; --no-transformers leaves only
+peers. --full adds batches to 64 and contexts to 8,192.
 --kv-cache-dtype int8 keeps the engine's KV in 8 bits, as OpenVINO does by default.
 --roofline draws the rows under the two limits (bench/roofline.py).
 
@@ -225,6 +226,31 @@ def shares(row: EngineRow, tokens_per_s: float, work: Work, limits: Limits) -> d
     }  # fmt: skip
 
 
+def machine_limits() -> Limits:
+    """Return what this machine's memory and cores give now, with torch's threads."""
+    return measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
+
+
+def mean_limits(before: Limits, after: Limits) -> Limits:
+    """Return the mean of limits measured before and after something."""
+    return Limits(
+        (before.read_bytes_per_s + after.read_bytes_per_s) / 2,
+        (before.flops_per_s + after.flops_per_s) / 2,
+    )
+
+
+def median_shares(
+    row: EngineRow, tokens_per_s: Sequence[float], work: Work, limits: Sequence[Limits]
+) -> dict[str, float]:
+    """Return the medians of `shares` and of the limits over rounds, each by its own limits."""
+    rounds = [
+        shares(row, speed, work, limit)
+        | {"read GB/s": limit.read_bytes_per_s / 1e9, "GEMM TFLOP/s": limit.flops_per_s / 1e12}
+        for speed, limit in zip(tokens_per_s, limits, strict=True)
+    ]
+    return {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+
+
 def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write a roofline of each model's rows, under the median of the limits measured with them.
 
@@ -290,21 +316,21 @@ def measure(
             for row in (row for row in rows if row.quantization == quantization):
                 for run in runs.values():
                     run(prompts_of(row, vocab, 99_000), 2)  # warm
-                limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
                 work = needs(llm, runs[OURS], row, vocab)
-                rates = {name: list[Rate]() for name in runs}
+                rates, limits = {name: list[Rate]() for name in runs}, list[Limits]()
                 for index in range(against.rounds):
                     for name in list(runs)[:: -1 if index % 2 else 1]:
+                        before = machine_limits() if name == OURS else None
                         rates[name].append(rate(runs[name], row, vocab, index, new))
+                        if before is not None:
+                            limits.append(mean_limits(before, machine_limits()))
                 by_clock = {name: [one.per_s for one in each] for name, each in rates.items()}
                 found.append(
                     {"model": model, "row": row.name}
                     | compared(by_clock, [peer.name for peer in peers])
                     | {"rounds": round_by_round(rates), "same tokens": same}
-                    | shares(row, statistics.median(by_clock[OURS]), work, limits)
-                    | {"read GB/s": limits.read_bytes_per_s / 1e9,
-                       "GEMM TFLOP/s": limits.flops_per_s / 1e12}
-                )  # fmt: skip
+                    | median_shares(row, by_clock[OURS], work, limits)
+                )
                 sys.stderr.write(f"{found[-1]}\n")
     return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from baton.engine.state.work import Limits, Work
 from baton.llm import LLM
 from baton.protocol.errors import ConfigError
 from bench import engine, models
@@ -240,6 +241,14 @@ def test_steps_of_one_request_begin_at_its_own_first_token() -> None:
     assert engine.rate(side(2.0), row, 100, 0, 8) == Rate(8 / 4.0, 8 / 4.0)
     with pytest.raises(RuntimeError, match="took no longer"):
         engine.rate(side(None), row, 100, 0, 8)
+
+
+def test_shares_are_of_the_limits_of_their_own_round() -> None:
+    limits = [engine.mean_limits(Limits(50.0, 8.0), Limits(150.0, 8.0)), Limits(20.0, 4.0)]
+    found = engine.median_shares(EngineRow("m", 8, 2), [10.0, 4.0], Work(10.0, 0.8), limits)
+    assert found["MBU"] == pytest.approx((10 * 5 / 100 + 10 * 2 / 20) / 2)
+    assert found["MFU"] == pytest.approx((0.8 * 5 / 8 + 0.8 * 2 / 4) / 2)
+    assert found["read GB/s"] == pytest.approx(60e-9)
 
 
 def test_both_sides_of_this_process_tell_when_the_first_token_came(tmp_path: Path) -> None:

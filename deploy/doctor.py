@@ -10,6 +10,7 @@ It does not import torch: other processes do the probing.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import time
@@ -44,6 +45,7 @@ from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from bench.transfer_link import PeerError, ShapedLink
 from deploy.machine import MachineFacts, machine_facts
+from deploy.plan import split_cores
 from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.session import NodeSession, SessionContext
 
@@ -120,16 +122,18 @@ async def diagnose(
 ) -> Diagnosis:
     """Diagnose the nodes at `source` and `target`, or two local probes if both are None.
 
-    `flags` are those of the nodes that the probes stand for. Raises ConfigError for a single
-    address or for nodes that cannot hand over, and NodeLost.
+    `flags` are those of the nodes that the probes stand for. Probes have the cores that `baton up`
+    gives a prefill node and a decode node here, so kernels choose as they do there. Raises
+    ConfigError for a single address or for nodes that cannot hand over, and NodeLost.
     """
     if (source is None) != (target is None):
         raise ConfigError("--from and --to come together")
-    async with ShapedLink.spawn() as d:
+    of_prefill, of_decode = split_cores(sorted(os.sched_getaffinity(0)), 2)
+    async with ShapedLink.spawn(of_decode) as d:
         facts = await d.ask("facts", kv_lanes=flags.kv_lanes, kv_adopt=flags.kv_adopt)
         machine = await machine_facts(redis, facts)
         if source is None or target is None:
-            async with ShapedLink.spawn() as p:
+            async with ShapedLink.spawn(of_prefill) as p:
                 ways = [way for way in facts["ways"] if "tls" not in way]  # certificates are yours
                 lanes = await probe_local(p, d, ways, facts["preferred"], flags.kv_shm_dir)
             return Diagnosis(("a local probe", "another"), lanes, machine)

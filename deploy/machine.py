@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
+from baton import WAITING, sets_waiting
 from baton.engine.checkpoint.weight_folder import held_bytes
 from baton.runtime.cache_folder import cache_folder
 from baton.runtime.redis.connections import connect
@@ -25,6 +26,9 @@ COPIES: Final = 3
 REDIS_S: Final = 2.0
 # Flags of /proc/cpuinfo that CPU kernels need, best first.
 FEATURES: Final = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
+
+
+OVERRIDES: Final = "BATON_CPU_KERNELS, BATON_CPU_ASKING"  # docs/kernels.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class MachineFacts:
     redis: str
     torch: str
     torch_threads: int
+    waiting: str
     kernels: str
     integer_kernels: str
     gpu: str
@@ -56,8 +61,10 @@ class MachineFacts:
             free = f"{self.shm_free_bytes / 1e9:.1f} of {self.shm_bytes / 1e9:.1f} GB free"
             yield str(SHM), free
         yield "Redis", self.redis
-        yield "torch", f"{self.torch}, {self.torch_threads} threads"
-        yield "CPU kernels", self.kernels
+        threads = "1 thread" if self.torch_threads == 1 else f"{self.torch_threads} threads"
+        yield "torch", f"{self.torch}, {threads} in a node of `baton up`"
+        yield "threads wait", self.waiting
+        yield "CPU kernels", f"{self.kernels}. Overrides: {OVERRIDES}"
         yield "integer weights", self.integer_kernels
         yield "GPU", self.gpu
         yield "kept weights", self.kept_weights or "none"
@@ -81,11 +88,18 @@ async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFac
         redis=await redis_state(redis_url),
         torch=engine["torch"],
         torch_threads=engine["torch_threads"],
+        waiting=waiting(os.environ),
         kernels=engine["kernels"],
         integer_kernels=engine["integer_kernels"],
         gpu=engine["gpu"],
         kept_weights=kept_weights(),
     )
+
+
+def waiting(environ: Mapping[str, str]) -> str:
+    """Return how threads wait for each other, as the environment says it to OpenMP."""
+    told = " ".join(f"{name}={environ[name]}" for name in WAITING if name in environ)
+    return f"{told}, {'as Baton sets it' if sets_waiting else 'as the environment says'}"
 
 
 def kept_weights() -> str:

@@ -34,13 +34,13 @@ from deploy.doctor import (
     probe_nodes,
     view,
 )
-from deploy.machine import MachineFacts, copy_rate, machine_facts, processor, redis_state
+from deploy.machine import MachineFacts, copy_rate, machine_facts, processor, redis_state, waiting
 from deploy.plan import UpOptions, node_options
 from tests.node.fakes import DECODE, PREFILL, TIMING
 from tests.tiny_models import make_tiny_model
 
 FACTS = MachineFacts(
-    "A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "compiled",
+    "A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "spin", "compiled",
     "torch's own serve: this processor has no avx512_vnni", "none: torch sees no GPU",
 )  # fmt: skip
 LANES = (
@@ -124,6 +124,10 @@ def test_json_says_whether_anything_works() -> None:
     assert Diagnosis(("p", "d"), LANES[:1], FACTS).as_json()["healthy"] is False
 
 
+def test_waiting_threads_are_told_as_openmp_reads_them() -> None:
+    assert waiting({"GOMP_SPINCOUNT": "7", "HOME": "/"}).startswith("GOMP_SPINCOUNT=7, as ")
+
+
 async def test_the_machine_is_looked_at() -> None:
     engine = {
         "torch": "2.13", "torch_threads": 3, "kernels": "torch's own serve: no compiler",
@@ -132,8 +136,8 @@ async def test_the_machine_is_looked_at() -> None:
     facts = await machine_facts("", engine)
     assert facts.copy_gb_per_s > 0
     assert facts.cores > 0
-    assert dict(facts.rows())["torch"] == "2.13, 3 threads"
-    assert dict(facts.rows())["CPU kernels"] == "torch's own serve: no compiler"
+    assert dict(facts.rows())["torch"] == "2.13, 3 threads in a node of `baton up`"
+    assert dict(facts.rows())["CPU kernels"].startswith("torch's own serve: no compiler. ")
     assert dict(facts.rows())["GPU"] == "none: torch sees no GPU"
     assert copy_rate() > 0
 

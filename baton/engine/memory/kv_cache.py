@@ -25,12 +25,12 @@ import torch
 from baton.engine.memory import huge_pages, pages
 from baton.engine.memory.layer_groups import LayerGroups, group_layers
 from baton.engine.memory.state_arena import StateArena
+from baton.engine.memory.state_sizes import ALIGNMENT, aligned
 from baton.protocol.errors import ConfigError, InternalError
 from baton.protocol.kv_spec import LayerSpec
 
 # bytes copied back at once: larger scratch costs fresh pages every time
 SLAB_BYTES: Final = 4 << 20
-ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load
 
 _TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -244,5 +244,5 @@ def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     total = 0
     for size in sizes:
         starts.append(total)
-        total += -(-size // ALIGNMENT) * ALIGNMENT
+        total += aligned(size)
     return starts, total

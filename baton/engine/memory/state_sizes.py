@@ -8,7 +8,7 @@ from typing import Final
 
 from baton.protocol.kv_spec import LayerSpec
 
-ALIGNMENT: Final = 64  # bytes: a cache line
+ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load
 STATE_SHARE: Final = 0.5  # of the memory for KV, at most
 CHECKPOINT_SHARE: Final = 0.25  # of the same memory, at most
 CHECKPOINT_TOKENS: Final = 4096  # tokens of KV for each checkpoint, if memory has room for both
@@ -61,5 +61,5 @@ def checkpoints_within(
 
 
 def aligned(size: int) -> int:
-    """Return `size` bytes, up to the next boundary of a part."""
+    """Return `size` bytes, up to the next boundary of a part of a slot or of a page."""
     return -(-size // ALIGNMENT) * ALIGNMENT

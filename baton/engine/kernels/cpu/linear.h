@@ -176,9 +176,13 @@ void multiply_panel(const LinearArgs& a, Rows& rows, int64_t from, int64_t until
                     const bf16* next);
 
 // How many rows of so many bytes meet one panel after the other while they stay in the cache; of
-// those that are multiplied `block` at once.
-inline int64_t slab_of(int64_t row_bytes, int64_t block) {
-  return std::max<int64_t>(block, kCached / row_bytes / block * block);
+// those that are multiplied `block` at once. Of `rows` in all (0: not known) all if they fit, else
+// even parts: no pass over the weights is for a few rows that are left.
+inline int64_t slab_of(int64_t row_bytes, int64_t block, int64_t rows = 0) {
+  const int64_t most = std::max(block, kCached / row_bytes);
+  if (rows == 0) return most / block * block;
+  const int64_t slabs = (rows + most - 1) / most;
+  return slabs <= 1 ? rows : (rows + slabs * block - 1) / (slabs * block) * block;
 }
 
 // What a thread of a team does for a product of rows in slabs of `height`: work(from, until, panel,
@@ -195,15 +199,15 @@ void share_slabs(Team::Member& me, int64_t rows, int64_t height, int64_t panels,
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-inline int64_t linear_slab(int64_t inputs) {
-  if (tiles_take(inputs)) return slab_of(2 * inputs, kTiledRows);
-  return slab_of(sizeof(Factor) * inputs, kManyRows);
+inline int64_t linear_slab(int64_t inputs, int64_t rows = 0) {
+  if (tiles_take(inputs)) return slab_of(2 * inputs, kTiledRows, rows);
+  return slab_of(sizeof(Factor) * inputs, kManyRows, rows);
 }
 
 inline void share_linear(Team::Member& me, const LinearArgs& a) {
   const int64_t panels = panels_of(a.outputs);
   Rows rows(a.x, a.inputs);
-  share_slabs(me, a.rows, linear_slab(a.inputs), panels,
+  share_slabs(me, a.rows, linear_slab(a.inputs, a.rows), panels,
               [&](int64_t from, int64_t until, int64_t panel, int64_t next) {
                 multiply_panel(a, rows, from, until, panel,
                                next < panels ? a.w + next * a.inputs * kPanel : nullptr);

@@ -164,9 +164,9 @@ inline int64_t integer_row_bytes(int64_t inputs) {
 // Rows of the slabs that a team shares.
 inline int64_t integer_slab(const IntegerArgs& a) {
   const int64_t row_bytes = integer_row_bytes(a.inputs);
-  if (a.bits == kW4A8) return slab_of(a.inputs, kW4A8Rows);
+  if (a.bits == kW4A8) return slab_of(a.inputs, kW4A8Rows, a.rows);
   if (widens_once(a, a.rows)) return widened_slab(a.rows, row_bytes, a.outputs);
-  return slab_of(row_bytes, kBlockRows);
+  return slab_of(row_bytes, kBlockRows, a.rows);
 }
 
 // Numbers of IntegerWork::sums that a row needs.

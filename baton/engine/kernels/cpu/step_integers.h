@@ -67,7 +67,7 @@ class IntegerProducts {
 
   // Rows of the slabs that a team shares.
   int64_t height(const StepIntegers& by, const LinearArgs& like) const {
-    if (by.extra != nullptr) return slab_of(row_bytes(by, like), kBlockRows);
+    if (by.extra != nullptr) return slab_of(row_bytes(by, like), kBlockRows, rows_);
     return integer_slab(widening(by, like));
   }
 

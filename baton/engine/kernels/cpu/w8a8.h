@@ -147,7 +147,7 @@ inline void w8a8_linear(const W8A8Args& a) {
   in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
     me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
     ByteRows rows = rounded_rows(a);
-    share_units(me, a.rows, slab_of(4 * a.quads, kBlockRows), a.outputs,
+    share_units(me, a.rows, slab_of(4 * a.quads, kBlockRows, a.rows), a.outputs,
                 [&](const IntegerUnit& unit) { multiply_int8_unit(a, rows, unit); });
   });
 }

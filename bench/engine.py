@@ -437,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--models",
         default=f"{LARGE},{SMALL}",
-        help="such as a name of bench/models.py's MIXTURES or HYBRIDS; all: every one",
+        help="%(default)s, or others of bench/models.py, by commas; all: every one",
     )
     text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
@@ -453,13 +453,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(error.message)
     models = list(WRITERS) if given.models == "all" else given.models.split(",")
     possible = (*ROWS, *FURTHER_ROWS) if given.full else ROWS
+    if strange := [model for model in models if model not in WRITERS]:
+        parser.error(f"no model is called {strange[0]!r}; the models are {', '.join(WRITERS)}")
     asked = {
         model: [row for row in possible if row.model == model and re.search(given.rows, row.name)]
         for model in models
     }
     if not any(asked.values()):
-        known = ", ".join(sorted({row.model for row in possible}))
-        parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
+        names = ", ".join(dict.fromkeys(row.name for row in possible if row.model in models))
+        parser.error(f"no row of these models matches {given.rows!r}; they have {names}")
     prepare(given)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:

@@ -203,8 +203,13 @@ def test_rows_that_do_not_exist_are_an_error(capsys: pytest.CaptureFixture[str])
         engine.main(["--models", "/nope"])
     assert left.value.code == 2
     told = capsys.readouterr().err
-    assert "the models are" in told
+    assert "no model is called '/nope'; the models are" in told
     assert "Llama-25M" in told
+    with pytest.raises(SystemExit):
+        engine.main(["--models", "Llama-25M", "--rows", "nothing"])
+    told = capsys.readouterr().err
+    assert "no row of these models matches 'nothing'; they have prefill 512, decode 1@128" in told
+    assert "decode 16@128\n" in told, "its last row: none of another model"
 
 
 def test_a_roofline_shows_its_rows_under_two_limits(tmp_path: Path) -> None:

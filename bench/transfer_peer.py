@@ -23,7 +23,7 @@ import xxhash
 
 from baton.engine.core.engine import Engine
 from baton.engine.kernels.cpu.build import missing
-from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kernels.cpu.library import asking_state, kernels
 from baton.engine.kernels.cpu.library import state as kernel_state
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kernels.gpu.support import state as gpu_kernel_state
@@ -245,6 +245,7 @@ class TransferPeer:
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
             "kernels": kernel_state(),
+            "asking": asking_state(),
             "integer_kernels": _integer_kernel_state(),
             "gpu": _gpu_state(),
             "ways": all_ways(),

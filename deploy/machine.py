@@ -28,7 +28,11 @@ REDIS_S: Final = 2.0
 FEATURES: Final = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
 
 
-OVERRIDES: Final = "BATON_CPU_KERNELS, BATON_CPU_ASKING"  # docs/kernels.md
+# docs/kernels.md
+OVERRIDES: Final = (
+    "BATON_CPU_KERNELS=amx|avx512bf16|avx512|avx2|off, BATON_CPU_ASKING=1|2|4 (prefetch), "
+    "OMP_WAIT_POLICY, GOMP_SPINCOUNT (how threads wait)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class MachineFacts:
     torch_threads: int
     waiting: str
     kernels: str
+    asking: str
     integer_kernels: str
     gpu: str
     kept_weights: str = ""
@@ -64,8 +69,11 @@ class MachineFacts:
         threads = "1 thread" if self.torch_threads == 1 else f"{self.torch_threads} threads"
         yield "torch", f"{self.torch}, {threads} in a node of `baton up`"
         yield "threads wait", self.waiting
-        yield "CPU kernels", f"{self.kernels}. Overrides: {OVERRIDES}"
+        yield "CPU kernels", self.kernels
+        if self.asking:
+            yield "prefetch", self.asking
         yield "integer weights", self.integer_kernels
+        yield "overrides", OVERRIDES
         yield "GPU", self.gpu
         yield "kept weights", self.kept_weights or "none"
 
@@ -90,6 +98,7 @@ async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFac
         torch_threads=engine["torch_threads"],
         waiting=waiting(os.environ),
         kernels=engine["kernels"],
+        asking=engine["asking"],
         integer_kernels=engine["integer_kernels"],
         gpu=engine["gpu"],
         kept_weights=kept_weights(),

@@ -75,7 +75,14 @@ class TimelineSource:
         return answer_of(reply)
 
     def timeline(self, name: str) -> dict[str, Any]:
-        return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
+        """Return a request's timeline. Raises BatonError, which names the router that was asked."""
+        try:
+            return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
+        except Unavailable:
+            raise
+        except BatonError as error:
+            text = f"{error.message} (asked {self.url}; --url names another router)"
+            raise BatonError(text) from error
 
     def perfetto(self, name: str) -> dict[str, Any]:
         """Return a timeline for ui.perfetto.dev and chrome://tracing."""

@@ -40,7 +40,7 @@ from tests.node.fakes import DECODE, PREFILL, TIMING
 from tests.tiny_models import make_tiny_model
 
 FACTS = MachineFacts(
-    "A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "spin", "compiled",
+    "A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "spin", "compiled", "asks",
     "torch's own serve: this processor has no avx512_vnni", "none: torch sees no GPU",
 )  # fmt: skip
 LANES = (
@@ -130,14 +130,16 @@ def test_waiting_threads_are_told_as_openmp_reads_them() -> None:
 
 async def test_the_machine_is_looked_at() -> None:
     engine = {
-        "torch": "2.13", "torch_threads": 3, "kernels": "torch's own serve: no compiler",
+        "torch": "2.13", "torch_threads": 3, "kernels": "torch's own serve", "asking": "",
         "integer_kernels": "torch's own serve: as above", "gpu": "none: torch sees no GPU",
     }  # fmt: skip
     facts = await machine_facts("", engine)
     assert facts.copy_gb_per_s > 0
     assert facts.cores > 0
     assert dict(facts.rows())["torch"] == "2.13, 3 threads in a node of `baton up`"
-    assert dict(facts.rows())["CPU kernels"].startswith("torch's own serve: no compiler. ")
+    assert dict(facts.rows())["CPU kernels"] == "torch's own serve"
+    assert "prefetch" not in dict(facts.rows())
+    assert dict(FACTS.rows())["prefetch"] == "asks"
     assert dict(facts.rows())["GPU"] == "none: torch sees no GPU"
     assert copy_rate() > 0
 

@@ -336,17 +336,17 @@ def test_a_machine_without_a_compiler_is_served_by_torch(
     ("asked", "processor", "served", "reason"),
     [
         (None, ("old", "new"), "new", "compiled, New"),
-        (None, ("old",), "old", "compiled, Old (New: this processor has no new)"),
-        ("old", ("old", "new"), "old", "compiled, Old (BATON_CPU_KERNELS is old)"),
+        (None, ("old",), "old", "compiled, Old, because New: this processor has no new"),
+        ("old", ("old", "new"), "old", "compiled, Old, because BATON_CPU_KERNELS is old"),
         ("new", ("old",), None, "BATON_CPU_KERNELS is new; New: this processor has no new"),
         ("sse", ("old",), None, "BATON_CPU_KERNELS is sse, which is none of rare, new, old, off"),
         ("off", ("old",), None, "BATON_CPU_KERNELS is off"),
         (None, (), None, "New: this processor has no new; Old: this processor has no old"),
-        (None, ("old", "new", "slow"), "old", "compiled, Old (New: slow on this processor)"),
-        ("new", ("old", "new", "slow"), "new", "compiled, New (BATON_CPU_KERNELS is new)"),
-        (None, ("old", "slow"), "old", "compiled, Old (New: this processor has no new)"),
+        (None, ("old", "new", "slow"), "old", "compiled, Old, because New: slow on this processor"),
+        ("new", ("old", "new", "slow"), "new", "compiled, New, because BATON_CPU_KERNELS is new"),
+        (None, ("old", "slow"), "old", "compiled, Old, because New: this processor has no new"),
         (None, ("old", "rare"), "old", "Rare: only where BATON_CPU_KERNELS is rare"),
-        ("rare", ("old", "rare"), "rare", "compiled, Rare (BATON_CPU_KERNELS is rare)"),
+        ("rare", ("old", "rare"), "rare", "compiled, Rare, because BATON_CPU_KERNELS is rare"),
     ],
 )
 def test_the_best_instruction_set_serves_or_the_one_asked_for(
@@ -377,7 +377,7 @@ def test_the_best_instruction_set_serves_or_the_one_asked_for(
     assert [each.name for each in made] == ([served] if served else [])
     assert (found is None) == (served is None)
     assert reason in told
-    assert found is not None or told.startswith("torch's own serve (")
+    assert found is not None or told.startswith("torch's own serve, because ")
 
 
 @pytest.mark.long

@@ -169,7 +169,7 @@ def test_without_a_home_that_can_be_written_torch_serves(
     assert "Not a directory" in told
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    assert library.choose(None) == (None, "torch's own serve (Any: nobody knows)")
+    assert library.choose(None) == (None, "torch's own serve, because Any: nobody knows")
     with pytest.raises(OSError, match="nobody knows"):
         cache_folder("kernels")
 

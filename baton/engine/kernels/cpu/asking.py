@@ -53,12 +53,13 @@ def choose_asking(kernels: CpuKernels, folder: Path | None = None) -> str:
         logger.warning("%s is %s, which is none of %s", SWITCH, given, LINES)
     lines, why = _found(kernels, folder)
     kernels.ask_every(lines)
-    return _text(lines, why)
+    ignored = "" if given is None else f"; {SWITCH}={given} is ignored: it is none of {LINES}"
+    return _text(lines, why + ignored)
 
 
 def _text(lines: int, why: str) -> str:
     every = {1: "each cache line", 2: "every second cache line", 4: "every fourth cache line"}
-    return f"asks memory for {every[lines]}: {why}"
+    return f"asks memory for {every[lines]} of the weights that come next: {why}"
 
 
 def _found(kernels: CpuKernels, folder: Path | None) -> tuple[int, str]:
@@ -72,7 +73,7 @@ def _found(kernels: CpuKernels, folder: Path | None) -> tuple[int, str]:
                 return kept, "measured before"
             lines = measure(kernels)
             if lines is None:
-                return LINES[0], "beside other work nothing was measured"
+                return LINES[0], "not measured, because other programs used the cores"
             keep(path, json.dumps(lines))
             return lines, "measured"
     except OSError as error:

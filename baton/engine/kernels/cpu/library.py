@@ -429,18 +429,17 @@ def product_kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels 
     found = kernels_for(dtype, device)
     if found is None or (torch.cpu._is_amx_tile_supported() and not found.instructions.tiles):
         return None
-    _asking()
+    asking_state()
     return found
 
 
 def state() -> str:
-    """Return a text for people: which kernels serve on this machine, how, and why."""
-    described = _found()[1]
-    return described if kernels() is None else f"{described}; {_asking()}"
+    """Return a text for people: which kernels serve on this machine, and why."""
+    return _found()[1]
 
 
 @functools.cache
-def _asking() -> str:
+def asking_state() -> str:
     """Choose how often products ask memory, and say it: by the first product with panels, since it
     may take a measurement."""
     found = kernels()
@@ -477,6 +476,7 @@ def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
         if not candidates and asked != "off":
             names = ", ".join(each.name for each in INSTRUCTION_SETS)
             reasons = [f"{SWITCH} is {asked}, which is none of {names}, off"]
+            logger.warning("%s: torch's own serve, which are several times slower", reasons[0])
     for instructions in candidates:
         try:
             return CpuKernels(instructions), _described(f"compiled, {instructions.title}", reasons)
@@ -486,4 +486,4 @@ def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
 
 
 def _described(what: str, reasons: Sequence[str]) -> str:
-    return f"{what} ({'; '.join(reasons)})" if reasons else what
+    return f"{what}, because {'; '.join(reasons)}" if reasons else what

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -53,6 +54,41 @@ MANY = {
     "tests/test_grammar_trials.py",
 }  # fmt: skip
 
+# Each takes long for each of its combinations, and they are models, formats or sizes that other
+# tests take one by one: CI takes every third one, `-m soak` the others.
+THIRDS = {
+    "engine/test_compiled_step.py::test_late_threads_change_nothing",
+    "engine/test_deterministic.py::test_a_draft_head_changes_no_bit",
+    "engine/test_head_ranks.py::test_tokens_and_guesses_are_those_of_one_rank",
+    "engine/test_image_ranks.py::test_preempted_and_forked",
+    "engine/test_image_ranks.py::test_speculation_and_planning_ahead",
+    "engine/test_image_ranks.py::test_tokens_are_those_of_generate",
+    "engine/test_images.py::test_preempted_and_forked",
+    "engine/test_images.py::test_speculation_and_resumption",
+    "engine/test_mixed_windows.py::test_preempted_requests_come_back",
+    "engine/test_models_memory.py::test_the_peak_of_loading_is_the_weights",
+    "engine/test_state_bounds.py::test_however_steps_cut_a_sequence",
+    "engine/test_state_models.py::test_an_engine_preempts_forks_and_plans_ahead",
+    "engine/test_state_prefixes.py::test_prompts_that_begin_alike_share_a_state",
+    "engine/test_state_speculation.py::test_tokens_are_those_without_drafts",
+    "engine/test_tensor_parallel_mixtures.py::test_so_it_does_in_stored_formats",
+    "engine/test_tensor_parallel_mixtures.py::test_stored_formats",
+    "engine/test_tensor_parallel_quantized.py::test_a_rank_takes_the_memory_that_is_estimated",
+    "engine/test_tensor_parallel_quantized.py::test_every_format_gives_the_logits_of_one_rank",
+    "system/test_data_parallel.py::test_a_rank_killed_in_mid_stream_ends_its_group_alone",
+    "system/test_encode_nodes.py::test_tokens_are_those_of_generate",
+    "system/test_golden.py::test_different_block_sizes_on_prefill_and_decode",
+    "system/test_hetero.py::test_any_two_block_sizes",
+    "system/test_migration.py::test_streams_go_on_where_they_were",
+    "system/test_state_handover.py::test_forks_of_a_state_that_has_moved",
+    "system/test_state_handover.py::test_running_requests_move_with_their_states",
+    "system/test_state_handover.py::test_two_prefill_and_two_decode_nodes",
+    "system/test_state_models.py::test_a_prefill_and_a_decode_node_are_killed",
+    "system/test_state_ranks.py::test_any_two_sizes",
+    "system/test_tensor_parallel_matrix.py::test_every_format_over_any_sizes",
+    "system/test_tensor_parallel_matrix.py::test_latents_and_whole_experts_over_any_sizes",
+}
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -87,16 +123,19 @@ def place(path: Path) -> str:
 
 def mark_combinations(items: list[pytest.Item]) -> None:
     """In MANY `long` is what differs from an earlier test by its parameters alone: `./run test`
-    takes the first combination of each test, CI takes all."""
-    seen = set[str]()
+    takes the first combination of each test, CI takes all, but every third one of THIRDS."""
+    taken, seen = set[str](), Counter[str]()
     for item in items:
+        test = item.nodeid.partition("[")[0].removeprefix("tests/")
         marks = {mark.name for mark in item.iter_markers()}
         many = MANY & {item.path.parent.name, place(item.path)}
-        if many and not marks & {"long", "soak"}:
-            test = item.nodeid.partition("[")[0]
-            if test in seen:
+        seen[test] += 1
+        if test in THIRDS and seen[test] % 3 != 1:
+            item.add_marker(pytest.mark.soak)
+        elif many and not marks & {"long", "soak"}:
+            if test in taken:
                 item.add_marker(pytest.mark.long)
-            seen.add(test)
+            taken.add(test)
 
 
 def in_turn(files: list[Path]) -> list[Path]:

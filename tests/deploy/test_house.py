@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.conftest import THIRDS
 from tools import house
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +44,9 @@ def test_the_house_does_not_grow() -> None:
     assert found.lines["router"] <= MOST_ROUTER_LINES
     assert len(found.shared) <= MOST_SHARED_NAMES
     assert len(found.small) <= MOST_SMALL_MODULES
+
+
+def test_tests_that_ci_thins_out_exist() -> None:
+    for name in sorted(THIRDS):
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name

@@ -82,7 +82,9 @@ class ServeOptions:
     slo_ttft_ms: float = option(500.0, "a good request has its first token within so many ms")
     slo_tpot_ms: float = option(50.0, "and then at most so many ms per token")
     timeout_s: float = option(300.0, "longest silence of a server, seconds")
-    json: Path | None = option(None, "also write to this file what stdout gets: the results in JSON")
+    json: Path | None = option(
+        None, "also write to this file what stdout gets: the results in JSON"
+    )
     compare: bool = option(False, "start Baton apart and colocated on the same cores, alternating")
     peer: tuple[str, ...] = option(
         (), "--compare with this server, too: a command with {port} in it (repeatable)"

@@ -63,7 +63,8 @@ class TimelineSource:
     trust: ssl.SSLContext | None = None
 
     def get(self, path: str) -> Any:
-        """Return the JSON that the router answers. Raises BatonError with its message."""
+        """Return the JSON that the router answers. Raises BatonError with its message and which
+        router was asked."""
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         try:
             with httpx.Client(
@@ -72,17 +73,16 @@ class TimelineSource:
                 reply = client.get(self.url.rstrip("/") + path, headers=headers)
         except httpx.HTTPError as error:
             raise Unavailable(f"no router answers at {self.url}: {error}") from error
-        return answer_of(reply)
-
-    def timeline(self, name: str) -> dict[str, Any]:
-        """Return a request's timeline. Raises BatonError, which names the router that was asked."""
         try:
-            return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
+            return answer_of(reply)
         except Unavailable:
             raise
         except BatonError as error:
             text = f"{error.message} (asked {self.url}; --url names another router)"
             raise BatonError(text) from error
+
+    def timeline(self, name: str) -> dict[str, Any]:
+        return self.get(f"/v1/requests/{quote(name, safe='')}/timeline")
 
     def perfetto(self, name: str) -> dict[str, Any]:
         """Return a timeline for ui.perfetto.dev and chrome://tracing."""

@@ -123,7 +123,8 @@ def place(path: Path) -> str:
 
 def mark_combinations(items: list[pytest.Item]) -> None:
     """In MANY `long` is what differs from an earlier test by its parameters alone: `./run test`
-    takes the first combination of each test, CI takes all, but every third one of THIRDS."""
+    takes the first combination of each test, CI takes all of them. Of each of THIRDS it takes the
+    first, the fourth, and so on."""
     taken, seen = set[str](), Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0].removeprefix("tests/")

@@ -13,6 +13,8 @@ from baton.engine.kernels.cpu import asking
 from baton.engine.kernels.cpu.asking import LINES, SWITCH, choose_asking, fastest
 from baton.engine.kernels.cpu.library import CpuKernels
 
+NEXT = "of the weights that come next"
+
 
 @pytest.fixture(autouse=True)
 def as_before(cpu_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -40,8 +42,8 @@ def test_a_measurement_is_kept(cpu_kernels: CpuKernels, tmp_path: Path) -> None:
         first = choose_asking(cpu_kernels, tmp_path)
         again = choose_asking(cpu_kernels, tmp_path)
     assert measure.call_count == 1
-    assert first.endswith("every fourth cache line of the weights that come next: measured")
-    assert again == f"{first} before"
+    assert first == f"asks memory for every fourth cache line {NEXT}: measured"
+    assert again == f"asks memory for every fourth cache line {NEXT}: measured before"
 
 
 def test_another_number_of_threads_is_measured_anew(
@@ -63,7 +65,8 @@ def test_beside_other_work_nothing_is_kept(
     looks = iter(range(1_000_000))
     monkeypatch.setattr(asking, "_waited_s", lambda: float(next(looks)))
     told = choose_asking(cpu_kernels, tmp_path)
-    assert told.startswith("asks memory for each cache line of the weights that come next: not ")
+    why = "not measured, because other programs used the cores"
+    assert told == f"asks memory for each cache line {NEXT}: {why}"
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -95,8 +98,18 @@ def test_the_user_may_choose(
     monkeypatch.setenv(SWITCH, "2")
     with mock.patch.object(asking, "measure") as measure:
         told = choose_asking(cpu_kernels, tmp_path)
-    assert told.endswith(f"every second cache line of the weights that come next: {SWITCH} is 2")
+    assert told == f"asks memory for every second cache line {NEXT}: {SWITCH} is 2"
     assert not measure.called
+
+
+def test_a_choice_that_there_is_not_is_told(
+    cpu_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "3")
+    with mock.patch.object(asking, "measure", return_value=1):
+        told = choose_asking(cpu_kernels, tmp_path)
+    ignored = f"{SWITCH}=3 is ignored: it is none of (1, 2, 4)"
+    assert told == f"asks memory for each cache line {NEXT}: measured; {ignored}"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 7, 16])

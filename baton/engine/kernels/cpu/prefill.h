@@ -156,6 +156,8 @@ class PrefillTask {
   void attend(int64_t m, int64_t count, int64_t at) {
     if constexpr (M > 1)
       if (count < M) return attend<M - 1>(m, count, at);
+    // The last query sees most keys of the tile; what is behind them has no weight.
+    const int64_t keys = std::min<int64_t>(kKeys, position(m + M - 1) + 1 - at);
     alignas(64) Factor weights[M][kKeys];
     float kept[M];
     const Factor* x[M];
@@ -173,7 +175,7 @@ class PrefillTask {
       BATON_UNROLL for (int i = 0; i < M; ++i)
         BATON_UNROLL for (int j = 0; j < 4; ++j)
           sum[i][j] = load(&sums_[(m + i) * wide_ + d + 16 * j]) * broadcast(kept[i]);
-      multiply_pairs<M>(x, value_pairs_.data() + 2 * d, wide_, kKeys, sum);
+      multiply_pairs<M>(x, value_pairs_.data() + 2 * d, wide_, keys, sum);
       BATON_UNROLL for (int i = 0; i < M; ++i)
         BATON_UNROLL for (int j = 0; j < 4; ++j)
           store(&sums_[(m + i) * wide_ + d + 16 * j], sum[i][j]);

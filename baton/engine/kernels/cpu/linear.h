@@ -31,16 +31,44 @@ struct LinearArgs {
   int64_t stride = 0;     // numbers from a row of y to the next; 0: outputs
 };
 
+// The step where one group of rows asks alone, as asking.py has measured it.
+inline std::atomic<int> asking_step{1};
+
 // Weights that come next, asked of memory while these are multiplied: `lines` cache lines with
-// every pair of inputs, from `from` on, each `step`-th of them. Few lines a pair if several groups
-// of rows share the asking.
+// every pair of inputs, from `from` on, each `step`-th of them; `near`: to the core's first cache.
 struct Ahead {
   const char* from = nullptr;
   int lines = 0, step = 1;
+  bool near = false;
+
+  // What one of several passes asks of `inputs` inputs from `next` on, which may be null: an even share.
+  static Ahead of(const bf16* next, int64_t inputs, int64_t pass, int64_t passes, bool near) {
+    if (next == nullptr) return {};
+    const int64_t first = kPanelVectors * pass / passes;
+    Ahead ahead{reinterpret_cast<const char*>(next) + first * 32 * inputs,
+                static_cast<int>(kPanelVectors * (pass + 1) / passes - first), 1, near};
+    if (passes == 1)
+      ahead.step = std::min<int>(asking_step.load(std::memory_order_relaxed), kPanelVectors);
+    return ahead;
+  }
+
+  void ask_lines() {
+    if (near)
+      for (int line = 0; line < lines; ++line, from += 64) ask(from);
+    else
+      for (int line = 0; line < lines; line += step, from += 64 * step) ask_early(from);
+  }
 };
 
-// The step where one group of rows asks alone, as asking.py has measured it.
-inline std::atomic<int> asking_step{1};
+// Inputs [from, until) of a panel. Between parts the sums wait in memory: [rows of the slab][V][16] of
+// V times 16 outputs.
+struct Part {
+  int64_t from, until;
+  float* sums;
+};
+
+alignas(64) inline constexpr float kZeros[16] = {};
+constexpr int64_t kPartRows = kPartPasses * std::max(kRows, kHalfRows / 2);  // at most, of a slab in parts
 
 // The rows of a product as one thread takes them.
 struct Rows {
@@ -76,19 +104,27 @@ struct Outputs {
 
 // M rows of a slab by V times 16 outputs of a panel, from output `from` of all on.
 template <int M, int V>
-inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t from,
-                     Ahead ahead) {
-  const bf16* w = a.w + from / kPanel * a.inputs * kPanel + 2 * (from % kPanel);
+inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t from, Ahead ahead,
+                     const Part& part) {
+  const bf16* w = a.w + (from / kPanel * a.inputs + part.from) * kPanel + 2 * (from % kPanel);
+  float* const kept = part.sums + (row - slab.from) * V * 16;
   // Every fourth row: what lies between is within reach of an address.
   const Factor* x[(M + 3) / 4];
   for (int m = 0; m < M; m += 4) x[m / 4] = slab.x + (row - slab.from + m) * a.inputs;
   Floats sum[M][V];
+  // One way for the first part and the others: of two, the compiler keeps the sums in memory.
+  const float* const before = part.from > 0 ? kept : kZeros;
+  const int64_t step = part.from > 0 ? 16 : 0;
   BATON_UNROLL for (int m = 0; m < M; ++m)
-    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = broadcast(0.0f);
-  for (int64_t k = 0; k < a.inputs; k += 2, w += 2 * kPanel) {
-    for (int line = 0; line < ahead.lines; line += ahead.step, ahead.from += 64 * ahead.step)
-      _mm_prefetch(ahead.from, _MM_HINT_T1);
+    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = load(before + step * (m * V + j));
+  for (int64_t k = part.from; k < part.until; k += 2, w += 2 * kPanel) {
+    ahead.ask_lines();
     dot_rows<M>(sum, [&](int m) { return x[m / 4] + m % 4 * a.inputs + k; }, w);
+  }
+  if (kPartPasses > 0 && part.until < a.inputs) {
+    BATON_UNROLL for (int m = 0; m < M; ++m)
+      BATON_UNROLL for (int j = 0; j < V; ++j) store(kept + 16 * (m * V + j), sum[m][j]);
+    return;
   }
   for (int j = 0; j < V; ++j) {
     const Outputs outputs(a, from + 16 * j);
@@ -99,10 +135,10 @@ inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t
 // Up to M rows by V vectors of a panel.
 template <int M, int V>
 inline void multiply_rows(const LinearArgs& a, const Slab& slab, int64_t row, int64_t rows,
-                          int64_t from, Ahead ahead) {
+                          int64_t from, const Ahead& ahead, const Part& part) {
   if constexpr (M > 1)
-    if (rows < M) return multiply_rows<M - 1, V>(a, slab, row, rows, from, ahead);
-  multiply<M, V>(a, slab, row, from, ahead);
+    if (rows < M) return multiply_rows<M - 1, V>(a, slab, row, rows, from, ahead, part);
+  multiply<M, V>(a, slab, row, from, ahead, part);
 }
 
 #ifdef BATON_TILES
@@ -137,9 +173,12 @@ inline void multiply_tiled(const LinearArgs& a, const uint8_t* rows, int64_t fro
 // Whether tiles take products of so many inputs.
 inline bool tiles_take(int64_t inputs) { return kTiles && inputs % kTilePairs == 0; }
 
-// Groups of up to kRows rows take a panel at once. A few more, and twice as many, take its halves
+// Groups of up to kRows rows take a panel at once. A few more, and twice as many, may take its halves
 // instead: its weights come from afar and are read half as often. Beyond, arithmetic is what takes
 // time, and kManyRows is what does most of it.
+//
+// A panel does not fit the core's first cache. Where few passes go over it, all go over a part of it
+// before the next one: the first one brings the part nearer, while memory is asked for the next.
 inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
                           const bf16* next) {
   const int64_t rows = slab.until - slab.from;
@@ -148,24 +187,25 @@ inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
   const int64_t groups = (rows + most - 1) / most;
   const int64_t halves = (rows + groups - 1) / groups > kRows ? 2 : 1;
   const int64_t passes = groups * halves;
-  Ahead ahead{reinterpret_cast<const char*>(next), 0};
-  if (next != nullptr && passes <= kAskingPasses)
-    ahead.lines = static_cast<int>((kPanelVectors + passes - 1) / passes);
-  if (passes == 1)
-    ahead.step = std::min<int>(asking_step.load(std::memory_order_relaxed), kPanelVectors);
-  const char* const last = ahead.from + 2 * kPanel * a.inputs;
-  for (int64_t half = 0; half < halves; ++half) {
-    int64_t parts = groups;
-    for (int64_t row = slab.from; row < slab.until; --parts) {
-      const int64_t count = (slab.until - row + parts - 1) / parts;
-      if (halves == 1)
-        multiply_rows<kRows, kPanelVectors>(a, slab, row, count, panel * kPanel, ahead);
-      else
-        multiply_rows<kHalfRows, kPanelVectors / 2>(
-            a, slab, row, count, panel * kPanel + half * (kPanel / 2), ahead);
-      ahead.from += ahead.lines * 32 * a.inputs;
-      if (ahead.from >= last) ahead.lines = 0;
-      row += count;
+  const bool in_parts = passes > 1 && passes <= kPartPasses;
+  const int64_t parts = in_parts ? (a.inputs - 1) / (kPartInputs * passes) + 1 : 1;
+  alignas(64) float sums[kPartRows * kPanel + 1];
+  for (int64_t i = 0, from = 0, until; i < parts; ++i, from = until) {
+    until = a.inputs / 2 * (i + 1) / parts * 2;
+    const bf16* const then = i + 1 < parts ? a.w + (panel * a.inputs + until) * kPanel : next;
+    for (int64_t half = 0, pass = 0; half < halves; ++half) {
+      const Part part{from, until, sums + half * rows * (kPanel / 2)};
+      int64_t left = groups;
+      for (int64_t row = slab.from; row < slab.until; --left, ++pass) {
+        const int64_t count = (slab.until - row + left - 1) / left;
+        const Ahead ahead = Ahead::of(then, until - from, pass, passes, in_parts);
+        if (halves == 1)
+          multiply_rows<kRows, kPanelVectors>(a, slab, row, count, panel * kPanel, ahead, part);
+        else
+          multiply_rows<kHalfRows, kPanelVectors / 2>(
+              a, slab, row, count, panel * kPanel + half * (kPanel / 2), ahead, part);
+        row += count;
+      }
     }
   }
 }

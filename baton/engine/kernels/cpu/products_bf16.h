@@ -9,9 +9,10 @@ using Pair = __m512bh;
 
 // linear.h
 constexpr int kRows = 6;          // by a panel at once: 24 registers accumulate
-constexpr int kHalfRows = 8;      // by half a panel
+constexpr int kHalfRows = kRows;  // halves of a panel are not taken
 constexpr int kManyRows = kRows;  // at once where there are many
-constexpr int kAskingPasses = 4;  // so many over a panel ask for the next one's lines
+constexpr int kPartPasses = 4;    // so many over a panel go over parts of it
+constexpr int kPartInputs = 64;   // of a part, times passes: 16 KB for two of them
 // prefill.h
 constexpr int kQueries = 6;        // at once by kQueryVectors: 24 registers accumulate
 constexpr int kQueryVectors = 4;

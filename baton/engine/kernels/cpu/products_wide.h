@@ -17,7 +17,8 @@ using Pair = Pairs;
 constexpr int kRows = 4;              // by a panel at once: 16 registers accumulate, 8 hold weights
 constexpr int kHalfRows = 12;         // by half a panel: 24 do, 4 hold weights
 constexpr int kManyRows = kHalfRows;  // at once where there are many
-constexpr int kAskingPasses = 256;    // so many over a panel ask for the next one's lines
+constexpr int kPartPasses = 6;        // so many over a panel go over parts of it
+constexpr int kPartInputs = 64;       // of a part, times passes: 16 KB for two of them
 // prefill.h
 constexpr int kQueries = 12;      // at once by kQueryVectors: 24 registers accumulate
 constexpr int kQueryVectors = 2;

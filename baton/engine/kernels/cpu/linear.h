@@ -41,7 +41,7 @@ struct Ahead {
   int lines = 0, step = 1;
   bool near = false;
 
-  // What one of several passes asks of `inputs` inputs from `next` on, which may be null: an even share.
+  // What one of several passes asks of the inputs from `next` on, if any: an even share.
   static Ahead of(const bf16* next, int64_t inputs, int64_t pass, int64_t passes, bool near) {
     if (next == nullptr) return {};
     const int64_t first = kPanelVectors * pass / passes;
@@ -61,14 +61,15 @@ struct Ahead {
 };
 
 // Inputs [from, until) of a panel. Between parts the sums wait in memory: [rows of the slab][V][16] of
-// V times 16 outputs.
+// Inputs [from, until) of a panel. Between parts the sums of each row wait in memory: [rows][V][16].
 struct Part {
   int64_t from, until;
   float* sums;
 };
 
 alignas(64) inline constexpr float kZeros[16] = {};
-constexpr int64_t kPartRows = kPartPasses * std::max(kRows, kHalfRows / 2);  // at most, of a slab in parts
+// Of a slab that is taken in parts, at most.
+constexpr int64_t kPartRows = kPartPasses * std::max(kRows, kHalfRows / 2);
 
 // The rows of a product as one thread takes them.
 struct Rows {

@@ -51,16 +51,8 @@ struct Ahead {
       ahead.step = std::min<int>(asking_step.load(std::memory_order_relaxed), kPanelVectors);
     return ahead;
   }
-
-  void ask_lines() {
-    if (near)
-      for (int line = 0; line < lines; ++line, from += 64) ask(from);
-    else
-      for (int line = 0; line < lines; line += step, from += 64 * step) ask_early(from);
-  }
 };
 
-// Inputs [from, until) of a panel. Between parts the sums wait in memory: [rows of the slab][V][16] of
 // Inputs [from, until) of a panel. Between parts the sums of each row wait in memory: [rows][V][16].
 struct Part {
   int64_t from, until;
@@ -68,7 +60,7 @@ struct Part {
 };
 
 alignas(64) inline constexpr float kZeros[16] = {};
-// Of a slab that is taken in parts, at most.
+// Rows of a slab that is taken in parts, at most.
 constexpr int64_t kPartRows = kPartPasses * std::max(kRows, kHalfRows / 2);
 
 // The rows of a product as one thread takes them.
@@ -119,7 +111,8 @@ inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t
   BATON_UNROLL for (int m = 0; m < M; ++m)
     BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = load(before + step * (m * V + j));
   for (int64_t k = part.from; k < part.until; k += 2, w += 2 * kPanel) {
-    ahead.ask_lines();
+    for (int line = 0; line < ahead.lines; line += ahead.step, ahead.from += 64 * ahead.step)
+      ahead.near ? ask(ahead.from) : ask_early(ahead.from);
     dot_rows<M>(sum, [&](int m) { return x[m / 4] + m % 4 * a.inputs + k; }, w);
   }
   if (kPartPasses > 0 && part.until < a.inputs) {
@@ -179,12 +172,13 @@ inline bool tiles_take(int64_t inputs) { return kTiles && inputs % kTilePairs ==
 // time, and kManyRows is what does most of it.
 //
 // A panel does not fit the core's first cache. Where few passes go over it, all go over a part of it
-// before the next one: the first one brings the part nearer, while memory is asked for the next.
+// before the next one, which is asked into the first cache meanwhile. Passes over whole rows of a
+// part find it there after the first one; two halves have lines of their own.
 inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
                           const bf16* next) {
   const int64_t rows = slab.until - slab.from;
   const int64_t most = rows <= 2 * kHalfRows ? kHalfRows : kManyRows;
-  // Evenly: 10 rows are 5 and 5, not 8 and 2.
+  // Evenly: 10 rows are 5 and 5, not 6 and 4.
   const int64_t groups = (rows + most - 1) / most;
   const int64_t halves = (rows + groups - 1) / groups > kRows ? 2 : 1;
   const int64_t passes = groups * halves;

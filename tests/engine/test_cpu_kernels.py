@@ -261,7 +261,7 @@ def test_a_row_is_the_same_whoever_attends_it(cpu_kernels: CpuKernels, window: i
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("inputs", [48, 96])  # tiles take the second
+@pytest.mark.parametrize("inputs", [48, 96, 402])  # tiles take 96; 402 go part by part
 def test_every_count_of_rows_gives_what_each_row_gives_alone(
     cpu_kernels: CpuKernels, inputs: int
 ) -> None:

@@ -60,6 +60,7 @@ struct Part {
 };
 
 alignas(64) inline constexpr float kZeros[16] = {};
+constexpr int64_t kPartInputs = 64;  // of a part, times passes: 8 KB each with AVX-512
 // Rows of a slab that is taken in parts, at most.
 constexpr int64_t kPartRows = kPartPasses * std::max(kRows, kHalfRows / 2);
 
@@ -196,7 +197,7 @@ inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
         const Ahead ahead = Ahead::of(then, until - from, pass, passes, in_parts);
         if (halves == 1)
           multiply_rows<kRows, kPanelVectors>(a, slab, row, count, panel * kPanel, ahead, part);
-        else
+        else if constexpr (kHalfRows > kRows)
           multiply_rows<kHalfRows, kPanelVectors / 2>(
               a, slab, row, count, panel * kPanel + half * (kPanel / 2), ahead, part);
         row += count;

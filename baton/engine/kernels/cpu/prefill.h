@@ -156,7 +156,7 @@ class PrefillTask {
   void attend(int64_t m, int64_t count, int64_t at) {
     if constexpr (M > 1)
       if (count < M) return attend<M - 1>(m, count, at);
-    // The last query sees most keys of the tile; what is behind them has no weight.
+    // The last query sees the most keys of the tile; those behind them have no weight.
     const int64_t keys = std::min<int64_t>(kKeys, position(m + M - 1) + 1 - at);
     alignas(64) Factor weights[M][kKeys];
     float kept[M];

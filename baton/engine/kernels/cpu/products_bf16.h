@@ -12,7 +12,6 @@ constexpr int kRows = 6;          // by a panel at once: 24 registers accumulate
 constexpr int kHalfRows = kRows;  // halves of a panel are not taken
 constexpr int kManyRows = kRows;  // at once where there are many
 constexpr int kPartPasses = 4;    // so many over a panel go over parts of it
-constexpr int kPartInputs = 64;   // of a part, times passes: 8 KB each
 // prefill.h
 constexpr int kQueries = 6;        // at once by kQueryVectors: 24 registers accumulate
 constexpr int kQueryVectors = 4;

@@ -18,7 +18,6 @@ constexpr int kRows = 4;              // by a panel at once: 16 registers accumu
 constexpr int kHalfRows = 12;         // by half a panel: 24 do, 4 hold weights
 constexpr int kManyRows = kHalfRows;  // at once where there are many
 constexpr int kPartPasses = 6;        // so many over a panel go over parts of it
-constexpr int kPartInputs = 64;       // of a part, times passes: 8 KB each
 // prefill.h
 constexpr int kQueries = 12;      // at once by kQueryVectors: 24 registers accumulate
 constexpr int kQueryVectors = 2;

@@ -45,7 +45,6 @@ constexpr int kRows = 1;              // by a panel at once
 constexpr int kHalfRows = 6;          // by half a panel: 12 registers accumulate
 constexpr int kManyRows = kHalfRows;  // at once where there are many
 constexpr int kPartPasses = 0;        // panels are taken whole
-constexpr int kPartInputs = 1;
 // attention.h
 constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
 constexpr int kValueParts = 1;  // of 32 numbers at once, by two query heads: as many do

@@ -308,11 +308,11 @@ def test_a_step_with_images_arrives_as_it_was_told(told: Step) -> None:
 
 
 def test_a_step_of_text_tells_no_more_than_before() -> None:
-    """Head, tokens and positions; of each span six numbers, its slots and blocks."""
+    """Head, tokens and positions; of each span seven numbers, its slots and blocks."""
     chunk = SequenceChunk("a", range(5), 0, (HeldBlocks((0, 1)),))
     step = flatten([chunk], ATTENTION, 4, CPU)
     body = encode_step(step.token_ids, step.positions, step.batch)
-    assert len(body) == 8 * (3 + 2 * 5 + 6 + (1 + 1 + 5 + 2))
+    assert len(body) == 8 * (3 + 2 * 5 + 7 + (1 + 1 + 5 + 2))
     assert arrived(step).batch.images is None
 
 

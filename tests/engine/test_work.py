@@ -71,6 +71,22 @@ def test_a_chunk_that_does_not_sample_spares_the_head() -> None:
     assert work.step([]) == Work()
 
 
+def test_what_follows_the_last_attention_is_needed_for_rows_that_are_read() -> None:
+    counts = ParameterCounts(
+        dense=1000, head=0, experts=800, num_experts=8, experts_per_token=2, last=60,
+        last_experts=200,
+    )  # fmt: skip
+    work = ModelWork.of(counts, 2 * 1800, 2, ())
+    params = SamplingParams(max_tokens=1)
+    whole = 2 * 5 * (1000 + 800 / 4)
+    for unread, options in (
+        (5, {}), (4, {"sample": params}), (2, {"sample": params, "num_drafts": 2}),
+        (0, {"sample": params, "prompt_logprobs": 0}),
+    ):  # fmt: skip
+        step = work.step([chunk(0, 5, **options)])
+        assert step.flops == whole - 2 * unread * (60 + 200 / 4)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_rounded_head_is_read_instead_of_the_table(tied: bool) -> None:
     counts = ParameterCounts(dense=1000, head=200, tied=tied)
@@ -118,7 +134,10 @@ def test_parameters_are_counted_as_transformers_counts_them(kind: str, tmp_path:
     path = make_tiny_model(kind, tmp_path)
     lean = load_model(EngineConfig(model=str(path), model_impl="lean"))
     universal = load_model(EngineConfig(model=str(path), model_impl="transformers"))
-    assert lean.model.parameter_counts == universal.model.parameter_counts
+    counts = lean.model.parameter_counts  # of the last layer, the universal route computes all rows
+    assert replace(counts, last=0) == universal.model.parameter_counts
+    config = lean.model._config  # type: ignore[attr-defined]
+    assert counts.last == 3 * config.hidden_size * config.intermediate_size
     ours, theirs = work_of(lean), work_of(universal)
     assert ours.layers == theirs.layers
     assert ours.dense_bytes == pytest.approx(theirs.dense_bytes, rel=0.01)

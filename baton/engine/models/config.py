@@ -272,7 +272,8 @@ class DecoderConfig:
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """Count the parameters of all matrices; norms and biases are left out."""
+        """Count the parameters of all matrices; norms and biases are left out. Of the last layer's
+        attention no part counts as used by few rows."""
         hidden, experts = self.hidden_size, self.experts
         num_sparse = len(experts.layers) if experts else 0
         if self.latent is None:
@@ -287,16 +288,20 @@ class DecoderConfig:
                 dense += num_delta * sizes.channels * sizes.taps
         else:
             dense = self.num_layers * self.latent.num_parameters(hidden, self.num_heads)
-        dense += (self.num_layers - num_sparse) * 3 * hidden * self.intermediate_size
+        mlp = 3 * hidden * self.intermediate_size
+        dense += (self.num_layers - num_sparse) * mlp
         head = self.vocab_size * hidden
         if experts is None:
-            return ParameterCounts(dense, head, self.tied_embeddings)
+            return ParameterCounts(dense, head, self.tied_embeddings, last=mlp)
         router = experts.count + (1 if experts.shared_size and experts.shared_gated else 0)
-        dense += num_sparse * hidden * (router + 3 * experts.shared_size)
-        routed = num_sparse * len(experts.here) * 3 * hidden * experts.size
+        beside = hidden * (router + 3 * experts.shared_size)
+        routed = len(experts.here) * 3 * hidden * experts.size
+        sparse = self.num_layers - 1 in experts.layers
         return ParameterCounts(
-            dense, head, self.tied_embeddings, routed, experts.count, experts.per_token
-        )
+            dense + num_sparse * beside, head, self.tied_embeddings, num_sparse * routed,
+            experts.count, experts.per_token,
+            last=beside if sparse else mlp, last_experts=routed if sparse else 0,
+        )  # fmt: skip
 
 
 def layer_spec(kv_heads: int, k_dim: int, v_dim: int, window: int) -> LayerSpec:

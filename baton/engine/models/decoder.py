@@ -195,7 +195,8 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool, and
-        make `batch.logits` where one call makes both."""
+        make `batch.logits` where one call makes both. Rows that nobody reads (`batch.read`) may be
+        zeros."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         if self.step is not None and not groups and not batch.taps:
             pools = self.step.pools(batch, token_ids.shape[0])
@@ -208,17 +209,22 @@ class Decoder:
         residual = self.embed(token_ids)
         rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         between, reduce, delta = self._between, self._shards.reduce, None
+        # Adapters, and ranks that exchange rows, know the numbers of all rows.
+        shorter = not groups and self._shards.dispatch is None
         for index, layer in enumerate(self._layers):
+            if shorter and index == len(self._layers) - 1:
+                batch = batch.in_last_layer()
             if index in batch.taps:  # a copy: add_norm may overwrite `residual`
                 batch.tapped[index] = residual.clone() if delta is None else residual + delta
             residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)
             rotation = rotations[layer.rotation]
             delta = layer.attention(hidden, rotation, batch, groups, reduce)
             delta = self._normalized(delta, layer.attention_output_norm)
-            residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
+            residual, hidden = between.add_norm(batch.kept(residual), delta, layer.mlp_norm, eps)
             delta = layer.mlp.summed(hidden, groups, reduce)
             delta = self._normalized(delta, layer.mlp_output_norm)
-        return between.add_norm(residual, delta, self._final_norm, eps)[1]
+        hidden = between.add_norm(residual, delta, self._final_norm, eps)[1]
+        return batch.spread(hidden, len(token_ids))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up token_ids [T] -> [T, H], a new tensor."""

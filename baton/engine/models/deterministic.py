@@ -161,4 +161,5 @@ def _part(batch: Batch, rows: slice, last: bool) -> Batch:
         plans={},
         tapped={},
         logits=None,  # products over the vocabulary are made in tiles, too
+        read=None,  # tiles have all their rows
     )

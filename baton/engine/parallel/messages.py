@@ -31,7 +31,7 @@ from baton.protocol.errors import InternalError
 
 _HEADER: Final = struct.Struct("<BI")
 _FIXED: Final = 3  # counts at the head of a step: tokens, spans, layer groups
-_PER_SPAN: Final = 6
+_PER_SPAN: Final = 7
 _IMAGE_COUNTS: Final = 5  # of images: parts of a position, rows, H, deep layers, mutual ranges
 ALL_ROWS: Final = b""  # body of LOGITS for all rows of the last forward, which each rank has
 
@@ -123,9 +123,10 @@ def encode_step(
     """Return a forward's inputs and layout as the body of FORWARD. `adapters`: the names of all
     adapters, in the same order on all ranks; a span refers to its adapter by the position there."""
     names = ("", *adapters)
+    read = batch.read or [span.num_rows for span in batch.spans]
     spans = [
         n
-        for span in batch.spans
+        for span, num_read in zip(batch.spans, read, strict=True)
         for n in (
             span.first_row,
             span.num_rows,
@@ -133,6 +134,7 @@ def encode_step(
             names.index(span.adapter),
             span.state_slot,
             span.num_prompt,
+            num_read,
         )
     ]
     parts: list[Any] = [
@@ -180,9 +182,14 @@ def decode_step(
     names = ("", *adapters)
     spans = tuple(
         Span(first, count, start, names[name], slot, seen, num_prompt)
-        for (first, count, start, name, slot, num_prompt), seen in zip(rows, mutual, strict=True)
+        for (first, count, start, name, slot, num_prompt, _), seen in zip(rows, mutual, strict=True)
     )
-    batch = Batch(spans, tuple(tables), attention, states=states, images=images)
+    read = tuple(int(row[-1]) for row in rows)
+    whole = all(count == span.num_rows for count, span in zip(read, spans, strict=True))
+    batch = Batch(
+        spans, tuple(tables), attention, states=states, images=images,
+        read=None if whole else read,
+    )  # fmt: skip
     return Step(token_ids, positions, batch)
 
 

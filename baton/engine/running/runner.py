@@ -95,7 +95,9 @@ class ModelRunner:
         )
         if images is not None:
             images.release(chunks)
-        if self._taps:
+        if self._loaded.head is None:
+            step = replace(step, batch=replace(step.batch, read=rows_read(chunks)))
+        else:  # it reads all rows
             step = replace(step, batch=replace(step.batch, taps=self._taps))
         hidden = self._forward(step)
         sampled = self._sample(chunks, step.batch, hidden)
@@ -164,6 +166,13 @@ class ModelRunner:
             logits = self._loaded.logits(_rows(hidden, rows[slab]))
             reported.extend(logprobs.report(logits, tokens[slab], counts[slab]))
         return {index: tuple(reported[share]) for index, share in shares.items()}
+
+
+def rows_read(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:
+    """Return of how many last rows of each chunk the hidden states are read; None = of all."""
+    if all(chunk.rows_read == len(chunk.token_ids) for chunk in chunks):
+        return None
+    return tuple([chunk.rows_read for chunk in chunks])
 
 
 def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int]) -> list[Sampled]:

@@ -10,7 +10,7 @@ neither globals nor a pool of its own. A batch lives for one forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -90,6 +90,15 @@ class StepLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRows:
+    """The rows of a step whose hidden states somebody reads: their numbers [R] int64 in the step,
+    and a batch of them alone."""
+
+    index: Tensor
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Layout of one step: the spans of its rows, and a table per layer group.
 
@@ -97,7 +106,8 @@ class Batch:
     the attention backend: index tensors that it computes at the first layer of a step. `states`:
     None for a model without recurrent state. `tapped` gets what goes into the layers `taps`,
     [T, H] each, for a draft head. `images`: None if no sequence of the step has images. `logits`:
-    None unless each row's are wanted.
+    None unless each row's are wanted. `read`: of how many rows at the end of each span somebody
+    reads the hidden states; None = of all. `only`: see `in_last_layer`.
     """
 
     spans: tuple[Span, ...]
@@ -110,6 +120,8 @@ class Batch:
     tapped: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     images: StepImages | None = None
     logits: StepLogits | None = None
+    read: tuple[int, ...] | None = None
+    only: ReadRows | None = None
 
     @property
     def mutual(self) -> bool:
@@ -117,9 +129,11 @@ class Batch:
         return any(span.mutual for span in self.spans)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v [T, kv_heads, dim], then attend with q [T, query_heads, dim]."""
+        """Store k, v [T, kv_heads, dim], then attend with those rows of q [T, query_heads, dim]
+        that `kept` keeps."""
         self.store(layer, k, v)
-        return self.attention.attend(layer, q, self)
+        batch = self if self.only is None else self.only.batch
+        return self.attention.attend(layer, self.kept(q), batch)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k, v [T, kv_heads, dim], and call `on_layer`."""
@@ -127,6 +141,47 @@ class Batch:
         self.attention.write(layer, k, v, table.slots)
         if self.on_layer is not None:
             self.on_layer(layer)
+
+    def in_last_layer(self) -> Batch:
+        """Return the batch for the last layer. It writes the KV of all rows, but nothing behind it
+        mixes rows, so what follows is computed for the rows that are read alone; for at least one,
+        as ranks sum their parts of it."""
+        if self.read is None or self.mutual:
+            return self
+        counts = [
+            min(count, span.num_rows) for count, span in zip(self.read, self.spans, strict=True)
+        ]
+        counts[-1] = counts[-1] if any(counts) else 1
+        members = [index for index, count in enumerate(counts) if count]
+        rows: list[int] = []
+        spans: list[Span] = []
+        for index in members:
+            span, count = self.spans[index], counts[index]
+            end = span.first_row + span.num_rows
+            start = span.start + span.num_rows - count
+            spans.append(replace(span, first_row=len(rows), num_rows=count, start=start))
+            rows += range(end - count, end)
+        device = self.tables[0].slots.device
+        chosen, place = torch.tensor(members).to(device), torch.tensor(rows).to(device)
+        tables = [
+            GroupTables(
+                t.slots[place], t.blocks[chosen], tuple(t.first[index] for index in members)
+            )
+            for t in self.tables
+        ]
+        alone = Batch(tuple(spans), tuple(tables), self.attention)
+        return replace(self, only=ReadRows(place, alone))
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Return the rows of x [T, ...] that the layer computes."""
+        return x if self.only is None else x[self.only.index]
+
+    def spread(self, x: Tensor, num_rows: int) -> Tensor:
+        """Put the rows that `kept` returned back to their places among `num_rows`; the others are
+        zeros."""
+        if self.only is None:
+            return x
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, self.only.index, x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,15 @@ class SequenceChunk:
     guide: Guide | None = field(default=None, compare=False, repr=False)
     images: PromptImages | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def rows_read(self) -> int:
+        """The number of its last rows whose hidden states are read, for logits."""
+        if self.prompt_logprobs is not None:
+            return len(self.token_ids)
+        if self.sample is None:
+            return 0
+        return 1 if self.fan_out else self.num_drafts + 1
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

@@ -2,7 +2,8 @@
 
 Bytes: each weight that the step uses, once, and the KV of each sequence, once. Of routed experts,
 those count that the step's rows are expected to choose. FLOPs: two per weight and row, for the head
-only of sampled rows, and those of attention. These are the least that the work needs, not what the
+only of sampled rows, for what follows the last layer's attention only of rows that are read, and
+those of attention. These are the least that the work needs, not what the
 kernels really do. So the shares below are comparable between kernels:
 
     MBU = bytes / seconds / read bandwidth        MFU = FLOPs / seconds / rate of a matrix product
@@ -50,7 +51,8 @@ class ParameterCounts:
 
     `dense`: used by every row (shared experts and routers included). `experts`: all routed experts
     together; each row uses `experts_per_token` of `num_experts`. `head`: used by sampled rows only.
-    `tied`: the head is also the embedding.
+    `tied`: the head is also the embedding. `last` of `dense` and `last_experts` of `experts` lie
+    behind the last layer's attention: only rows whose hidden states are read use them.
     """
 
     dense: int
@@ -59,6 +61,8 @@ class ParameterCounts:
     experts: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    last: int = 0
+    last_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +116,13 @@ class ModelWork:
         """Return what a step of these chunks needs."""
         if not chunks:
             return Work()
-        rows = sampled = 0
+        rows = rows_read = sampled = 0
         read = self.dense_bytes
         flops = 0.0
         for chunk in chunks:
             count, start = len(chunk.token_ids), chunk.start
             rows += count
+            rows_read += chunk.rows_read
             if chunk.sample is not None:
                 sampled += len(chunk.fan_out) or 1 + chunk.num_drafts
             if chunk.prompt_logprobs is not None:
@@ -129,13 +134,14 @@ class ModelWork:
         counts = self.counts
         if sampled:
             read += self.head_bytes
-        flops += 2.0 * (counts.dense * rows + counts.head * sampled)
+        unread = rows - rows_read
+        flops += 2.0 * (counts.dense * rows - counts.last * unread + counts.head * sampled)
         if counts.num_experts:
             chosen = counts.experts_per_token / counts.num_experts
             # The expected number of distinct experts, if rows choose independently and equally
             # often.
             read += self.expert_bytes * (1 - (1 - chosen) ** rows)
-            flops += 2.0 * counts.experts * chosen * rows
+            flops += 2.0 * chosen * (counts.experts * rows - counts.last_experts * unread)
         return Work(read, flops)
 
 

@@ -45,8 +45,8 @@ class HeadAttention:
         groups: Sequence[AdapterRows],
         reduce: Reduce,
     ) -> Tensor:
-        """Attend: hidden [T, H] -> [T, H], which `reduce` sums over the ranks. Writes the rows'
-        keys and values."""
+        """Attend: hidden [T, H] -> those of [T, H] that `batch` keeps, which `reduce` sums over the
+        ranks. Writes the keys and values of all rows."""
         qkv = self.qkv(hidden, groups).unflatten(1, (-1, self.head_dim))
         gates: Tensor | None = None
         if self.gated:
@@ -56,5 +56,5 @@ class HeadAttention:
         queries, keys, values = self.between.rotate(qkv, rotation, self.num_heads, self.head_norms)
         attended = batch.attend(self.layer, queries, keys, values)
         if gates is not None:
-            attended = self.between.gate_heads(attended, gates)
+            attended = self.between.gate_heads(attended, batch.kept(gates))
         return self.output.summed(attended.flatten(1), groups, reduce)

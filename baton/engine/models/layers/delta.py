@@ -60,8 +60,8 @@ class DeltaAttention:
         groups: Sequence[AdapterRows],
         reduce: Reduce,
     ) -> Tensor:
-        """Mix the rows of each sequence: hidden [T, H] -> [T, H], which `reduce` sums over the
-        ranks. Advances the sequences' states. `rotation` is not used."""
+        """Mix the rows of each sequence: hidden [T, H] -> those of [T, H] that `batch` keeps, which
+        `reduce` sums over the ranks. Advances the sequences' states. `rotation` is not used."""
         if batch.states is None:
             raise InternalError("a model with recurrent state got a step without states")
         conv, matrices = batch.states.views(self.layer)
@@ -72,7 +72,7 @@ class DeltaAttention:
         mixed = self.rule(x, conv, matrices, batch.spans)
         if batch.on_layer is not None:
             batch.on_layer(self.layer)
-        return self.output.summed(mixed, groups, reduce)
+        return self.output.summed(batch.kept(mixed), groups, reduce)
 
 
 def choose_rule(sizes: DeltaSizes, weights: DeltaWeights, between: Elementwise) -> DeltaRule:

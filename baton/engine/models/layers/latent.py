@@ -113,8 +113,8 @@ class LatentAttention:
         groups: Sequence[AdapterRows],
         reduce: Reduce,
     ) -> Tensor:
-        """Attend: hidden [T, H] -> [T, H], which `reduce` sums over the ranks. Writes the rows'
-        latents."""
+        """Attend: hidden [T, H] -> those of [T, H] that `batch` keeps, which `reduce` sums over the
+        ranks. Writes the latents of all rows."""
         x = self.inputs(hidden, groups)
         q, latent = x[:, : -self.key_dim], x[:, -self.key_dim :]
         if self.low is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def test_it_is_transformers_model(name: str, tmp_path: Path) -> None:
     assert lean.info.layers == universal.info.layers
     assert lean.info.rope == universal.info.rope
     assert lean.attention_layers == universal.attention_layers
-    assert lean.model.parameter_counts == universal.model.parameter_counts
+    counted = replace(lean.model.parameter_counts, last=0, last_experts=0)
+    assert counted == universal.model.parameter_counts
     assert lean.weight_bytes == universal.weight_bytes
     chunked, whole = prefilled(lean, [17, 1, 16, 7]), prefilled(universal, [41])
     for layer in range(len(lean.info.layers)):

@@ -216,7 +216,9 @@ async def test_chats_and_what_a_stop_string_cuts(model: Path, reference: Any) ->
         cut = await post(client, "/v1/chat/completions", **ask, stop=[stop])
         assert cut["choices"][0]["finish_reason"] == "stop"
         kept = cut["choices"][0]["logprobs"]["content"]
-        assert kept == content[: len(kept)]
+        # Without logprobs of the prompt fewer rows are computed: numbers differ by rounding.
+        assert [each["token"] for each in kept] == [each["token"] for each in content[: len(kept)]]
+        near([each["logprob"] for each in kept], own(rows[len(prompt) - 1 :], output[: len(kept)]))
         assert len(kept) == cut["usage"]["completion_tokens"] < len(content)
 
 

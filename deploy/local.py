@@ -9,14 +9,12 @@ The life of a `Cluster`:
     stop        router, nodes, Redis, in this order; a second signal kills what is left
 Nothing here knows a model or speaks the nodes' protocol. Processes choose their ports themselves
 and announce them in their READY line, because a port that is found free here may be taken a moment
-later. A process that is started again gets the ports that it had.
+later. A process that is started again gets the ports that it had, for metrics unless taken since.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +32,7 @@ from deploy.breaking import BreakServer, faults_file
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,
+    LOOPBACK,
     NO_TLS,
     ClusterPlan,
     UpOptions,
@@ -43,6 +42,7 @@ from deploy.plan import (
     router_command,
 )
 from deploy.process.child import Child, Exited, ProcessSpec, Ready, Start, anew
+from deploy.process.ports import can_bind, port_of, reachable, usable_port
 from deploy.redis_server import find_redis_binary, redis_spec, socket_url
 
 START_TIMEOUT_S = 1800.0  # a large model from a slow disk, or a download from the hub
@@ -352,6 +352,7 @@ class Cluster:
             except Empty:
                 for name in [name for name, at in due.items() if at <= time.monotonic()]:
                     del due[name]
+                    self._leave_taken_port(self.members[name])
                     self._run(self.members[name])
                 continue
             if isinstance(event, Ready):
@@ -359,6 +360,19 @@ class Cluster:
             else:
                 name = event.child.spec.name
                 due[name] = time.monotonic() + self._restart_pause(self.members[name], event)
+
+    def _leave_taken_port(self, member: Member) -> None:
+        """Give a node any free port for its metrics, if another process has taken its port since it
+        ended. Nothing else depends on that port."""
+        name = member.spec.name
+        if name in ("router", "redis"):
+            return
+        node = self.plan.node(name)
+        if node.metrics_port and not can_bind(LOOPBACK, node.metrics_port):
+            self.plan = self.plan.with_node(replace(node, metrics_port=0))
+            member.spec = replace(member.spec, command=self._command(name))
+            text = "its metrics port was taken meanwhile; taking a free one"
+            self._tell(Report(name, text, trouble=True))
 
     def _restart_pause(self, member: Member, event: Exited) -> float:
         """Return the seconds until the next try: 1, 2, 4, ... Raises StartFailed after too many
@@ -445,20 +459,6 @@ def status_text(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 
-def port_of(address: str) -> int:
-    """Return the port of HOST:PORT."""
-    return int(address.rpartition(":")[2])
-
-
-def reachable(host: str) -> str:
-    """Return the address by which this machine reaches a server that listens on `host`."""
-    if host in ("", "0.0.0.0"):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host
-
-
 def router_ports(options: UpOptions) -> tuple[int, int]:
     """Return the HTTP and gRPC port for the router's start: 0 (any) for a default that is taken.
 
@@ -466,32 +466,3 @@ def router_ports(options: UpOptions) -> tuple[int, int]:
     """
     http = usable_port(options.host, options.port, DEFAULT_PORT, "port")
     return http, usable_port(options.host, options.grpc_port, DEFAULT_GRPC_PORT, "grpc-port")
-
-
-def usable_port(host: str, given: int | None, default: int, flag: str) -> int:
-    port = default if given is None else given
-    try:
-        bound_socket(host, port).close()
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            text = f"--host {host} is no address of this machine ({error.strerror})"
-            raise ConfigError(text, field="host") from error
-        if given is None:
-            return 0
-        text = f"port {port} on {host} cannot be used ({error.strerror}); try another --{flag}"
-        raise ConfigError(text, field=flag.replace("-", "_")) from error
-    return port
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a TCP socket bound to the address, not listening. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # As servers do: with it, connections in TIME_WAIT do not make a port busy.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except BaseException:
-        bound.close()
-        raise
-    return bound

@@ -38,6 +38,7 @@ from deploy.plan import (
     UpOptions,
 )
 from deploy.process.child import Child, Exited, ProcessSpec, Ready
+from deploy.process.ports import reachable
 
 # A process as the launcher sees it: READY on stdout, words on stderr, a clean end on SIGTERM.
 STAND_IN = """
@@ -376,7 +377,7 @@ def test_other_lines_are_not_ready(line: str) -> None:
     [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("10.0.0.1", "10.0.0.1")],
 )
 def test_reachable_address(host: str, address: str) -> None:
-    assert local.reachable(host) == address
+    assert reachable(host) == address
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from baton.client import Client
+from deploy.plan import LOOPBACK
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +143,13 @@ def test_serves_survives_a_killed_node_and_stops_cleanly(up: Up) -> None:
     up.wait_line("ended (signal 9); starting again")
     assert ask(ready, "k") == answer  # by the other decode node
     up.wait_line("ready after")
+
+    os.kill(up.child("decode-1"), signal.SIGKILL)
+    up.wait_line("ended (signal 9); starting again")  # a second from now
+    with socket.create_server((LOOPBACK, urlsplit(ready["metrics"]["decode-1"]).port or 0)):
+        up.wait_line("its metrics port was taken meanwhile")
+        up.wait_line("ready after")
+    assert ask(ready, "k") == answer
 
     pids = up.children()
     assert len(pids) == 5  # redis, router, three nodes

@@ -315,7 +315,7 @@ def measure(
                 refuse_others(same)
             for row in (row for row in rows if row.quantization == quantization):
                 for run in runs.values():
-                    run(prompts_of(row, vocab, 99_000), 2)  # warm
+                    run(prompts_of(row, vocab, 99_000), new + 1)  # takes the memory that it needs
                 work = needs(llm, runs[OURS], row, vocab)
                 rates, limits = {name: list[Rate]() for name in runs}, list[Limits]()
                 for index in range(against.rounds):

@@ -172,7 +172,8 @@ def test_w8a8_panels_are_the_plain_twin_exactly(
 
 @settings(max_examples=60)
 @given(
-    rows=st.integers(1, 40),
+    # From 36 on, all rows meet bytes that nibbles became once.
+    rows=st.one_of(st.integers(1, 40), st.integers(34, 100)),
     outputs=st.integers(1, 140),
     # The sums of groups of 64, of 128 and of 256 inputs are what fits a word.
     grouping=st.tuples(st.integers(1, 4), st.sampled_from([4, 8, 32, 64, 72, 128, 256, 576])),

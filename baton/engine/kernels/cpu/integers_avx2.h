@@ -134,6 +134,20 @@ inline SignedQuad broadcast_quad(const int8_t* from) {
 // Words wrap around, so a sum that ends within them is exact.
 using NibbleSums = Line;
 
+// What integers add up to: inputs 0 and 1 of each quad, inputs 2 and 3.
+struct RunTotals {
+  int first, second;
+};
+
+inline RunTotals run_totals(const int8_t* from, int64_t quads) {
+  RunTotals total{0, 0};
+  for (int64_t quad = 0; quad < quads; ++quad, from += 4) {
+    total.first += from[0] + from[1];
+    total.second += from[2] + from[3];
+  }
+  return total;
+}
+
 // What both words of each lane begin with.
 inline int32_t start_of(int first, int second) {
   return static_cast<int32_t>((first & 0xffff) | static_cast<uint32_t>(second) << 16);

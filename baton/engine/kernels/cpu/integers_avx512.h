@@ -71,6 +71,23 @@ inline SignedQuad broadcast_quad(const int8_t* from) {
 // Sums of 16 outputs by nibbles.
 using NibbleSums = Ints;
 
+// What integers add up to: all of them in `first`, as start_of needs no more here.
+struct RunTotals {
+  int first, second;
+};
+
+inline RunTotals run_totals(const int8_t* from, int64_t quads) {
+  const __m512i byte = _mm512_set1_epi8(1), word = _mm512_set1_epi16(1);
+  __m512i sum = _mm512_setzero_si512();
+  for (int64_t quad = 0; quad < quads; quad += 16) {
+    const __m512i each =
+        _mm512_maskz_loadu_epi32(lanes_of(quads - quad), from + 4 * quad);
+    const __m512i pairs = _mm512_maddubs_epi16(byte, each);
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, word));
+  }
+  return {_mm512_reduce_add_epi32(sum), 0};
+}
+
 // What sums begin with, of the first two inputs of quads and of the others.
 inline int32_t start_of(int first, int second) { return first + second; }
 inline NibbleSums start_at(int32_t start) { return _mm512_set1_epi32(start); }
@@ -78,9 +95,10 @@ inline NibbleSums start_at(int32_t start) { return _mm512_set1_epi32(start); }
 // A quad's nibbles of 16 * H outputs from 16 * half on, four to a lane.
 template <int H>
 inline void load_nibbles(const uint8_t* at, int half, Line w[H]) {
-  const Line line = load_line(at);
-  BATON_UNROLL for (int h = 0; h < H; ++h)
-    w[h] = _mm512_and_si512(_mm512_srli_epi16(line, 4 * (half + h)), _mm512_set1_epi8(15));
+  static_assert(H == 2, "shifts by a constant: others take units that products need");
+  const Line line = load_line(at), lower = _mm512_set1_epi8(15);
+  w[0] = _mm512_and_si512(line, lower);
+  w[1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), lower);
 }
 
 BATON_VNNI inline NibbleSums add_nibbles(NibbleSums sum, Line w, SignedQuad x) {
@@ -89,6 +107,15 @@ BATON_VNNI inline NibbleSums add_nibbles(NibbleSums sum, Line w, SignedQuad x) {
 }
 
 inline Ints whole_of(NibbleSums sum) { return sum; }
+
+inline NibbleSums sixteen_times(NibbleSums sum) { return _mm512_slli_epi32(sum, 4); }
+inline Line added_bytes(Line a, Line b) { return _mm512_add_epi8(a, b); }
+
+// The lowest byte of each lane four times.
+inline Line four_bytes(Ints numbers) {
+  return _mm512_mullo_epi32(_mm512_and_si512(numbers, _mm512_set1_epi32(255)),
+                            _mm512_set1_epi32(0x01010101));
+}
 
 // Two words, the same in every lane.
 inline Line broadcast_words(const int16_t* from) {

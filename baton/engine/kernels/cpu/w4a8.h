@@ -53,15 +53,28 @@ struct RoundedRows {
     for (int64_t group = 0; group < inputs; group += kQuad * at.quads)
       for (int64_t begin = 0; begin < at.quads; begin += kRunQuads) {
         const int64_t quads = std::min(kRunQuads, at.quads - begin);
-        int first = 0, second = 0;  // inputs 0 and 1 of each quad, inputs 2 and 3
-        for (int64_t quad = 0; quad < quads; ++quad, to += kQuad) {
-          first += to[0] + to[1];
-          second += to[2] + to[3];
-        }
-        *sum++ = {start_of(-8 * first, -8 * second), static_cast<int16_t>(-first - second)};
+        const RunTotals total = run_totals(to, quads);
+        to += kQuad * quads;
+        *sum++ = {start_of(-8 * total.first, -8 * total.second),
+                  static_cast<int16_t>(-total.first - total.second)};
       }
   }
 };
+
+// What `count` rows from `row` on make of 16 outputs; totals of a row lie `apart` from the next one's.
+inline void store_w4a8(const IntegerWork& work, const RoundedRows& rows, int64_t row, int64_t count,
+                       int64_t output, const float* totals, int64_t apart) {
+  const IntegerArgs& a = work.a;
+  const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
+  if (lanes == 0) return;
+  const Floats peak = load(a.peaks + output, lanes);
+  for (int64_t m = 0; m < count; ++m) {
+    const Floats scale = broadcast(rows.scales[row + m]);
+    Floats y = rounded_product(rounded_product(load(totals + m * apart), scale), peak);
+    if (a.bias != nullptr) y = y + load_wide(a.bias + output, lanes);
+    store_output(a, (row + m) * a.stride + output, y, lanes);
+  }
+}
 
 // M rows by P panels: outputs from 16 * half on, of H halves.
 template <int M, int P, int H>
@@ -117,18 +130,9 @@ BATON_VNNI void multiply_w4a8(const IntegerWork& work, const RoundedRows& rows, 
     }
   }
   for (int p = 0; p < P; ++p)
-    for (int h = 0; h < H; ++h) {
-      const int64_t output = (panel + p) * kNarrow + 16 * (half + h);
-      const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
-      if (lanes == 0) continue;
-      const Floats peak = load(a.peaks + output, lanes);
-      for (int m = 0; m < M; ++m) {
-        const Floats scale = broadcast(rows.scales[row + m]);
-        Floats y = rounded_product(rounded_product(load(total[p][m] + 16 * h), scale), peak);
-        if (a.bias != nullptr) y = y + load_wide(a.bias + output, lanes);
-        store_output(a, (row + m) * a.stride + output, y, lanes);
-      }
-    }
+    for (int h = 0; h < H; ++h)
+      store_w4a8(work, rows, row, M, (panel + p) * kNarrow + 16 * (half + h),
+                 total[p][0] + 16 * h, 16 * H);
 }
 
 // `rows` rows, at most M of them, by a unit's panels, which lie side by side.
@@ -145,8 +149,18 @@ void multiply_w4a8_block(const IntegerWork& work, const RoundedRows& rounded,
                  });
 }
 
+}  // namespace baton
+
+#include "w4a8_bytes.h"
+
+namespace baton {
+
 inline void multiply_w4a8_unit(const IntegerWork& work, const IntegerUnit& unit) {
   const RoundedRows rounded(work);
+#ifdef BATON_NIBBLES_ONCE
+  if (opens_nibbles(work, unit.until - unit.from))
+    return multiply_bytes_unit(work, rounded, unit);
+#endif
   each_row_block<kW4A8Rows>(unit.from, unit.until, [&](int64_t row, int64_t count) {
     multiply_w4a8_block(work, rounded, unit, row, count);
   });

@@ -19,9 +19,11 @@
 namespace baton {
 
 constexpr int kKeys = 64;             // of a tile
-// Of a task, heads times rows: they pay for repacking the keys; many where threads have enough tasks.
-constexpr int64_t kFewQueries = 96, kManyQueries = 384;
+// Of a task, heads times rows, at least: they pay for repacking the keys. kManyQueries where threads have
+// enough tasks.
+constexpr int64_t kFewQueries = 96;
 constexpr int64_t kTasks = 8;  // a thread
+constexpr float kLogTwoOfE = 1.44269504f;
 
 struct PrefillArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
@@ -72,7 +74,7 @@ class PrefillTask {
     for (int64_t m = 0; m < queries_; ++m) {
       load_query(m);
       // A sink is a key of its own without a value.
-      most_[m] = a_.sinks ? a_.sinks[head * group_ + m % group_] : -INFINITY;
+      most_[m] = a_.sinks ? a_.sinks[head * group_ + m % group_] * kLogTwoOfE : -INFINITY;
       total_[m] = a_.sinks ? 1.0f : 0.0f;
     }
     std::fill_n(sums_.begin(), queries_ * wide_, 0.0f);
@@ -90,6 +92,9 @@ class PrefillTask {
 
  private:
   int64_t position(int64_t m) const { return position_ + m / group_; }
+
+  // Scores are in powers of two, with a cap only once that is on them.
+  float score_scale() const { return a_.softcap > 0.0f ? a_.scale : a_.scale * kLogTwoOfE; }
 
   const Factor* query(int64_t m) const { return query_factors_.data() + m * a_.k_dim; }
 
@@ -112,7 +117,7 @@ class PrefillTask {
     const int64_t* table = a_.tables + a_.spans[span_] * a_.width;
     for (int i = 0; i < kKeys; ++i) {
       key[i] = value[i] = kNothing;
-      key_factors_[i] = a_.scale;  // not those of another prompt, which may be no numbers
+      key_factors_[i] = score_scale();  // not those of another prompt, which may be no numbers
       value_factors_[i] = 1.0f;
       if (at + i < begin || at + i >= end) continue;
       const int64_t block = table[(at + i) / a_.block_size - a_.first[span_]];
@@ -126,7 +131,7 @@ class PrefillTask {
         continue;
       }
       const PoolScales& s = a_.scales;
-      key_factors_[i] = a_.scale * s.keys[block * s.key_block + token * s.key_token + head_];
+      key_factors_[i] = score_scale() * s.keys[block * s.key_block + token * s.key_token + head_];
       value_factors_[i] = s.values[block * s.value_block + token * s.value_token + head_];
       bf16* room = &widened_[i * (a_.k_dim + a_.v_dim)];
       key[i] = widened(static_cast<const int8_t*>(a_.keys) + from, a_.k_dim, room);
@@ -159,7 +164,7 @@ class PrefillTask {
     // The last query sees the most keys of the tile; those behind them have no weight.
     const int64_t keys = std::min<int64_t>(kKeys, position(m + M - 1) + 1 - at);
     alignas(64) Factor weights[M][kKeys];
-    float kept[M];
+    alignas(64) float kept[16];
     const Factor* x[M];
     Floats sum[M][4];
     BATON_UNROLL for (int i = 0; i < M; ++i) {
@@ -167,14 +172,15 @@ class PrefillTask {
       BATON_UNROLL for (int j = 0; j < 4; ++j) sum[i][j] = broadcast(0.0f);
     }
     multiply_pairs<M>(x, key_pairs_.data(), kKeys, a_.k_dim, sum);
-    BATON_UNROLL for (int i = 0; i < M; ++i) {
-      kept[i] = weigh(m + i, at, sum[i], weights[i]);
-      x[i] = weights[i];
-    }
+    const bool kept_all = weigh<M>(m, at, sum, weights, kept);
+    BATON_UNROLL for (int i = 0; i < M; ++i) x[i] = weights[i];
     for (int64_t d = 0; d < wide_; d += kKeys) {
       BATON_UNROLL for (int i = 0; i < M; ++i)
         BATON_UNROLL for (int j = 0; j < 4; ++j)
-          sum[i][j] = load(&sums_[(m + i) * wide_ + d + 16 * j]) * broadcast(kept[i]);
+          sum[i][j] = load(&sums_[(m + i) * wide_ + d + 16 * j]);
+      if (!kept_all)
+        BATON_UNROLL for (int i = 0; i < M; ++i)
+          BATON_UNROLL for (int j = 0; j < 4; ++j) sum[i][j] = sum[i][j] * broadcast(kept[i]);
       multiply_pairs<M>(x, value_pairs_.data() + 2 * d, wide_, keys, sum);
       BATON_UNROLL for (int i = 0; i < M; ++i)
         BATON_UNROLL for (int j = 0; j < 4; ++j)
@@ -203,33 +209,65 @@ class PrefillTask {
       BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j) sum[i][from + j] = local[i][j];
   }
 
-  // A query's products -> its keys' weights; what its sums so far are worth from now on.
-  float weigh(int64_t m, int64_t at, const Floats products[4], Factor* weights) {
+  // Products of M queries -> their keys' weights. `kept`: what their sums so far are worth from now on;
+  // returns whether that is all.
+  template <int M>
+  bool weigh(int64_t m, int64_t at, Floats (*score)[4], Factor (*weights)[kKeys], float* kept) {
     const Floats lowest = broadcast(-INFINITY);
-    const uint64_t visible = visible_keys(position(m), at);
-    Floats score[4];
     BATON_UNROLL for (int j = 0; j < 4; ++j) {
-      Floats each = products[j] * load(&key_factors_[16 * j]);
-      if (a_.softcap > 0.0f) {
-        const Floats cap = broadcast(a_.softcap);
-        each = cap * hyperbolic_tangent(each / cap);
+      const Floats factors = load(&key_factors_[16 * j]);
+      BATON_UNROLL for (int i = 0; i < M; ++i) score[i][j] = score[i][j] * factors;
+    }
+    if (a_.softcap > 0.0f) {
+      const Floats cap = broadcast(a_.softcap);
+      for (int i = 0; i < M; ++i)
+        for (int j = 0; j < 4; ++j)
+          score[i][j] = cap * hyperbolic_tangent(score[i][j] / cap) * broadcast(kLogTwoOfE);
+    }
+    if (!sees_all(m, M, at))
+      BATON_UNROLL for (int i = 0; i < M; ++i) {
+        const uint64_t visible = visible_keys(position(m + i), at);
+        BATON_UNROLL for (int j = 0; j < 4; ++j)
+          score[i][j] = select(static_cast<Lanes>(visible >> (16 * j)), score[i][j], lowest);
       }
-      score[j] = select(static_cast<Lanes>(visible >> (16 * j)), each, lowest);
-    }
-    const Floats highest = max(max(score[0], score[1]), max(score[2], score[3]));
-    const float before = most_[m], most = std::max(before, most_of(highest));
+    Floats each[M];
+    BATON_UNROLL for (int i = 0; i < M; ++i)
+      each[i] = max(max(score[i][0], score[i][1]), max(score[i][2], score[i][3]));
+    const Lanes queries = lanes_of(M);
+    const Floats before = load(&most_[m], queries);
+    const Floats most = max(before, across_queries<M>(each, [](auto a, auto b) { return max(a, b); }));
+    store(&most_[m], most, queries);
     // No key seen so far: -inf - -inf is no number.
-    const Floats from = broadcast(most == -INFINITY ? 0.0f : most);
-    Floats total = broadcast(0.0f);
-    BATON_UNROLL for (int j = 0; j < 4; ++j) {
-      const Floats weight = exponential(score[j] - from);
-      total = total + weight;
-      store_factors(weights + 16 * j, weight * load(&value_factors_[16 * j]));
+    alignas(64) float from[16];
+    store(from, select(less_equal(most, lowest), broadcast(0.0f), most));
+    const Lanes same = less_equal(most, before);
+    const Floats worth = select(same, broadcast(1.0f), power_of_two(before - most));
+    store(kept, worth);
+    BATON_UNROLL for (int i = 0; i < M; ++i) {
+      each[i] = broadcast(0.0f);
+      BATON_UNROLL for (int j = 0; j < 4; ++j) {
+        const Floats weight = power_of_two(score[i][j] - broadcast(from[i]));
+        each[i] = each[i] + weight;
+        store_factors(&weights[i][16 * j], weight * load(&value_factors_[16 * j]));
+      }
     }
-    const float kept = most == before ? 1.0f : std::exp(before - most);
-    total_[m] = total_[m] * kept + sum_of(total);
-    most_[m] = most;
-    return kept;
+    const Floats sums = across_queries<M>(each, [](auto a, auto b) { return a + b; });
+    store(&total_[m], load(&total_[m], queries) * worth + sums, queries);
+    return (same & queries) == queries;
+  }
+
+  // Lane i: all numbers of query i combined, of M of them.
+  template <int M, class Combine>
+  static Floats across_queries(const Floats each[M], const Combine& combine) {
+    Floats rows[16];  // each of up to 8 twice: half of the work
+    BATON_UNROLL for (int i = 0; i < 16; ++i) rows[i] = each[std::min(M <= 8 ? i % 8 : i, M - 1)];
+    return across_each(rows, combine);
+  }
+
+  // Whether queries [m, m + count) see all keys of the tile.
+  bool sees_all(int64_t m, int64_t count, int64_t at) const {
+    const bool behind = at + kKeys <= position(m) + 1;
+    return behind && (a_.window == 0 || at >= position(m + count - 1) - a_.window + 1);
   }
 
   // Bit i: whether a query at `position` sees key at + i.

@@ -43,6 +43,10 @@ struct HeadRange {
   int64_t first, last;
 };
 
+// Of a polynomial that is 2^x from -0.5 to 0.5, to 3e-6 of it: the highest power first.
+constexpr float kPowerTerms[] = {9.5700873e-3f, 5.5917859e-2f, 2.4024746e-1f, 6.9312179e-1f,
+                                 9.9999928e-1f};
+
 // For a line of memory that will be read soon.
 inline void ask(const void* from) {
   _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);

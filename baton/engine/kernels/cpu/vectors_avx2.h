@@ -48,6 +48,8 @@ constexpr int kPartPasses = 0;        // panels are taken whole
 // attention.h
 constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
 constexpr int kValueParts = 1;  // of 32 numbers at once, by two query heads: as many do
+// prefill.h
+constexpr int64_t kManyQueries = 384;  // with their sums 0.3 MB
 // delta_rule.h
 constexpr int kStateVectors = 2;  // columns of a matrix at once: 8 registers accumulate
 // prefill.h
@@ -400,6 +402,22 @@ inline __m256 exponential(__m256 x) {
 
 // e^x to about 2 ulp; 0 below -87 (also for -inf).
 inline Floats exponential(Floats x) { return {exponential(x.low), exponential(x.high)}; }
+
+inline __m256 power_of_two(__m256 x) {
+  const __m256 tiny = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
+  const __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 rest = x - whole;
+  __m256 sum = _mm256_set1_ps(kPowerTerms[0]);
+  for (int term = 1; term < 5; ++term)
+    sum = _mm256_fmadd_ps(sum, rest, _mm256_set1_ps(kPowerTerms[term]));
+  const __m256i exponent =
+      _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+  const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  return _mm256_andnot_ps(tiny, sum * scale);
+}
+
+// 2^x for x up to 0, to 3e-6 of it; 0 below -126 (also for -inf).
+inline Floats power_of_two(Floats x) { return {power_of_two(x.low), power_of_two(x.high)}; }
 
 // 2^(x - 127) or a little more, for x >= 0 in units of 2^-23: x as its own bits.
 inline Floats power_bound(Floats x) {

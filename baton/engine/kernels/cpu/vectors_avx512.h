@@ -15,6 +15,8 @@ constexpr int kPanelVectors = 4;  // of a panel
 // attention.h
 constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
 constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
+// prefill.h
+constexpr int64_t kManyQueries = 768;  // with their sums 0.6 MB: second caches are of 1 MB and more
 // delta_rule.h
 constexpr int kStateVectors = 8;  // columns of a matrix at once: 16 registers accumulate
 
@@ -101,6 +103,17 @@ inline Floats exponential(Floats x) {
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
   sum = _mm512_fmadd_ps(sum, _mm512_mul_ps(rest, rest), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
   return _mm512_maskz_mov_ps(_knot_mask16(tiny), _mm512_scalef_ps(sum, whole));
+}
+
+// 2^x for x up to 0, to 3e-6 of it; 0 below -150 (also for -inf).
+inline Floats power_of_two(Floats x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // x if it is no number
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(x, whole);
+  __m512 sum = _mm512_set1_ps(kPowerTerms[0]);
+  for (int term = 1; term < 5; ++term)
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(kPowerTerms[term]));
+  return _mm512_scalef_ps(sum, whole);
 }
 
 // 2^(x - 127) or a little more, for x >= 0 in units of 2^-23: x as its own bits.

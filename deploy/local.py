@@ -331,9 +331,10 @@ class Cluster:
             if admin := details.get("admin_address"):
                 self.options = replace(self.options, admin_port=port_of(admin))
         else:
-            node = replace(
-                self.plan.node(name), port=port, metrics_port=int(details["metrics_port"])
-            )
+            old, metrics = self.plan.node(name), int(details["metrics_port"])
+            node = replace(old, port=port, metrics_port=metrics)
+            if member.ended_at and old.metrics_port != metrics:
+                self._tell(Report(name, f"metrics at http://{LOOPBACK}:{metrics}/metrics"))
             self.plan = self.plan.with_node(node)
         member.spec = replace(member.spec, command=self._command(name))
 

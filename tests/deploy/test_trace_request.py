@@ -30,9 +30,9 @@ FUNCTIONS = {
     # 259: 5 for what nodes tell of their times, 1 for images, 8 for tokens shown without a task;
     # they are asked in place of 8 generators of each token -> 250
     "router": 260,
-    "whole": 920,  # 920: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
+    "whole": 921,  # 921: 19 for the times of nodes, 25 for recurrent states and draft heads, 2 for
     # logits that the compiled step makes, 1 for tokens that are looked up in a head's panels, 8 for
-    # tokens shown without a task, 5 for rows that the last layer does not compute
+    # tokens shown without a task, 6 for rows that the last layer does not compute
 }
 CALLS = {
     # 541: 17 for the times of nodes, 8 for the first and the last byte, 7 for tokens shown without

@@ -148,7 +148,9 @@ def test_serves_survives_a_killed_node_and_stops_cleanly(up: Up) -> None:
     up.wait_line("ended (signal 9); starting again")  # a second from now
     with socket.create_server((LOOPBACK, urlsplit(ready["metrics"]["decode-1"]).port or 0)):
         up.wait_line("its metrics port was taken meanwhile")
+        told = up.wait_line("metrics at http").split()[-1]
         up.wait_line("ready after")
+    assert "baton_" in httpx.get(told).text
     assert ask(ready, "k") == answer
 
     pids = up.children()

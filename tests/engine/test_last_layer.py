@@ -22,6 +22,7 @@ from baton.engine.state.interface import ChunkResult, SequenceChunk
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.running import Driver, load
+from tests.engine.test_models_lora import ALL, linear_layers, make_adapter
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 
@@ -92,6 +93,25 @@ def test_rows_that_are_read_are_those_of_a_whole_step(
         for mine, its in zip(part.arena.layer(layer), whole.arena.layer(layer), strict=True):
             assert torch.equal(mine, its)
     assert torch.equal(part.states._rows, whole.states._rows)
+
+
+@pytest.mark.parametrize("with_adapter", [(0,), (1, 3), (0, 1, 2, 3)])
+def test_adapters_reach_the_rows_that_are_read(
+    with_adapter: tuple[int, ...], tmp_path: Path
+) -> None:
+    base = make_tiny_model("qwen2", tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", linear_layers(base, ALL), seed=1)
+    loaded = load(base, lora_modules=(f"x={adapter}",))
+    (id_,) = loaded.info.adapters
+    chunks = [
+        replace(chunk, adapter=id_ if index in with_adapter else "")
+        for index, chunk in enumerate(chunks_of())
+    ]
+    expected = hidden_of(Driver(loaded), chunks, None)
+    found = hidden_of(Driver(loaded), chunks, rows_read(chunks))
+    rows = [8, 15, 18, 19, 20]
+    torch.testing.assert_close(found[rows], expected[rows], rtol=1e-5, atol=1e-5)
+    assert not found[:8].any()
 
 
 def test_a_step_that_nobody_reads_writes_its_kv(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -447,6 +447,17 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         load(make_tiny_model("llama", tmp_path / "odd", intermediate_size=72), quantization="int4")
     with pytest.raises(ConfigError, match="quantization must be one of"):
         load(twin, quantization="int3")
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(4, 9), (4, -9), (8, 129), (8, -200)])
+def test_zeros_that_the_bits_cannot_hold_are_refused(bits: Literal[4, 8], zero: float) -> None:
+    values, zeros = torch.zeros(4, 6, dtype=torch.int8), torch.zeros(4, 2)
+    weight = IntWeight(bits, values, torch.ones(4, 2), zeros)
+    zeros[1, 1] = 8
+    assert checked("m", weight) is weight
+    zeros[2, 1] = zero
+    with pytest.raises(ModelRefused, match=f"m: zeros beyond {bits} bits"):
+        checked("m", weight)
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:

@@ -2,7 +2,8 @@
 
 Pools are in bfloat16 or int8; queries are in bfloat16. Layers that the kernels do not support
 (other dtypes, odd sizes) go to torch_cpu.py. A row's result depends on its own keys, and on whether
-it is the only row of its sequence in the step; on nothing else.
+it is the only row of its sequence in the batch, which in the last layer is that of the rows that
+are read (Batch.in_last_layer); on nothing else.
 """
 
 from __future__ import annotations

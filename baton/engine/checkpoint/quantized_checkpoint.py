@@ -372,6 +372,8 @@ def checked(module: str, weight: IntWeight) -> IntWeight:
             f"{module}: scales {tuple(weight.scales.shape)} do not fit weights {(outputs, inputs)}",
             field="model",
         )
+    if weight.zeros is not None and weight.zeros.abs().max() > 1 << weight.bits - 1:
+        raise ModelRefused(f"{module}: zeros beyond {weight.bits} bits", field="model")
     return weight
 
 

@@ -12,6 +12,7 @@ model's and those of its LoRA adapters. Where KV lives comes with the batch, an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from baton.engine.models.experts import ExpertDispatch, Experts
 from baton.engine.models.families.gemma import own_name
 from baton.engine.models.layers.building import BuildLayers, in_turn
 from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
-from baton.engine.models.lora import Adapter, rows_by_adapter
+from baton.engine.models.lora import Adapter, AdapterRows, of_kept, rows_by_adapter
 from baton.engine.quantization.linear import (
     EmbeddingTable,
     Linear,
@@ -197,7 +198,8 @@ class Decoder:
         """Run token_ids [T], positions [T] -> hidden [T, H]; write the batch's KV to the pool, and
         make `batch.logits` where one call makes both. Rows that nobody reads (`batch.read`) may be
         zeros."""
-        eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
+        eps = self._config.rms_norm_eps
+        groups: Sequence[AdapterRows] = rows_by_adapter(batch, self._fixed_shapes)
         if self.step is not None and not groups and not batch.taps:
             pools = self.step.pools(batch, token_ids.shape[0])
             if pools is not None:
@@ -209,8 +211,7 @@ class Decoder:
         residual = self.embed(token_ids)
         rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         between, reduce, delta = self._between, self._shards.reduce, None
-        # Adapters, and ranks that exchange rows, know the numbers of all rows.
-        shorter = not groups and self._shards.dispatch is None
+        shorter = self._shards.dispatch is None  # ranks that exchange rows agreed on their number
         for index, layer in enumerate(self._layers):
             if shorter and index == len(self._layers) - 1:
                 batch = batch.in_last_layer()
@@ -220,7 +221,8 @@ class Decoder:
             rotation = rotations[layer.rotation]
             delta = layer.attention(hidden, rotation, batch, groups, reduce)
             delta = self._normalized(delta, layer.attention_output_norm)
-            residual, hidden = between.add_norm(batch.kept(residual), delta, layer.mlp_norm, eps)
+            residual, groups = batch.kept(residual), of_kept(groups, batch)
+            residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
             delta = layer.mlp.summed(hidden, groups, reduce)
             delta = self._normalized(delta, layer.mlp_output_norm)
         hidden = between.add_norm(residual, delta, self._final_norm, eps)[1]

@@ -109,6 +109,13 @@ def rows_by_adapter(batch: Batch, fixed_shapes: bool = False) -> tuple[AdapterRo
     )
 
 
+def of_kept(groups: Sequence[AdapterRows], batch: Batch) -> Sequence[AdapterRows]:
+    """Return `groups` by the rows that the layer keeps; see Batch.kept."""
+    if batch.only is None or not groups:
+        return groups
+    return rows_by_adapter(batch.only.batch)
+
+
 def apply_deltas(
     x: Tensor, y: Tensor, deltas: Mapping[str, LowRank], groups: Sequence[AdapterRows]
 ) -> Tensor:

@@ -2,8 +2,8 @@
 
 Bytes: each weight that the step uses, once, and the KV of each sequence, once. Of routed experts,
 those count that the step's rows are expected to choose. FLOPs: two per weight and row, for the head
-only of sampled rows, for what follows the last layer's attention only of rows that are read, and
-those of attention. These are the least that the work needs, not what the
+only of sampled rows, for the last layer's MLP only of rows that are read, and those of attention
+(of all rows, as its products, in all layers). These are the least that the work needs, not what the
 kernels really do. So the shares below are comparable between kernels:
 
     MBU = bytes / seconds / read bandwidth        MFU = FLOPs / seconds / rate of a matrix product

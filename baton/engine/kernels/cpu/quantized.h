@@ -19,7 +19,7 @@
 #include "integer_units.h"
 #include "integer_widened.h"
 #include "integer_words.h"
-#include "w4a8.h"
+#include "w4a8_bytes.h"
 
 namespace baton {
 

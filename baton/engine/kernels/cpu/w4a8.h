@@ -150,20 +150,3 @@ void multiply_w4a8_block(const IntegerWork& work, const RoundedRows& rounded,
 }
 
 }  // namespace baton
-
-#include "w4a8_bytes.h"
-
-namespace baton {
-
-inline void multiply_w4a8_unit(const IntegerWork& work, const IntegerUnit& unit) {
-  const RoundedRows rounded(work);
-#ifdef BATON_NIBBLES_ONCE
-  if (opens_nibbles(work, unit.until - unit.from))
-    return multiply_bytes_unit(work, rounded, unit);
-#endif
-  each_row_block<kW4A8Rows>(unit.from, unit.until, [&](int64_t row, int64_t count) {
-    multiply_w4a8_block(work, rounded, unit, row, count);
-  });
-}
-
-}  // namespace baton

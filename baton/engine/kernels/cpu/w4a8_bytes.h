@@ -35,7 +35,8 @@ inline void open_nibbles(const IntegerWork& work, int64_t panel, uint8_t* to) {
   }
 }
 
-// A panel that is opened, and what its rows meanwhile ask memory for: those bytes of each group of the next.
+// A panel that is opened. Meanwhile its rows ask memory for bytes [from, until) of each group of the panel
+// at `next`.
 struct OpenPanel {
   int64_t index;
   const uint8_t *lines, *next;
@@ -117,3 +118,18 @@ inline void multiply_bytes_unit(const IntegerWork& work, const RoundedRows& rows
 }  // namespace baton
 
 #endif
+
+namespace baton {
+
+inline void multiply_w4a8_unit(const IntegerWork& work, const IntegerUnit& unit) {
+  const RoundedRows rounded(work);
+#ifdef BATON_NIBBLES_ONCE
+  if (opens_nibbles(work, unit.until - unit.from))
+    return multiply_bytes_unit(work, rounded, unit);
+#endif
+  each_row_block<kW4A8Rows>(unit.from, unit.until, [&](int64_t row, int64_t count) {
+    multiply_w4a8_block(work, rounded, unit, row, count);
+  });
+}
+
+}  // namespace baton

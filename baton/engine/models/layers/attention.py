@@ -12,7 +12,7 @@ from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.rope import Rotation
 from baton.engine.models.elementwise import Elementwise
 from baton.engine.models.layers.projection import Projection, Reduce
-from baton.engine.models.lora import AdapterRows
+from baton.engine.models.lora import AdapterRows, of_kept
 from baton.engine.state.batch import Batch
 
 
@@ -57,4 +57,4 @@ class HeadAttention:
         attended = batch.attend(self.layer, queries, keys, values)
         if gates is not None:
             attended = self.between.gate_heads(attended, batch.kept(gates))
-        return self.output.summed(attended.flatten(1), groups, reduce)
+        return self.output.summed(attended.flatten(1), of_kept(groups, batch), reduce)

@@ -27,7 +27,7 @@ from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.kernels.rope import Rotation
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.layers.projection import Projection, Reduce
-from baton.engine.models.lora import AdapterRows
+from baton.engine.models.lora import AdapterRows, of_kept
 from baton.engine.state.batch import Batch
 from baton.protocol.errors import InternalError
 
@@ -72,7 +72,7 @@ class DeltaAttention:
         mixed = self.rule(x, conv, matrices, batch.spans)
         if batch.on_layer is not None:
             batch.on_layer(self.layer)
-        return self.output.summed(batch.kept(mixed), groups, reduce)
+        return self.output.summed(batch.kept(mixed), of_kept(groups, batch), reduce)
 
 
 def choose_rule(sizes: DeltaSizes, weights: DeltaWeights, between: Elementwise) -> DeltaRule:

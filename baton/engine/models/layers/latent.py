@@ -26,7 +26,7 @@ from baton.engine.kernels.cpu.step_linears import StepLinear, StepLinears
 from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.layers.projection import Projection, Reduce
-from baton.engine.models.lora import AdapterRows
+from baton.engine.models.lora import AdapterRows, of_kept
 from baton.engine.models.mla import Absorbed
 from baton.engine.state.batch import Batch
 
@@ -121,7 +121,7 @@ class LatentAttention:
             q = self.low.up(normalized(self.between, q, self.low.norm), groups)
         queries, keys = self.latents.queries(q, latent, rotation)
         attended = batch.attend(self.layer, queries, keys, keys[..., :0])
-        return self.output.summed(self.latents.values(attended), groups, reduce)
+        return self.output.summed(self.latents.values(attended), of_kept(groups, batch), reduce)
 
     def step_latents(self, up: Sequence[StepLinear]) -> StepLatents | None:
         """Return what stands between `inputs` and `output` in the form of the compiled step; `up`:

@@ -226,7 +226,10 @@ class Decoder:
             delta = layer.mlp.summed(hidden, groups, reduce)
             delta = self._normalized(delta, layer.mlp_output_norm)
         hidden = between.add_norm(residual, delta, self._final_norm, eps)[1]
-        return batch.spread(hidden, len(token_ids))
+        if batch.only is None:
+            return hidden
+        whole = hidden.new_zeros(len(token_ids), hidden.shape[1])
+        return whole.index_copy_(0, batch.only.index, hidden)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up token_ids [T] -> [T, H], a new tensor."""

@@ -33,7 +33,7 @@ from baton.engine.attention.fixed_order import FixedOrderAttention
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.models.base import CausalModel, ModelAround
-from baton.engine.state.batch import Batch, GroupTables, flatten
+from baton.engine.state.batch import Batch, flatten
 from baton.engine.state.interface import ModelInfo, SequenceChunk
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import HeldBlocks
@@ -134,29 +134,16 @@ def first_logits(
 
 def _part(batch: Batch, rows: slice, last: bool) -> Batch:
     """Return the part of `batch` that holds `rows`. `last`: it keeps `on_layer`."""
-    spans = list(batch.spans)
-    kept: list[int] = []
-    parts = []
-    for index, span in enumerate(spans):
-        first = max(span.first_row, rows.start)
-        stop = min(span.first_row + span.num_rows, rows.stop)
-        if first < stop:
-            kept.append(index)
-            start = span.start + first - span.first_row
-            moved = first - rows.start
-            parts.append(replace(span, first_row=moved, num_rows=stop - first, start=start))
-    tables = [
-        GroupTables(
-            table.slots[rows],
-            table.blocks[torch.tensor(kept, device=table.blocks.device)],
-            tuple(table.first[index] for index in kept),
-        )
-        for table in batch.tables
-    ]
+    _, spans, tables = batch.cut(
+        [
+            range(max(s.first_row, rows.start), min(s.first_row + s.num_rows, rows.stop))
+            for s in batch.spans
+        ]
+    )
     return replace(
         batch,
-        spans=tuple(parts),
-        tables=tuple(tables),
+        spans=spans,
+        tables=tables,
         on_layer=batch.on_layer if last else None,
         plans={},
         tapped={},

@@ -95,10 +95,10 @@ class ModelRunner:
         )
         if images is not None:
             images.release(chunks)
-        if self._loaded.head is None:
-            step = replace(step, batch=replace(step.batch, read=rows_read(chunks)))
-        else:  # it reads all rows
+        if self._taps:
             step = replace(step, batch=replace(step.batch, taps=self._taps))
+        elif self._loaded.head is None and step.batch.logits is None:  # a head reads all rows
+            step = replace(step, batch=replace(step.batch, read=rows_read(chunks)))
         hidden = self._forward(step)
         sampled = self._sample(chunks, step.batch, hidden)
         if self._drafts is not None:
@@ -170,9 +170,8 @@ class ModelRunner:
 
 def rows_read(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:
     """Return of how many last rows of each chunk the hidden states are read; None = of all."""
-    if all(chunk.rows_read == len(chunk.token_ids) for chunk in chunks):
-        return None
-    return tuple([chunk.rows_read for chunk in chunks])
+    counts = [chunk.rows_read for chunk in chunks]
+    return None if counts == [len(chunk.token_ids) for chunk in chunks] else tuple(counts)
 
 
 def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int]) -> list[Sampled]:

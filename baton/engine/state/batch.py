@@ -152,36 +152,36 @@ class Batch:
             min(count, span.num_rows) for count, span in zip(self.read, self.spans, strict=True)
         ]
         counts[-1] = counts[-1] if any(counts) else 1
-        members = [index for index, count in enumerate(counts) if count]
-        rows: list[int] = []
+        ends = [span.first_row + span.num_rows for span in self.spans]
+        kept = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        rows, spans, tables = self.cut(kept)
+        return replace(self, only=ReadRows(rows, Batch(spans, tables, self.attention)))
+
+    def cut(
+        self, kept: Sequence[range]
+    ) -> tuple[Tensor, tuple[Span, ...], tuple[GroupTables, ...]]:
+        """Return some rows [R] int64, their spans and their tables: of each span the rows that
+        `kept` names, side by side from row 0 on. A span of which no row is kept is left out."""
+        members = [index for index, part in enumerate(kept) if part]
         spans: list[Span] = []
+        first = 0
         for index in members:
-            span, count = self.spans[index], counts[index]
-            end = span.first_row + span.num_rows
-            start = span.start + span.num_rows - count
-            spans.append(replace(span, first_row=len(rows), num_rows=count, start=start))
-            rows += range(end - count, end)
+            span, part = self.spans[index], kept[index]
+            start = span.start + part.start - span.first_row
+            spans.append(replace(span, first_row=first, num_rows=len(part), start=start))
+            first += len(part)
         device = self.tables[0].slots.device
-        chosen, place = torch.tensor(members).to(device), torch.tensor(rows).to(device)
+        rows = torch.tensor([row for part in kept for row in part]).to(device)
+        chosen = torch.tensor(members).to(device)
         tables = [
-            GroupTables(
-                t.slots[place], t.blocks[chosen], tuple(t.first[index] for index in members)
-            )
+            GroupTables(t.slots[rows], t.blocks[chosen], tuple([t.first[i] for i in members]))
             for t in self.tables
         ]
-        alone = Batch(tuple(spans), tuple(tables), self.attention)
-        return replace(self, only=ReadRows(place, alone))
+        return rows, tuple(spans), tuple(tables)
 
     def kept(self, x: Tensor) -> Tensor:
         """Return the rows of x [T, ...] that the layer computes."""
         return x if self.only is None else x[self.only.index]
-
-    def spread(self, x: Tensor, num_rows: int) -> Tensor:
-        """Put the rows that `kept` returned back to their places among `num_rows`; the others are
-        zeros."""
-        if self.only is None:
-            return x
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, self.only.index, x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,13 @@ inline Number* kept_room(int64_t count) {
   return room.data();
 }
 
+// The same of bytes from a line's beginning on.
+template <class Use>
+inline uint8_t* kept_lines(int64_t bytes) {
+  uint8_t* const room = kept_room<Use, uint8_t>(bytes + sizeof(Line));
+  return room + (-reinterpret_cast<uintptr_t>(room) & (sizeof(Line) - 1));
+}
+
 // Rows as numbers of that kind: themselves, or a copy of one thread's.
 template <class Number>
 class RowsAs {

@@ -117,8 +117,7 @@ template <class Source>
 void multiply_widened_unit(const IntegerWork& work, const Slab& slab, const IntegerUnit& unit) {
   struct Widened;  // the use of the room
   const int64_t bytes = work.a.groups * (kHeaderBytes + 2 * work.at.quads * kPairBytes);
-  uint8_t* const room = kept_room<Widened, uint8_t>(bytes + sizeof(Line));
-  uint8_t* const lines = room + (-reinterpret_cast<uintptr_t>(room) & (sizeof(Line) - 1));
+  uint8_t* const lines = kept_lines<Widened>(bytes);
   widen_panels<Source>(work, unit, lines);
   for (int64_t row = slab.from; row < slab.until; row += kRows)
     multiply_widened_block(work, slab, row, std::min<int64_t>(kRows, slab.until - row),

@@ -99,8 +99,7 @@ inline void multiply_bytes_unit(const IntegerWork& work, const RoundedRows& rows
                                 const IntegerUnit& unit) {
   struct Opened;  // the use of the room
   const int64_t bytes = work.a.groups * work.at.quads * kQuadLines;
-  uint8_t* const room = kept_room<Opened, uint8_t>(bytes + sizeof(Line));
-  uint8_t* const lines = room + (-reinterpret_cast<uintptr_t>(room) & (sizeof(Line) - 1));
+  uint8_t* const lines = kept_lines<Opened>(bytes);
   const int64_t blocks = (unit.until - unit.from + kBytesRows - 1) / kBytesRows;
   const int64_t share = (work.at.group / blocks + sizeof(Line)) & -sizeof(Line);
   for (int64_t index = 2 * unit.two; index < 2 * unit.two + 2; ++index) {

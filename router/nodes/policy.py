@@ -7,9 +7,9 @@ until its queue costs more than the prefix saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -93,16 +93,16 @@ class Ask:
     """What a request needs of its nodes, and which nodes have failed it. Its journey writes it, the
     policy reads it.
 
-    `excluded`: boots that refused the request, so they must not serve it. `avoided`: boots that
-    failed the request, so they serve it only if no other can. `refusal`: the error if no node is
-    left. `deaths`: boots that may have died of the request and have not come back, with whether
-    they hung. `num_deaths`: how often a boot was blamed in all. `guilty`: by the last verdict too
-    many nodes have died of the request. `num_lost`: hand-overs whose KV was lost. `model`: the key
-    of the model that the client named. `model_digest`: the weights that the request began with,
-    None at first. `session_boot`: the decode node that served its session last, "" for none.
-    `width`: sequences that decode at once. `behind`: RequestTrace.behind. `local`: the KV must not
-    travel, so the decode node computes the prompt. `images`: those of the prompt. `encodes`: encode
-    nodes can be asked for their rows.
+    `excluded`: boots that refused the request, and why. `avoided`: boots that failed the request,
+    so they serve it only if no other can. `refusal`: the error if no node is left. `begun`: its
+    client has tokens. `deaths`: boots that may have died of the request and have not come back,
+    with whether they hung. `num_deaths`: how often a boot was blamed in all. `guilty`: by the last
+    verdict too many nodes have died of the request. `num_lost`: hand-overs whose KV was lost.
+    `model`: the key of the model that the client named. `model_digest`: the weights that the
+    request began with, None at first. `session_boot`: the decode node that served its session last,
+    "" for none. `width`: sequences that decode at once. `behind`: RequestTrace.behind. `local`: the
+    KV must not travel, so the decode node computes the prompt. `images`: those of the prompt.
+    `encodes`: encode nodes can be asked for their rows.
     """
 
     known_ids: tuple[int, ...]
@@ -110,9 +110,10 @@ class Ask:
     adapter: str = ""
     model: str = ""
     model_digest: str | None = None
-    excluded: AbstractSet[str] = frozenset()
+    excluded: Mapping[str, BatonError] = field(default_factory=dict[str, BatonError])
     avoided: AbstractSet[str] = frozenset()
     refusal: BatonError | None = None
+    begun: bool = False
     deaths: dict[str, bool] = field(default_factory=dict[str, bool])
     num_deaths: int = 0
     guilty: bool = False
@@ -127,8 +128,24 @@ class Ask:
 
     def refused(self, boot_id: str, error: BatonError) -> None:
         """Exclude a node that refused the request; `error` becomes the `refusal`."""
-        self.excluded |= {boot_id}
+        self.excluded = {**self.excluded, boot_id: error}
         self.refusal = error
+
+    def served(self) -> None:
+        """Forget the refusals: a node decodes the request now, and others may have room later."""
+        self.excluded, self.refusal = {}, None
+
+    def later(self) -> Ask:
+        """Return what a node must fulfil to be waited for: one that said that it is unavailable may
+        come as another boot; every other refusal stands."""
+        stands = {b: why for b, why in self.excluded.items() if not isinstance(why, Unavailable)}
+        return replace(self, excluded=stands)
+
+    @property
+    def unserved(self) -> BatonError:
+        """The error if no node can serve it now. One that has begun waits with Unavailable."""
+        told = None if self.begun else self.refusal
+        return told or Unavailable("no decode node is available")
 
     def avoid(self, boot_id: str) -> None:
         """Avoid a node that failed the request, or that should get no further requests."""
@@ -185,13 +202,13 @@ def choose_route(
 ) -> Route:
     """Pick the nodes for a request. `tie` in [0, 1) decides between nodes of equal cost.
 
-    Raises Unavailable or `ask.refusal` when no decode node can serve, ContextLengthExceeded when
-    the prompt fits into no node's pool.
+    Raises `ask.unserved` when no decode node can serve, ContextLengthExceeded when the prompt fits
+    into no node's pool.
     """
     usable = [node for node in nodes if is_usable(node, ask)]
     decoders = [node for node in usable if node.role is Role.DECODE]
     if not decoders:
-        raise ask.refusal or Unavailable("no decode node is available")
+        raise ask.unserved
     cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
     prefill = pick_prefill(ask, usable, settings, tie, cached)
     if prefill is not None:
@@ -238,7 +255,7 @@ def choose_decode(
         if node.role is Role.DECODE and node.fingerprint == fingerprint and is_usable(node, ask)
     ]
     if not partners:
-        raise ask.refusal or Unavailable("no decode node is available")
+        raise ask.unserved
     cached = prefix_lengths(ask, partners) if settings.prefix_weight else {}
     return pick_decode(ask, partners, settings, tie, cached)
 
@@ -331,8 +348,7 @@ def preferred(
 
 
 def is_full(node: NodeSnapshot) -> bool:
-    """Whether `node` has swapped requests out, or more waiting requests than come in during one
-    step."""
+    """Whether `node` has requests swapped out, or more waiting ones than come in during a step."""
     load = node.load
     return load.swapped > 0 or load.waiting > max(FEW_WAITING, SHARE_WAITING * load.running)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from dataclasses import replace
 from typing import Final
 
 from baton.protocol.errors import BatonError
@@ -109,13 +108,13 @@ async def may_come(ask: Ask, registry: NodeRegistry, export: KVHandle | None) ->
 
     A suitable node could serve the request and, if there is an `export`, fetch it.
     """
-    anybody = replace(ask, excluded=frozenset())  # a node that refused may come as another boot
+    later = ask.later()
 
     def could_serve(node: NodeSnapshot) -> bool:
         if export is not None and node.boot_id == export.boot_id:
             return False
         fits = export is None or node.fingerprint == export.endpoint.layout_fingerprint
-        return node.role is Role.DECODE and fits and is_usable(node, anybody)
+        return node.role is Role.DECODE and fits and is_usable(node, later)
 
     return await registry.may_come(could_serve)
 

@@ -218,8 +218,7 @@ class Journey:
         try:
             if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
-                prefilled = self._attempts.prefilled
-                self._mark(Milestone.FETCHING if prefilled else Milestone.PREFILLING)
+                self._mark(Milestone.FETCHING if self._attempts.prefilled else Milestone.PREFILLING)
             else:
                 if self._attempts.handle is not None:  # the export went before a decode node came
                     self._give_up("nobody fetched it")
@@ -315,6 +314,7 @@ class Journey:
             case TokenEvent():
                 if attempts.shows is None:
                     self._mark(Milestone.DECODING)
+                    self._ask.served()
                 self._trace.count(event, computes=attempts.handle is None)
                 if attempts.handle is not None and not attempts.decoding:
                     await self._handed_over(ledger)
@@ -445,7 +445,7 @@ class Journey:
             self.output.decoded(event, elsewhere and not event.prompt_logprobs)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
-        """Wait until a suitable node comes or comes back. Raises `error` if none is expected."""
+        """Wait for a suitable node. If none is expected, raises the last refusal, else `error`."""
         if ledger.state is not RequestState.QUEUED:
             await self._fail_over(ledger, HopFailed(error))
             return
@@ -453,7 +453,7 @@ class Journey:
         if self._attempts.has_export and choice.serve(self._ask, self._parts.registry):
             self._give_up("nobody fetches it")  # a node of another layout computes the prompt again
         elif not await choice.may_come(self._ask, self._parts.registry, self._attempts.handle):
-            raise error
+            raise self._ask.refusal or error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
         """Move back to QUEUED: former nodes are fenced, the next ones get all tokens so far."""
@@ -463,7 +463,7 @@ class Journey:
         retried = self._request.retried(self.output.output_ids)
         retried = replace(retried, epoch=ledger.epoch, ended=self.output.ended)
         self._request = self._trace.joined(retried)
-        self._ask.known_ids = self._request.known_ids
+        self._ask.known_ids, self._ask.begun = self._request.known_ids, self.output.num_tokens > 0
 
     # ---- the end ----
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:

@@ -278,7 +278,7 @@ class PoolDispatcher:
 
         If no node is expected, raises the error of the last refusal, or Unavailable without one.
         """
-        anybody = replace(wanted, excluded=frozenset())
+        later = wanted.later()
         while True:
             node = self._least_loaded(wanted)
             session = None if node is None else self._registry.session(node.boot_id)
@@ -288,7 +288,7 @@ class PoolDispatcher:
             if not isinstance(error, Unavailable | NodeLost):
                 raise error
             if not await self._registry.may_come(
-                lambda node: node.role is not Role.ENCODE and is_usable(node, anybody)
+                lambda node: node.role is not Role.ENCODE and is_usable(node, later)
             ):
                 raise error
 

@@ -38,17 +38,16 @@ from baton.runtime.failpoints import LOG_VARIABLE, VARIABLE
 from baton.runtime.redis.keys import ONLY, node_key
 from baton.runtime.socket_folder import SocketFolder
 from deploy.redis_server import RedisServer
-from tests.chaos.counts import Vitals, descriptors_of, tasks_in, threads_of
+from tests.chaos.counts import Vitals, descriptors_of, is_stopped, runs, tasks_in, threads_of
 from tests.chaos.hosts import Hosts
 from tests.chaos.proxy import Fault, FaultProxy, Proof
 from tests.chaos.streams import DEADLINE_S, Spec, Stream
 from tests.system.processes import Processes, ServerProcess
-from tests.waiting import eventually
+from tests.waiting import end, eventually
 
 HEAL_S = 240.0  # six processes import torch, on a busy machine
 SECRET = "of-the-deployment-under-test-0123456789"  # nodes that are not on loopback want one
 FIRE_S = 30.0
-STOPPED = "T"
 NAMED_PORTS = range(10_000, 32_000)
 NEAR, FAR = "127.0.0.1", "127.0.0.2"  # where nodes listen, and where they are said to
 PORT_FLAGS = {"session": "--port", "grpc": "--kv-port", "stream": "--kv-stream-port"}
@@ -100,15 +99,6 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def process_state(pid: int) -> str:
-    """The letter of /proc/<pid>/stat: R, S, D, T (stopped), Z."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 @dataclass
 class Cluster:
     """`directory`: logs and failpoint files. Use as an async context manager."""
@@ -126,6 +116,8 @@ class Cluster:
     # What each process held after its first case: by then everything is made that it keeps.
     held: dict[int, Vitals] = field(default_factory=dict[int, Vitals])
     hosts: Hosts | None = None
+    # What goes on beside a case until everything is healed.
+    beside: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     _redis_pid: int = 0  # of a Redis that is stopped
     _sockets: SocketFolder = field(default_factory=lambda: SocketFolder("baton-chaos-sockets-"))
 
@@ -157,6 +149,7 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await end(*self.beside)
         self.wake_redis()
         self.wake_all()
         for client in self.clients.values():
@@ -254,7 +247,7 @@ class Cluster:
         os.kill(self._redis_pid, signal.SIGSTOP)
 
         async def look() -> bool:
-            return process_state(self._redis_pid) == STOPPED
+            return is_stopped(self._redis_pid)
 
         await eventually(look)
         return "redis state T"
@@ -279,7 +272,7 @@ class Cluster:
         """Waits until the kernel says that the process is stopped; returns the proof."""
 
         async def look() -> bool:
-            return process_state(self.pid(name)) == STOPPED
+            return is_stopped(self.pid(name))
 
         await eventually(look)
         return f"{name} state T"
@@ -431,6 +424,8 @@ class Cluster:
                 if name in ROUTERS:
                     await self._connect(name)
             await eventually(self._whole, HEAL_S)
+        await end(*self.beside)
+        self.beside.clear()
 
     async def _connect(self, name: str) -> None:
         """To a router, perhaps at another port than its predecessor's."""

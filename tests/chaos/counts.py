@@ -1,4 +1,5 @@
-"""What a process holds: descriptors and threads by the kernel's word, tasks by its own /metrics.
+"""What a process holds: descriptors and threads by the kernel's word, tasks by its own /metrics;
+and whether it runs or is stopped, by the kernel's word.
 
 After a case every process that lived through it holds what it held before, kind by kind, exactly;
 `KEPT` names what may have come, and why.
@@ -17,6 +18,19 @@ from typing import Final
 _NUMBER: Final = re.compile(r":\[\d+\]$")  # socket:[4711]; anon_inode:[eventpoll] keeps its kind
 _ARENA: Final = re.compile(r"^.*/baton-[0-9a-f]{32}$")  # a dead peer's says "(deleted)" behind it
 _TASK: Final = re.compile(r'^baton_asyncio_tasks\{of="([^"]*)"\} (\S+)$', re.MULTILINE)
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def is_stopped(pid: int) -> bool:
+    """By /proc/<pid>/stat, whose letter is then T. A process that is gone is not stopped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,24 @@ A router's death is hidden from the clients of resumable requests, and cuts off 
 
 from __future__ import annotations
 
+import asyncio
 import random
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.runtime.failpoints import DATA_STAGES, STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import PLAIN, ROLES, Cluster, Layout
+from tests.chaos.counts import is_stopped
 from tests.chaos.oracle import Terms, check_all
 from tests.chaos.streams import Stream
+from tests.system.processes import ServerProcess
 
 VICTIMS = ("prefill", "decode", "router", "redis")
 KINDS = ("greedy", "seeded", "samples", "penalties", "logprobs")
 NUM_BESIDE = 2
+AWAKE_S = 0.02
 EARLY = 4  # tokens that the streams beside have shown when the fault comes
 # Passages of stages that many steps make: the fault comes in mid-stream.
 PASSAGES = {"p.mid_chunk": 4, "d.step_n": 8, "sampled_not_logged": 6, "logged_not_sent": 6}
@@ -40,9 +46,18 @@ def disarm_but(cluster: Cluster, stage: str, stopped: str) -> None:
     """Only the first that has come to the stage stays stopped: on a slow machine the other, busy
     with the streams beside, may have come there before it was told not to."""
     cluster.disarm()
-    for name in processes_of(cluster, stage):
-        if name != stopped:
-            cluster.wake(name)
+    others = [cluster.servers[n] for n in processes_of(cluster, stage) if n != stopped]
+    cluster.beside.add(asyncio.create_task(keep_awake(others)))
+
+
+async def keep_awake(servers: Sequence[ServerProcess]) -> None:
+    """Wake these whenever they are stopped. One SIGCONT would not do: who has read its plan and not
+    yet stopped itself does so at any later moment, and with both nodes of a role nobody serves."""
+    while True:
+        for server in servers:
+            if server.process.returncode is None and is_stopped(server.process.pid):
+                server.signal(signal.SIGCONT)
+        await asyncio.sleep(AWAKE_S)
 
 
 async def victim_of(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.block_hashes import block_hashes, root_hash
-from baton.protocol.errors import ContextLengthExceeded, Unavailable
+from baton.protocol.errors import ContextLengthExceeded, Overloaded, Unavailable
 from baton.protocol.handles import NodeLoad, Role
 from router.nodes.policy import (
     Ask,
@@ -125,10 +125,25 @@ def test_draining_and_excluded_nodes_are_not_used() -> None:
     draining = replace(node("p1"), load=NodeLoad(draining=True))
     assert names([draining, node("p2"), node("d")])[0] == "p2"
     nodes = [node("p1"), node("p2"), node("d1"), node("d2")]
-    ask = Ask(PROMPT, excluded=frozenset({"boot-p1", "boot-d2"}))
+    full = Overloaded("full")
+    ask = Ask(PROMPT, excluded={"boot-p1": full, "boot-d2": full})
     assert names(nodes, ask, tie=0.99) == ("p2", "d1")
     with pytest.raises(Unavailable):
-        names(nodes, Ask(PROMPT, excluded=frozenset({"boot-d1", "boot-d2"})))
+        names(nodes, Ask(PROMPT, excluded={"boot-d1": full, "boot-d2": full}))
+
+
+def test_what_refusals_count_for() -> None:
+    nodes, ask = [node("d1"), node("d2")], Ask(PROMPT)
+    ask.refused("boot-d1", Unavailable("draining"))
+    ask.refused("boot-d2", Overloaded("full"))
+    with pytest.raises(Overloaded):  # who has nothing yet is told why
+        names(nodes, ask)
+    ask.begun = True
+    with pytest.raises(Unavailable, match="no decode node"):  # waits if another one is expected
+        names(nodes, ask)
+    assert names(nodes, ask.later()) == (None, "d1"), "that one may come as another boot"
+    ask.served()
+    assert (ask.refusal, names(nodes[1:], ask)) == (None, (None, "d2"))
 
 
 def test_avoided_nodes_are_used_when_nobody_else_is_left() -> None:

@@ -128,11 +128,10 @@ class Ask:
 
     def refused(self, boot_id: str, error: BatonError) -> None:
         """Exclude a node that refused the request; `error` becomes the `refusal`."""
-        self.excluded = {**self.excluded, boot_id: error}
-        self.refusal = error
+        self.excluded, self.refusal = {**self.excluded, boot_id: error}, error
 
     def served(self) -> None:
-        """Forget the refusals: a node decodes the request now, and others may have room later."""
+        """Forget the refusals: a node decoded the request since, and others may have room now."""
         self.excluded, self.refusal = {}, None
 
     def later(self) -> Ask:

@@ -155,12 +155,27 @@ class NodeSession:
     def snapshot(self, record: NodeRecord, model: str = "") -> NodeSnapshot:
         """Return the node's snapshot for the policy; computed only after a change."""
         if self._snapshot is None:
-            new = self._snapshot = NodeSnapshot.of(record, model)  # not `replace`: slow
-            new.load, new.shunned = self._load, self.stalled
-            new.prefix, new.checkpoints = self.prefix.hashes, self.prefix.checkpoints
-            given = self._attached
-            new.assigned, new.pooling = len(given.by_id), given.pooling
-            new.assigned_tokens, new.unreported_tokens = given.tokens, given.unreported_tokens
+            self._snapshot = NodeSnapshot(  # not `replace`, which is three times as slow
+                node_id=record.node_id,
+                boot_id=record.boot_id,
+                role=record.role,
+                model_digest=record.model_digest,
+                fingerprint=record.endpoint.layout_fingerprint,
+                block_size=record.block_size,
+                kv_dtype=record.endpoint.format.dtype,
+                adapters=record.adapters,
+                max_num_seqs=record.max_num_seqs,
+                needs_rows=record.needs_rows,
+                model=model,
+                load=self._load,
+                prefix=self.prefix.hashes,
+                checkpoints=self.prefix.checkpoints,
+                assigned=len(self._attached.by_id),
+                assigned_tokens=self._attached.tokens,
+                unreported_tokens=self._attached.unreported_tokens,
+                pooling=self._attached.pooling,
+                shunned=self.stalled,
+            )
         return self._snapshot
 
     # ---- requests ----

@@ -314,7 +314,6 @@ class Journey:
             case TokenEvent():
                 if attempts.shows is None:
                     self._mark(Milestone.DECODING)
-                    self._ask.served()
                 self._trace.count(event, computes=attempts.handle is None)
                 if attempts.handle is not None and not attempts.decoding:
                     await self._handed_over(ledger)
@@ -364,11 +363,10 @@ class Journey:
     # ---- when a node fails ----
     def _lost(self, attempt: Attempt | None, event: SessionLost) -> NodeLost:
         if attempt is not None:
-            boot_id = attempt.boot_id
-            self._ask.avoid(boot_id)
+            self._ask.avoid(attempt.boot_id)
             if event.suspect:
-                self._ask.blame(boot_id, hung=event.stalled)
-            if self._move and self._move.source == boot_id:
+                self._ask.blame(attempt.boot_id, hung=event.stalled)
+            if self._move and self._move.source == attempt.boot_id:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
 
@@ -407,6 +405,8 @@ class Journey:
         self._show_pending()
         if self.output.finished:
             return
+        if self._attempts.shows is not None:
+            self._ask.served()
         self._trace.node_deaths = self._ask.num_deaths
         if self._num_tries >= MAX_TRIES or await choice.is_guilty(self._ask, self._parts.registry):
             raise failure.error

@@ -189,6 +189,7 @@ class Case:
     window: int
     softcap: float | None
     sinks: bool
+    grows: bool  # scores grow along the prompt: a row's highest so far is overtaken by far
 
 
 @st.composite
@@ -204,7 +205,13 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.sampled_from([0, 0, 5, 40, 200])),
         softcap=draw(st.sampled_from([None, None, 20.0])),
         sinks=draw(st.booleans()),
+        grows=draw(st.booleans()),
     )
+
+
+def growing(keys: Tensor, grows: bool) -> Tensor:
+    """keys [T, heads, dim], with `grows` up to 40 times as long towards the end."""
+    return keys * torch.linspace(1, 40, len(keys)).bfloat16()[:, None, None] if grows else keys
 
 
 @settings(max_examples=40)
@@ -225,7 +232,10 @@ def test_attention_is_torchs(cpu_kernels: CpuKernels, case: Case) -> None:
     values.fill_(torch.nan)
     history = step_of(ours, [0] * len(starts), totals, size)
     total = history.token_ids.shape[0]
-    stored = noise(16, total, case.kv_heads, dim), noise(17, total, case.kv_heads, dim)
+    stored = (
+        growing(noise(16, total, case.kv_heads, dim), case.grows),
+        noise(17, total, case.kv_heads, dim),
+    )
     ours.write(0, *stored, history.batch.tables[0].slots)
     q = noise(18, sum(rows), case.query_heads, dim)
     got = ours.attend(0, q, step_of(ours, starts, rows, size).batch)
@@ -297,13 +307,16 @@ def test_latents_are_keys_and_values(
     assert close(got, want.float())
 
 
-@pytest.mark.parametrize("window", [0, 30])
-def test_a_prompts_rows_do_not_depend_on_its_chunks(cpu_kernels: CpuKernels, window: int) -> None:
+@pytest.mark.parametrize(("window", "grows"), [(0, False), (30, False), (0, True), (30, True)])
+def test_a_prompts_rows_do_not_depend_on_its_chunks(
+    cpu_kernels: CpuKernels, window: int, grows: bool
+) -> None:
     layers = (LayerSpec(2, 64, 64),)
     arena = KVArena(one_group(layers), 10, 16, "bfloat16", torch.device("cpu"))
     attention = CompiledAttention(arena, [AttentionLayer(6, 0.125, window)], cpu_kernels)
     whole = step_of(attention, [0], [150], 16)
-    attention.write(0, noise(23, 150, 2, 64), noise(24, 150, 2, 64), whole.batch.tables[0].slots)
+    keys, values = growing(noise(23, 150, 2, 64), grows), noise(24, 150, 2, 64)
+    attention.write(0, keys, values, whole.batch.tables[0].slots)
     q = noise(25, 150, 6, 64)
     want = attention.attend(0, q, whole.batch)
     for start, until in ((0, 70), (70, 150), (5, 7)):

@@ -15,13 +15,20 @@ namespace baton {
 
 constexpr int64_t kFewNumbers = 1 << 15;  // below, waking a second thread takes longer
 
-inline float mean_square(const bf16* x, int64_t count) {
-  Floats sum = broadcast(0.0f);
-  for (int64_t i = 0; i < count; i += 16) {
+// The squares of x [count], added up in 16 lanes. Four sums at once: one alone waits for itself.
+inline Floats squares(const bf16* x, int64_t count) {
+  Floats sums[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64)
+    BATON_UNROLL for (int j = 0; j < 4; ++j) {
+      const Floats each = load_wide(x + i + 16 * j);
+      sums[j] = multiply_add(each, each, sums[j]);
+    }
+  for (; i < count; i += 16) {
     const Floats each = load_wide(x + i);
-    sum = multiply_add(each, each, sum);
+    sums[0] = multiply_add(each, each, sums[0]);
   }
-  return sum_of(sum) / static_cast<float>(count);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // What all norms of a model have in common. `offset` is added to their weights.
@@ -29,11 +36,17 @@ struct NormRule {
   float epsilon, offset;
 };
 
-inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count, NormRule rule) {
-  const Floats scale = broadcast(1.0f / std::sqrt(mean_square(x, count) + rule.epsilon));
-  const Floats offset = broadcast(rule.offset);
+// y = x * scale * weight.
+inline void scale_row(const bf16* x, const bf16* weight, bf16* y, int64_t count, Floats scale,
+                      float offset) {
+  const Floats added_to = broadcast(offset);
   for (int64_t i = 0; i < count; i += 16)
-    store_rounded(y + i, load_wide(x + i) * scale * (load_wide(weight + i) + offset));
+    store_rounded(y + i, load_wide(x + i) * scale * (load_wide(weight + i) + added_to));
+}
+
+inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count, NormRule rule) {
+  const float mean = sum_of(squares(x, count)) / static_cast<float>(count);
+  scale_row(x, weight, y, count, broadcast(1.0f / std::sqrt(mean + rule.epsilon)), rule.offset);
 }
 
 // x += delta (unless null), rounded; y = RMSNorm(x) * weight. All [size].
@@ -54,7 +67,7 @@ inline void add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16
                  y + row * size, size, rule);
 }
 
-// qkv [rows, heads + 2 * kv_heads, dim]: query and key heads normalized (unless the weights are
+// qkv [rows, heads + 2 * kv_heads, dim]: query and key heads normalized (unless both weights are
 // null) and rotated in place: of each head the first `rotated` dims, the first half of them against
 // the second, or neighbours; cos, sin [rows, rotated / 2].
 struct RotateArgs {
@@ -101,15 +114,29 @@ inline void rotate_neighbours(bf16* x, const NeighbourFactors& by, int64_t rotat
   }
 }
 
-// Those heads of a row, counted over query heads, then key heads; `turn` rotates one.
+// Those heads of a row, counted over query heads, then key heads; `turn` rotates one. Norms of 16 heads
+// are computed together: each waits for sums along its numbers, a root and a quotient.
 template <class Turn>
 inline void rotate_each(const RotateArgs& a, int64_t row, HeadRange heads, const Turn& turn) {
   const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
-  for (int64_t head = heads.first; head < heads.last; ++head) {
-    bf16* x = a.qkv + row * width + head * a.dim;
-    const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
-    if (weight != nullptr) normalize(x, weight, x, a.dim, a.norms);
-    turn(x);
+  for (int64_t first = heads.first; first < heads.last; first += 16) {
+    const int64_t count = std::min<int64_t>(16, heads.last - first);
+    bf16* const from = a.qkv + row * width + first * a.dim;
+    alignas(64) float scales[16];
+    if (a.query_norm != nullptr) {
+      Floats rows[16];
+      for (int64_t i = 0; i < 16; ++i)
+        rows[i] = i < count ? squares(from + i * a.dim, a.dim) : broadcast(0.0f);
+      const Floats mean = across_each(rows, added) / broadcast(static_cast<float>(a.dim));
+      store(scales, broadcast(1.0f) / square_root(mean + broadcast(a.norms.epsilon)));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      bf16* const x = from + i * a.dim;
+      const bf16* weight = first + i < a.heads ? a.query_norm : a.key_norm;
+      if (a.query_norm != nullptr)
+        scale_row(x, weight, x, a.dim, broadcast(scales[i]), a.norms.offset);
+      turn(x);
+    }
   }
 }
 

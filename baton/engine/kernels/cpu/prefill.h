@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "factors.h"
 
 namespace baton {
 
@@ -24,6 +25,8 @@ constexpr int kKeys = 64;             // of a tile
 constexpr int64_t kFewQueries = 96;
 constexpr int64_t kTasks = 8;  // a thread
 constexpr float kLogTwoOfE = 1.44269504f;
+constexpr float kUnseen = -1e30f;  // score of a query that has met no key
+constexpr float kAbove = 8.0f;  // a weight may be 2^8 before it becomes 1 and the others smaller
 
 struct PrefillArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
@@ -55,11 +58,17 @@ class PrefillTask {
  public:
   PrefillTask(const PrefillArgs& args, int64_t height)
       : a_(args), height_(height), group_(args.query_heads / args.kv_heads),
-        wide_((args.v_dim + kKeys - 1) / kKeys * kKeys), key_pairs_(args.k_dim * kKeys),
-        value_pairs_(wide_ * kKeys), query_factors_(height * group_ * args.k_dim),
-        sums_(height * group_ * wide_), most_(height * group_), total_(height * group_),
+        wide_((args.v_dim + kKeys - 1) / kKeys * kKeys),
+        key_pairs_(lines<struct KeyPairs, bf16>(args.k_dim * kKeys)),
+        value_pairs_(lines<struct ValuePairs, bf16>(wide_ * kKeys)),
+        query_factors_(lines<struct Queries, Factor>(height * group_ * args.k_dim)),
+        sums_(lines<struct Sums, float>(height * group_ * wide_)),
+        total_(lines<struct Totals, float>(16 * height * group_)), most_(height * group_),
+        positions_(height * group_),
         widened_(args.scales.keys == nullptr ? 0 : kKeys * (args.k_dim + args.v_dim)),
-        key_factors_(kKeys), value_factors_(kKeys) {}
+        key_factors_(kKeys), value_factors_(kKeys) {
+    std::fill_n(value_pairs_, wide_ * kKeys, 0);
+  }
 
   // Rows [from, from + height) of a span, by one KV head.
   void run(int64_t span, int64_t from, int64_t head) {
@@ -71,36 +80,44 @@ class PrefillTask {
     const int64_t end = position_ + rows;
     const int64_t begin = a_.window > 0 ? std::max<int64_t>(0, position_ - a_.window + 1) : 0;
     queries_ = rows * group_;
-    for (int64_t m = 0; m < queries_; ++m) {
-      load_query(m);
-      // A sink is a key of its own without a value.
-      most_[m] = a_.sinks ? a_.sinks[head * group_ + m % group_] * kLogTwoOfE : -INFINITY;
-      total_[m] = a_.sinks ? 1.0f : 0.0f;
-    }
-    std::fill_n(sums_.begin(), queries_ * wide_, 0.0f);
+    for (int64_t m = 0, row = 0; row < rows; ++row)
+      for (int64_t of = 0; of < group_; ++of, ++m) {
+        positions_[m] = position_ + row;
+        load_query(m, a_.q + (row_ + row) * a_.q_stride + (head * group_ + of) * a_.k_dim);
+        // A sink is a key of its own without a value.
+        const float sink = a_.sinks ? a_.sinks[head * group_ + of] * kLogTwoOfE : kUnseen;
+        most_[m] = std::max(sink, kUnseen);
+        store(&total_[16 * m], select(a_.sinks ? 1 : 0, broadcast(1.0f), broadcast(0.0f)));
+      }
+    std::fill_n(sums_, queries_ * wide_, 0.0f);
+    // Evenly: 10 queries are 5 and 5, not 6 and 4.
+    const int64_t parts = (queries_ + kQueries - 1) / kQueries;
+    const int64_t least = queries_ / parts, more = queries_ % parts;
     for (int64_t at = begin / kKeys * kKeys; at < end; at += kKeys) {
       repack(at, begin, end);
-      int64_t parts = (queries_ + kQueries - 1) / kQueries;
-      for (int64_t m = 0; m < queries_; --parts) {
-        const int64_t count = (queries_ - m + parts - 1) / parts;
+      for (int64_t part = 0, m = 0; part < parts; ++part) {
+        const int64_t count = least + (part < more);
         if (sees(m, count, at)) attend(m, count, at);
         m += count;
       }
     }
-    finish();
+    finish(rows);
   }
 
  private:
-  int64_t position(int64_t m) const { return position_ + m / group_; }
+  template <class Use, class Number>
+  static Number* lines(int64_t count) {
+    return reinterpret_cast<Number*>(kept_lines<Use>(count * sizeof(Number)));
+  }
+
+  int64_t position(int64_t m) const { return positions_[m]; }
 
   // Scores are in powers of two, with a cap only once that is on them.
   float score_scale() const { return a_.softcap > 0.0f ? a_.scale : a_.scale * kLogTwoOfE; }
 
-  const Factor* query(int64_t m) const { return query_factors_.data() + m * a_.k_dim; }
+  const Factor* query(int64_t m) const { return query_factors_ + m * a_.k_dim; }
 
-  void load_query(int64_t m) {
-    const bf16* from =
-        a_.q + (row_ + m / group_) * a_.q_stride + (head_ * group_ + m % group_) * a_.k_dim;
+  void load_query(int64_t m, const bf16* from) {
     for (int64_t d = 0; d < a_.k_dim; d += 16)
       store_factors(&query_factors_[m * a_.k_dim + d], load_wide(from + d));
   }
@@ -145,9 +162,11 @@ class PrefillTask {
         BATON_UNROLL for (int i = 0; i < 16; ++i)
           store_line(&key_pairs_[(d + 2 * i) * kKeys + 2 * from], pairs[i]);
       }
+    bf16* const pairs = value_pairs_;
+    const int64_t wide = wide_, v_dim = a_.v_dim;
     for (int i = 0; i < kKeys; i += 2)
-      for (int64_t d = 0; d < a_.v_dim; d += 16)
-        store_line(&value_pairs_[i * wide_ + 2 * d], pair_up(value[i] + d, value[i + 1] + d));
+      for (int64_t d = 0; d < v_dim; d += 32)
+        store_pairs(pairs + i * wide + 2 * d, value[i] + d, value[i + 1] + d);
   }
 
   // Numbers in int8 as bfloat16, at `to`, which it returns.
@@ -165,64 +184,68 @@ class PrefillTask {
     const int64_t keys = std::min<int64_t>(kKeys, position(m + M - 1) + 1 - at);
     alignas(64) Factor weights[M][kKeys];
     alignas(64) float kept[16];
-    const Factor* x[M];
     Floats sum[M][4];
-    BATON_UNROLL for (int i = 0; i < M; ++i) {
-      x[i] = query(m + i);
+    BATON_UNROLL for (int i = 0; i < M; ++i)
       BATON_UNROLL for (int j = 0; j < 4; ++j) sum[i][j] = broadcast(0.0f);
-    }
-    multiply_pairs<M>(x, key_pairs_.data(), kKeys, a_.k_dim, sum);
-    const bool kept_all = weigh<M>(m, at, sum, weights, kept);
-    BATON_UNROLL for (int i = 0; i < M; ++i) x[i] = weights[i];
-    for (int64_t d = 0; d < wide_; d += kKeys) {
+    multiply_pairs<M>(query(m), a_.k_dim, key_pairs_, kKeys, a_.k_dim, sum);
+    const bool kept_all = a_.scales.keys == nullptr ? weigh<M, false>(m, at, sum, weights, kept)
+                                                    : weigh<M, true>(m, at, sum, weights, kept);
+    const int64_t wide = wide_;
+    float* sums = sums_ + m * wide;
+    for (int64_t d = 0; d < wide; d += kKeys, sums += kKeys) {
       BATON_UNROLL for (int i = 0; i < M; ++i)
-        BATON_UNROLL for (int j = 0; j < 4; ++j)
-          sum[i][j] = load(&sums_[(m + i) * wide_ + d + 16 * j]);
+        BATON_UNROLL for (int j = 0; j < 4; ++j) sum[i][j] = load(sums + i * wide + 16 * j);
       if (!kept_all)
         BATON_UNROLL for (int i = 0; i < M; ++i)
           BATON_UNROLL for (int j = 0; j < 4; ++j) sum[i][j] = sum[i][j] * broadcast(kept[i]);
-      multiply_pairs<M>(x, value_pairs_.data() + 2 * d, wide_, keys, sum);
+      multiply_pairs<M>(weights[0], kKeys, value_pairs_ + 2 * d, wide, keys, sum);
       BATON_UNROLL for (int i = 0; i < M; ++i)
-        BATON_UNROLL for (int j = 0; j < 4; ++j)
-          store(&sums_[(m + i) * wide_ + d + 16 * j], sum[i][j]);
+        BATON_UNROLL for (int j = 0; j < 4; ++j) store(sums + i * wide + 16 * j, sum[i][j]);
     }
   }
 
-  // sum += x [M, inputs] by 64 columns of w [inputs / 2, columns, 2].
+  // sum += x [M, inputs], whose rows lie `stride` apart, by 64 columns of w [inputs / 2, columns, 2].
   template <int M>
-  static void multiply_pairs(const Factor* const* x, const bf16* w, int64_t columns, int64_t inputs,
-                             Floats (*sum)[4]) {
+  [[gnu::always_inline]] static void multiply_pairs(const Factor* x, int64_t stride, const bf16* w, int64_t columns,
+                             int64_t inputs, Floats (*sum)[4]) {
     BATON_UNROLL for (int from = 0; from < 4; from += kQueryVectors)
-      multiply_columns<M>(x, w + 32 * from, columns, inputs, sum, from);
+      multiply_columns<M>(x, stride, w + 32 * from, columns, inputs, sum, from);
   }
 
   // The same of 16 * kQueryVectors columns, vectors `from` on of the sums.
   template <int M>
-  static void multiply_columns(const Factor* const* x, const bf16* w, int64_t columns,
+  [[gnu::always_inline]] static void multiply_columns(const Factor* x, int64_t stride, const bf16* w, int64_t columns,
                                int64_t inputs, Floats (*sum)[4], int from) {
+    const Factor* fourth[(M + 3) / 4];  // every fourth row, as in linear.h
+    for (int i = 0; i < M; i += 4) fourth[i / 4] = x + i * stride;
     Floats local[M][kQueryVectors];
     BATON_UNROLL for (int i = 0; i < M; ++i)
       BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j) local[i][j] = sum[i][from + j];
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * columns)
-      dot_rows<M>(local, [&](int i) { return x[i] + k; }, w);
+      dot_rows<M>(local, [&](int i) { return fourth[i / 4] + i % 4 * stride + k; }, w);
     BATON_UNROLL for (int i = 0; i < M; ++i)
       BATON_UNROLL for (int j = 0; j < kQueryVectors; ++j) sum[i][from + j] = local[i][j];
   }
 
   // Products of M queries -> their keys' weights. `kept`: what their sums so far are worth from now on;
   // returns whether that is all.
-  template <int M>
+  template <int M, bool kRounded>
   bool weigh(int64_t m, int64_t at, Floats (*score)[4], Factor (*weights)[kKeys], float* kept) {
     const Floats lowest = broadcast(-INFINITY);
-    BATON_UNROLL for (int j = 0; j < 4; ++j) {
-      const Floats factors = load(&key_factors_[16 * j]);
-      BATON_UNROLL for (int i = 0; i < M; ++i) score[i][j] = score[i][j] * factors;
+    Floats scale = broadcast(score_scale());  // that scores do not have yet
+    if constexpr (kRounded) {
+      BATON_UNROLL for (int j = 0; j < 4; ++j) {
+        const Floats factors = load(&key_factors_[16 * j]);
+        BATON_UNROLL for (int i = 0; i < M; ++i) score[i][j] = score[i][j] * factors;
+      }
+      scale = broadcast(1.0f);
     }
     if (a_.softcap > 0.0f) {
       const Floats cap = broadcast(a_.softcap);
       for (int i = 0; i < M; ++i)
         for (int j = 0; j < 4; ++j)
-          score[i][j] = cap * hyperbolic_tangent(score[i][j] / cap) * broadcast(kLogTwoOfE);
+          score[i][j] = cap * hyperbolic_tangent(score[i][j] * scale / cap) * broadcast(kLogTwoOfE);
+      scale = broadcast(1.0f);
     }
     if (!sees_all(m, M, at))
       BATON_UNROLL for (int i = 0; i < M; ++i) {
@@ -231,37 +254,43 @@ class PrefillTask {
           score[i][j] = select(static_cast<Lanes>(visible >> (16 * j)), score[i][j], lowest);
       }
     Floats each[M];
-    BATON_UNROLL for (int i = 0; i < M; ++i)
-      each[i] = max(max(score[i][0], score[i][1]), max(score[i][2], score[i][3]));
-    const Lanes queries = lanes_of(M);
-    const Floats before = load(&most_[m], queries);
-    const Floats most = max(before, across_queries<M>(each, [](auto a, auto b) { return max(a, b); }));
-    store(&most_[m], most, queries);
-    // No key seen so far: -inf - -inf is no number.
-    alignas(64) float from[16];
-    store(from, select(less_equal(most, lowest), broadcast(0.0f), most));
-    const Lanes same = less_equal(most, before);
-    const Floats worth = select(same, broadcast(1.0f), power_of_two(before - most));
-    store(kept, worth);
+    Lanes above = 0;
     BATON_UNROLL for (int i = 0; i < M; ++i) {
-      each[i] = broadcast(0.0f);
-      BATON_UNROLL for (int j = 0; j < 4; ++j) {
-        const Floats weight = power_of_two(score[i][j] - broadcast(from[i]));
-        each[i] = each[i] + weight;
-        store_factors(&weights[i][16 * j], weight * load(&value_factors_[16 * j]));
-      }
+      each[i] = max(max(score[i][0], score[i][1]), max(score[i][2], score[i][3]));
+      const Floats beyond = multiply_subtract(each[i], scale, broadcast(most_[m + i]));
+      above |= greater(beyond, broadcast(kAbove));
     }
-    const Floats sums = across_queries<M>(each, [](auto a, auto b) { return a + b; });
-    store(&total_[m], load(&total_[m], queries) * worth + sums, queries);
-    return (same & queries) == queries;
+    if (above != 0) raise<M>(m, each, scale, kept);
+    BATON_UNROLL for (int i = 0; i < M; ++i) {
+      const Floats most = broadcast(most_[m + i]);
+      Floats total = load(&total_[16 * (m + i)]);
+      BATON_UNROLL for (int j = 0; j < 4; ++j) {
+        const Floats weight = power_of_two(multiply_subtract(score[i][j], scale, most));
+        total = total + weight;
+        if constexpr (kRounded)
+          store_factors(&weights[i][16 * j], weight * load(&value_factors_[16 * j]));
+        else
+          store_factors(&weights[i][16 * j], weight);
+      }
+      store(&total_[16 * (m + i)], total);
+    }
+    return above == 0;
   }
 
-  // Lane i: all numbers of query i combined, of M of them.
-  template <int M, class Combine>
-  static Floats across_queries(const Floats each[M], const Combine& combine) {
+  // What weights of M queries are relative to becomes the highest of `scores`, where that is far above.
+  template <int M>
+  [[gnu::noinline]] void raise(int64_t m, const Floats scores[M], Floats scale, float* kept) {
     Floats rows[16];  // each of up to 8 twice: half of the work
-    BATON_UNROLL for (int i = 0; i < 16; ++i) rows[i] = each[std::min(M <= 8 ? i % 8 : i, M - 1)];
-    return across_each(rows, combine);
+    BATON_UNROLL for (int i = 0; i < 16; ++i) rows[i] = scores[std::min(M <= 8 ? i % 8 : i, M - 1)];
+    const Floats highest = across_each(rows, higher) * scale;
+    const Floats before = load(&most_[m], lanes_of(M));
+    const Lanes above = greater(highest - before, broadcast(kAbove));
+    store(&most_[m], select(above, highest, before), lanes_of(M));
+    store(kept, select(above, power_of_two(before - highest), broadcast(1.0f)));
+    for (int i = 0; i < M; ++i) {
+      float* const total = &total_[16 * (m + i)];
+      store(total, load(total) * broadcast(kept[i]));
+    }
   }
 
   // Whether queries [m, m + count) see all keys of the tile.
@@ -282,23 +311,27 @@ class PrefillTask {
     return bit == kKeys ? ~uint64_t{0} : (uint64_t{1} << bit) - 1;
   }
 
-  void finish() const {
-    for (int64_t m = 0; m < queries_; ++m) {
-      const int64_t query_head = head_ * group_ + m % group_;
-      bf16* out = a_.out + ((row_ + m / group_) * a_.query_heads + query_head) * a_.v_dim;
-      const Floats share = broadcast(1.0f / total_[m]);
-      for (int64_t d = 0; d < a_.v_dim; d += 16)
-        store_rounded(out + d, load(&sums_[m * wide_ + d]) * share);
+  void finish(int64_t rows) const {
+    for (int64_t m = 0, row = 0; row < rows; ++row) {
+      bf16* out = a_.out + ((row_ + row) * a_.query_heads + head_ * group_) * a_.v_dim;
+      for (int64_t of = 0; of < group_; ++of, ++m, out += a_.v_dim) {
+        const Floats share = broadcast(1.0f / sum_of(load(&total_[16 * m])));
+        for (int64_t d = 0; d < a_.v_dim; d += 16)
+          store_rounded(out + d, load(&sums_[m * wide_ + d]) * share);
+      }
     }
   }
 
   const PrefillArgs& a_;
   const int64_t height_, group_, wide_;  // `wide_`: v_dim, filled up with zeros to whole tiles
-  std::vector<bf16> key_pairs_;    // [k_dim / 2, 64, 2]
-  std::vector<bf16> value_pairs_;  // [32, wide, 2]
-  std::vector<Factor> query_factors_;  // [queries, k_dim]
-  std::vector<float> sums_;        // [queries, wide]
-  std::vector<float> most_, total_;
+  // From lines' beginnings on.
+  bf16* const key_pairs_;         // [k_dim / 2, 64, 2]
+  bf16* const value_pairs_;       // [32, wide, 2]
+  Factor* const query_factors_;   // [queries, k_dim]
+  float* const sums_;             // [queries, wide]
+  float* const total_;            // [queries, 16] of weights
+  std::vector<float> most_;       // [queries], what weights are relative to
+  std::vector<int64_t> positions_;  // of queries
   std::vector<bf16> widened_;      // [64, k_dim + v_dim] of int8
   std::vector<float> key_factors_, value_factors_;  // [64], of scores and of weights
   int64_t span_ = 0, head_ = 0, row_ = 0, position_ = 0, queries_ = 0;

@@ -127,6 +127,10 @@ inline Floats swap_neighbours(Floats values) {
   return {_mm256_permute_ps(values.low, 0xb1), _mm256_permute_ps(values.high, 0xb1)};
 }
 
+inline Floats square_root(Floats values) {
+  return {_mm256_sqrt_ps(values.low), _mm256_sqrt_ps(values.high)};
+}
+
 inline Floats absolute(Floats values) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, values.low), _mm256_andnot_ps(sign, values.high)};
@@ -458,16 +462,15 @@ inline Floats across_quarters(const Folded* quarters, const Combine& combine) {
   return {half[0], half[1]};
 }
 
-// 16 numbers of `even` and `odd` as pairs, in their order.
-inline Line pair_up(const bf16* even, const bf16* odd) {
-  const auto both = [](__m128i low, __m128i high) {
-    return _mm256_or_si256(_mm256_cvtepu16_epi32(low),
-                           _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16));
-  };
-  const auto* low = reinterpret_cast<const __m128i*>(even);
-  const auto* high = reinterpret_cast<const __m128i*>(odd);
-  return {both(_mm_loadu_si128(low), _mm_loadu_si128(high)),
-          both(_mm_loadu_si128(low + 1), _mm_loadu_si128(high + 1))};
+// 32 numbers of `even` and `odd` as pairs, in their order, to `to`.
+inline void store_pairs(bf16* to, const bf16* even, const bf16* odd) {
+  for (int i = 0; i < 32; i += 8) {
+    const auto wide = [i](const bf16* from) {
+      return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    };
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i),
+                        _mm256_or_si256(wide(even), _mm256_slli_epi32(wide(odd), 16)));
+  }
 }
 
 // 8 registers of 8 pairs each -> pair by pair.

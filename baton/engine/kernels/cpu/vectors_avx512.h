@@ -40,6 +40,7 @@ inline Floats subtract_product(Floats c, Floats a, Floats b) { return _mm512_fnm
 // 1 0 3 2 5 4 ...
 inline Floats swap_neighbours(Floats values) { return _mm512_permute_ps(values, 0xb1); }
 
+inline Floats square_root(Floats values) { return _mm512_sqrt_ps(values); }
 inline Floats absolute(Floats values) { return _mm512_abs_ps(values); }
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
@@ -156,11 +157,16 @@ inline __m512 across_quarters(const __m512* quarters, const Combine& combine) {
                  _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
 }
 
-// 16 numbers of `even` and `odd` as pairs, in their order.
-inline Line pair_up(const bf16* even, const bf16* odd) {
-  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)even));
-  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)odd));
-  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+// 32 numbers of `even` and `odd` as pairs, in their order, to `to`.
+inline void store_pairs(bf16* to, const bf16* even, const bf16* odd) {
+  alignas(64) static constexpr uint16_t kFirst[32] = {
+      0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_load_si512(kFirst);
+  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  const Line low = load_line(even), high = load_line(odd);
+  store_line(to, _mm512_permutex2var_epi16(low, first, high));
+  store_line(to + 32, _mm512_permutex2var_epi16(low, second, high));
 }
 
 // 16 vectors of 16 pairs each -> pair by pair.

@@ -211,13 +211,18 @@ class Pool:
     """A pool whose sequences have histories of noise, and steps over it."""
 
     def __init__(
-        self, config: DecoderConfig, starts: Sequence[int], kv_dtype: str = "bfloat16"
+        self,
+        config: DecoderConfig,
+        starts: Sequence[int],
+        kv_dtype: str = "bfloat16",
+        rows: int = 1,
     ) -> None:
+        """`rows`: the most that a step computes of the last sequence."""
         self.starts = starts
         self.layers, self.slots = range(config.num_layers), range(len(starts) + 1)
         layers = config.layers_in(torch.bfloat16)
         self.groups = one_group(layers)
-        blocks = sum(start // BLOCK + 1 for start in starts)
+        blocks = sum((start + rows - 1) // BLOCK + 1 for start in starts)
         self.arena = KVArena(self.groups, blocks, BLOCK, kv_dtype, CPU)
         generator = torch.Generator().manual_seed(5)
         for layer in range(config.num_layers):
@@ -241,7 +246,7 @@ class Pool:
         block = 0
         for index, start in enumerate(self.starts):
             count = rows if index == len(self.starts) - 1 else 1
-            ids = tuple(range(block, block + start // BLOCK + 1))
+            ids = tuple(range(block, block + (start + count - 1) // BLOCK + 1))
             block += len(ids)
             named = adapter if index == 0 else ""
             chunk = SequenceChunk(
@@ -260,12 +265,13 @@ class Pool:
 
 
 def hidden_of(decoder: Decoder, step: Step, by_layer: bool = False) -> Tensor:
-    """`by_layer`: with a hook on the layers, which keeps the step from being taken whole."""
-    batch = step.batch
-    if by_layer:
-        batch = replace(batch, on_layer=lambda _: None)
+    """`by_layer`: operation by operation."""
+    compiled = decoder.step
+    decoder.step = None if by_layer else compiled
     with torch.inference_mode():
-        return decoder.forward(step.token_ids, step.positions, batch)
+        hidden = decoder.forward(step.token_ids, step.positions, step.batch)
+    decoder.step = compiled
+    return hidden
 
 
 def answers_of(decoder: Decoder, step: Step, by_layer: bool = False) -> tuple[Tensor, Tensor]:
@@ -439,15 +445,6 @@ def test_checkpoints_with_latents_take_whole_steps(name: str, tmp_path: Path) ->
     assert step.num_steps == len(prompt)
     decoder.step = None
     assert torch.equal(Driver(loaded).logits(prompt, range(2), [1] * len(prompt)), whole)
-
-
-def test_a_step_with_several_rows_of_a_sequence_goes_layer_by_layer() -> None:
-    config = config_of()
-    decoder = decoder_of(config)
-    assert decoder.step is not None
-    hidden = hidden_of(decoder, Pool(config, [3, 40]).step(rows=4))
-    assert hidden.shape == (5, config.hidden_size)
-    assert decoder.step.num_steps == 0
 
 
 def test_rows_that_want_an_adapter_go_layer_by_layer() -> None:

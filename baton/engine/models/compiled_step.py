@@ -1,9 +1,12 @@
-"""Decode steps of the lean decoder in one compiled call, and which models and steps allow it.
+"""Steps of the lean decoder in one compiled call, or in one for each layer, and which models and
+steps allow it.
 
 A step is one call if each row is one new token, no row wants an adapter, no caller waits for single
-layers (`Batch.on_layer`), and the compiled attention supports every layer that attends. All other
-steps run layer by layer (decoder.py). The kernels are the same, so are the results, bit for bit.
-Logits that the batch wants of every row are made in the same call.
+layers (`Batch.on_layer`), and the compiled attention supports every layer that attends. Logits that
+the batch wants of every row are made in the same call. Where only the rows or a caller forbid it,
+as prompts do, a dense decoder whose layers attend over heads makes one call between two layers'
+attention. All other steps run operation by operation (decoder.py). The kernels are the same, so are
+the results, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.kernels.cpu.gates import NO_CHOICE
 from baton.engine.kernels.cpu.latent import NO_LATENTS
+from baton.engine.kernels.cpu.layer_part import NO_LAYER, LayerParts
 from baton.engine.kernels.cpu.step import (
     NO_DELTA,
     StepHead,
@@ -47,7 +51,8 @@ DIM_MULTIPLE = 32  # head dims must be a multiple: attention.h reads keys 32 num
 
 
 class CompiledStep:
-    """All layers of a decoder in one call. `num_steps`: how many steps have run so."""
+    """All layers of a decoder in one call. `num_steps`: how many steps have run so, `num_parted`:
+    how many in one call for each layer."""
 
     def __init__(
         self, model: StepModel, layers: Sequence[StepLayer], frequencies: Sequence[Frequencies]
@@ -58,15 +63,50 @@ class CompiledStep:
         self._num_layers = len(layers)
         self._linear = [index for index, layer in enumerate(layers) if layer.delta is not None]
         self._states: tuple[States, StepStates] | None = None  # the last step's
-        self.num_steps = 0
+        self.num_steps = self.num_parted = 0
+        sizes = model.sizes
+        # Whether a step may be one call for each layer: only attention over heads, no mixtures.
+        self.has_parts = not (
+            sizes.gated or self._linear or sizes.latents.heads or sizes.choice.experts
+        )
 
-    def pools(self, batch: Batch, num_rows: int) -> StepPools | None:
-        """Return the KV pools for a step of `num_rows` rows in one call; None if the step must run
-        layer by layer. The caller has checked that no row wants an adapter."""
+    def pools(self, batch: Batch) -> StepPools | None:
+        """Return the KV pools for a step in one call, or in one for each layer; None if the step
+        must run operation by operation. The caller has checked that no row wants an adapter."""
         attention = batch.attention
-        if len(batch.spans) != num_rows or batch.on_layer is not None:
-            return None
         return attention.step_pools if isinstance(attention, CompiledAttention) else None
+
+    def is_whole(self, batch: Batch, num_rows: int) -> bool:
+        """Whether a step of `num_rows` rows may be one call."""
+        return len(batch.spans) == num_rows and batch.on_layer is None
+
+    def run_parts(
+        self, positions: Tensor, residual: Tensor, batch: Batch, pools: StepPools
+    ) -> Tensor:
+        """Run positions [T] and the embeddings `residual` [T, H], which are overwritten -> hidden
+        [T, H], with zeros for rows that nobody reads. Writes KV."""
+        self.num_parted += 1
+        tables = [StepTable(t.slots, t.blocks, t.first) for t in batch.tables]
+        rotations = [each.at(positions, torch.bfloat16) for each in self._frequencies]
+        inputs = StepInputs(positions, positions, rotations, tables)
+        args, alive = self._model.arguments(inputs, pools)
+        parts = LayerParts(self._model, args, residual, alive)
+        queries = parts.qkv[:, : self._model.sizes.heads]
+        attended, last = None, self._num_layers - 1
+        for layer in range(self._num_layers):
+            parts.run(layer - 1, layer, attended)
+            if batch.on_layer is not None:
+                batch.on_layer(layer)
+            if layer == last:
+                batch = batch.in_last_layer()
+            attending = batch if batch.only is None else batch.only.batch
+            attended = batch.attention.attend(layer, batch.kept(queries), attending)
+        if batch.only is None:
+            parts.run(last, NO_LAYER, attended)
+            return parts.hidden
+        few = parts.of(batch.only.index)
+        few.run(last, NO_LAYER, attended)
+        return torch.zeros_like(parts.hidden).index_copy_(0, batch.only.index, few.hidden)
 
     def run(
         self,

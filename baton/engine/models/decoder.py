@@ -201,13 +201,15 @@ class Decoder:
         eps = self._config.rms_norm_eps
         groups: Sequence[AdapterRows] = rows_by_adapter(batch, self._fixed_shapes)
         if self.step is not None and not groups and not batch.taps:
-            pools = self.step.pools(batch, token_ids.shape[0])
-            if pools is not None:
+            pools = self.step.pools(batch)
+            if pools is not None and self.step.is_whole(batch, len(token_ids)):
                 residual = None if self.step.embeds else self.embed(token_ids)
                 hidden, logits = self.step.run(token_ids, positions, residual, batch, pools)
                 if batch.logits is not None and logits is not None:
                     batch.logits.made = self._capped(logits)
                 return hidden
+            if pools is not None and self.step.has_parts and not batch.mutual:
+                return self.step.run_parts(positions, self.embed(token_ids), batch, pools)
         residual = self.embed(token_ids)
         rotations = [each.at(positions, residual.dtype) for each in self._frequencies]
         between, reduce, delta = self._between, self._shards.reduce, None

@@ -22,7 +22,8 @@ struct Met {
 class GroupedProducts {
  public:
   // `most`: inputs of a product by integers.
-  GroupedProducts(int64_t rows, int64_t most) : integers_(rows, most) {}
+  GroupedProducts(int64_t rows, int64_t most)
+      : room_(IntegerProducts::room_of(rows, most)), integers_(rows, room_.data()) {}
 
   // What each thread of a team runs for y = x W^T + b, by weights of one format. By panels, y of
   // weights `which` lies `which * apart` numbers further.
@@ -81,6 +82,7 @@ class GroupedProducts {
     });
   }
 
+  std::vector<float> room_;
   IntegerProducts integers_;
 };
 

@@ -26,7 +26,7 @@ void IntegerProducts::multiply_unit(const StepIntegers& by, const LinearArgs& li
                                     IntegerRows& rows, const IntegerUnit& unit) {
   if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.rounded, unit);
   const IntegerArgs args = widening(by, like);
-  baton::multiply_unit({args, IntegerLayout(args), room_.data()}, rows, unit);
+  baton::multiply_unit({args, IntegerLayout(args), room_}, rows, unit);
 }
 
 }  // namespace baton
@@ -36,7 +36,7 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 15; }
+int baton_kernels_version() { return 16; }
 
 // Asks the kernel for what this process may only use once it has: AMX's tiles, for all its threads. 0,
 // or an errno.

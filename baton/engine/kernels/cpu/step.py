@@ -113,7 +113,7 @@ class _StepTable(ctypes.Structure):
     _fields_ = (*((name, _POINTER) for name in ("slots", "blocks", "first")), ("width", _SIZE))
 
 
-class _StepArgs(ctypes.Structure):
+class StepArgs(ctypes.Structure):
     """StepArgs of step_args.h."""
 
     _fields_ = (
@@ -366,6 +366,7 @@ class StepModel:
         residual = 0 if embedding is None else sizes.hidden
         self._scratch = sizes.scratch + residual, sizes.expert_scratch, sizes.latent_scratch
         self._call = kernels.library.baton_decode_step
+        self.call_part = kernels.library.baton_layer_part
 
     def run(
         self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
@@ -377,28 +378,13 @@ class StepModel:
         """
         sizes, rows = self.sizes, inputs.positions.shape[0]
         head = self._head if inputs.logits else None
-        assert pools.shape == [sizes.kv_heads, sizes.dim]
-        firsts = [(_SIZE * rows)(*table.first) for table in inputs.tables]
-        tables = (_StepTable * len(firsts))()
-        for at, table in enumerate(inputs.tables):
-            tables[at] = _StepTable(
-                table.slots.data_ptr(), table.blocks.data_ptr(),
-                ctypes.addressof(firsts[at]), table.blocks.shape[1],
-            )  # fmt: skip
-        out = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16)
         logits = None if head is None else torch.empty(rows, self._vocabulary, dtype=torch.float32)
+        out = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16)
         scratch, of_experts, of_latents = (_room(rows * each) for each in self._scratch)
-        args = _StepArgs.from_buffer_copy(self._constant)
-        args.pools = ctypes.addressof(pools.pointers)
+        args, _kept = self.arguments(inputs, pools)
         args.states = None if states is None else ctypes.addressof(states.pointers)
-        args.tables = ctypes.addressof(tables)
         args.head = None if head is None else head.address
-        for at, rotation in enumerate(inputs.rotations):
-            args.rotations[at] = _StepRotation(rotation.cos.data_ptr(), rotation.sin.data_ptr())
-        first = inputs.rotations[0]
-        args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
-        args.by_position = len(first.cos) if inputs.by_position else 0
-        args.positions = inputs.positions.data_ptr()
+        args.by_position = len(inputs.rotations[0].cos) if inputs.by_position else 0
         args.slots, args.begins = _pointer(inputs.slots), _pointer(inputs.begins)
         args.out, args.logits, args.scratch = out.data_ptr(), _pointer(logits), _pointer(scratch)
         if inputs.residual is not None:
@@ -409,15 +395,36 @@ class StepModel:
             args.ids = inputs.token_ids.data_ptr()
             args.residual = scratch.data_ptr() + rows * sizes.scratch * BYTES
         args.expert_scratch, args.latent_scratch = _pointer(of_experts), _pointer(of_latents)
-        args.rows, args.block_size = rows, pools.block_size
         if not self._call(ctypes.byref(args)):
             raise IndexError("a token id is outside the embedding, or a position too high")
         return out, logits
 
-    def _constants(self) -> _StepArgs:
+    def arguments(self, inputs: StepInputs, pools: StepPools) -> tuple[StepArgs, object]:
+        """Return the arguments that whole steps and parts have in common, but for `out` and
+        `scratch`, and what must live as long as they."""
+        sizes = self.sizes
+        assert pools.shape == [sizes.kv_heads, sizes.dim]
+        firsts = [(_SIZE * len(table.first))(*table.first) for table in inputs.tables]
+        tables = (_StepTable * len(firsts))()
+        for at, table in enumerate(inputs.tables):
+            tables[at] = _StepTable(
+                table.slots.data_ptr(), table.blocks.data_ptr(),
+                ctypes.addressof(firsts[at]), table.blocks.shape[1],
+            )  # fmt: skip
+        args = StepArgs.from_buffer_copy(self._constant)
+        args.pools, args.tables = ctypes.addressof(pools.pointers), ctypes.addressof(tables)
+        for at, rotation in enumerate(inputs.rotations):
+            args.rotations[at] = _StepRotation(rotation.cos.data_ptr(), rotation.sin.data_ptr())
+        first = inputs.rotations[0]
+        args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
+        args.positions, args.rows = inputs.positions.data_ptr(), inputs.positions.shape[0]
+        args.block_size = pools.block_size
+        return args, (firsts, tables)
+
+    def _constants(self) -> StepArgs:
         """The arguments that are those of every step."""
         sizes, delta = self.sizes, self.sizes.delta
-        return _StepArgs(
+        return StepArgs(
             layers=ctypes.addressof(self._layers), final_norm=self._final_norm,
             embedding=_pointer(self.embedding),
             embedded=0 if self.embedding is None else len(self.embedding),

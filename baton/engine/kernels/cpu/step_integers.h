@@ -30,9 +30,13 @@ struct StepLinear {
 
 class IntegerProducts {
  public:
+  // `room`: so many numbers as `room_of` says.
+  IntegerProducts(int64_t rows, float* room) : rows_(rows), room_(room), row_scales_(rows) {}
+
   // `most`: inputs of a product.
-  IntegerProducts(int64_t rows, int64_t most)
-      : rows_(rows), room_(rows * RoundedRows::room(kQuad * quads_of(most))), row_scales_(rows) {}
+  static int64_t room_of(int64_t rows, int64_t most) {
+    return rows * RoundedRows::room(kQuad * quads_of(most));
+  }
 
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
@@ -49,7 +53,7 @@ class IntegerProducts {
       const W8A8Args args = rounding(by, like);
       me.share(rows_, [&](int64_t row, int64_t) { round_unsigned(args, row); });
     } else if (const IntegerArgs args = widening(by, like); sums_of_row(args) > 0) {
-      const IntegerWork work{args, IntegerLayout(args), room_.data()};
+      const IntegerWork work{args, IntegerLayout(args), room_};
       me.share(rows_, [&](int64_t row, int64_t) { prepare_row(work, row); });
     }
   }
@@ -82,7 +86,7 @@ class IntegerProducts {
 
   W8A8Args rounding(const StepIntegers& by, const LinearArgs& like) {
     return {like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales, like.bias,
-            like.y, reinterpret_cast<uint8_t*>(room_.data()), row_scales_.data(), rows_,
+            like.y, reinterpret_cast<uint8_t*>(room_), row_scales_.data(), rows_,
             like.inputs, like.outputs, quads_of(like.inputs), like.wide};
   }
 
@@ -92,7 +96,7 @@ class IntegerProducts {
   }
 
   const int64_t rows_;
-  std::vector<float> room_;  // RoundedRows, or 4 rounded numbers a quad, or the sum of each group
+  float* const room_;  // RoundedRows, or 4 rounded numbers a quad, or the sum of each group
   std::vector<float> row_scales_;
 };
 

@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "gates.h"
 #include "latent.h"
+#include "layer_part.h"
 #include "step.h"
 
 extern "C" {
@@ -21,4 +22,6 @@ void baton_latent_queries(const baton::LatentQueriesArgs* args) { baton::latent_
 void baton_latent_values(const baton::LatentValuesArgs* args) { baton::latent_values(*args); }
 
 int32_t baton_decode_step(const baton::StepArgs* args) { return baton::decode_step(*args); }
+
+void baton_layer_part(const baton::PartArgs* args) { baton::layer_part(*args); }
 }

@@ -1,0 +1,63 @@
+// What a dense decoder does with rows between the attention of two layers, in one call:
+//
+//   output | norm | gate, up | gate | down   of one layer, then
+//   norm | qkv | rotate, store               of the next one, or the last norm
+//
+// For steps that attend layer by layer, as prompts do, since somebody waits for each layer's keys and
+// values. The phases are those of step.h, over the same units.
+#pragma once
+
+#include <omp.h>
+
+#include "step_rows.h"
+
+namespace baton {
+
+class LayerPart : StepRows {
+ public:
+  LayerPart(const PartArgs& args, int64_t threads) : StepRows(args.step, threads), part_(args) {}
+
+  // What each thread of the team runs.
+  void run(int64_t thread) {
+    Team::Member me(team_, thread);
+    Delta delta{};
+    if (part_.after >= 0) delta = end(me, a_.layers[part_.after]);
+    if (part_.before >= 0)
+      begin(me, part_.before, delta);
+    else
+      norm(me, delta, a_.final_norm, {});
+  }
+
+ private:
+  // A layer behind its attention.
+  Delta end(Team::Member& me, const StepLayer& layer) {
+    const Product output{layer.output, part_.attended, delta_, a_.attended, a_.hidden};
+    const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * layer.inner};
+    const Product down{layer.down, narrow_, delta_, layer.inner, a_.hidden};
+    multiply(me, output);
+    norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming(me, gate_up));
+    multiply(me, gate_up);
+    gate(me, layer.inner, coming(me, down));
+    multiply(me, down);
+    return {delta_, layer.mlp_output_norm};
+  }
+
+  // A layer up to its attention.
+  void begin(Team::Member& me, int64_t index, Delta delta) {
+    const StepLayer& layer = a_.layers[index];
+    const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, a_.qkv};
+    norm(me, delta, layer.input_norm, coming(me, qkv));
+    multiply(me, qkv);
+    me.share_rows(a_.rows, [&](int64_t row) { place(index, row, {0, a_.kv_heads}); });
+  }
+
+  const PartArgs& part_;
+};
+
+inline void layer_part(const PartArgs& args) {
+  LayerPart part(args, omp_get_max_threads());
+#pragma omp parallel
+  part.run(omp_get_thread_num());
+}
+
+}  // namespace baton

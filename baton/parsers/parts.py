@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 from baton.parsers.reader import begun
 
@@ -39,6 +40,7 @@ class CallArguments:
 
 
 Part = Reasoning | Content | CallStart | CallArguments
+_BEGINS_JSON: Final = frozenset('[{"-0123456789tfn')
 
 
 class Room(enum.Enum):
@@ -215,10 +217,10 @@ class Sink:
             self._parts.append(Content(text))
 
     def _begins_call(self, text: str) -> bool:
-        """Whether the first content begins like the marker of a call.
-
-        A lone "[" may begin a call or JSON; it counts as content.
+        """Whether the first content begins like the marker of a call, as JSON does not: with its
+        first character, or with two where JSON may begin with that one. No more of them are surely
+        in the first piece. One alone that may begin either counts as content.
         """
         if not self._marker:
             return False
-        return text.startswith(self._marker) or (text != "[" and self._marker.startswith(text))
+        return text.startswith(self._marker[: 1 + (self._marker[0] in _BEGINS_JSON)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,19 @@ def test_how_the_text_is_cut_never_changes_the_result(
     whole = parse(rules, text)
     assert parse(rules, *cut(text, places)) == whole
     assert parse(rules, *text) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", "<</tool_call>", ""), ("hermes", "<x", ""), ("hermes", " [1]", " [1]"),
+        ("mistral", "[TO[", ""), ("mistral", "[[1]]", "[[1]]"), ("mistral", "[", "["),
+        ("phi4_mini_json", "false", "false"), ("phi4_mini_json", "fun", ""),
+    ],
+)  # fmt: skip
+def test_what_begins_like_a_call_where_content_is_json(name: str, text: str, content: str) -> None:
+    rules = replace(tools(name), room=Room.JSON_INSTEAD)
+    assert parse(rules, text).content == parse(rules, *text).content == content
 
 
 @given(RULES, TEXTS)

@@ -63,6 +63,19 @@ def test_a_decode_step_reads_weights_once_and_each_sequence_s_kv() -> None:
     assert step.intensity() == step.flops / step.read_bytes
 
 
+@given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 20))
+def test_in_the_last_layer_rows_that_are_read_attend(start: int, count: int, window: int) -> None:
+    def flops(chunk: SequenceChunk, last: int) -> float:
+        layers = (LayerWork(window, 2, 5 + last, last),)
+        work = ModelWork.of(ParameterCounts(dense=10, head=2), 2 * 12, 2, layers)
+        return work.step([chunk]).flops
+
+    sampled = chunk(start, count, sample=SamplingParams(max_tokens=1))
+    newest = seen(start + count - 1, 1, window)[1]
+    assert flops(sampled, 3) == flops(sampled, 0) + 3 * newest
+    assert flops(chunk(start, count), 3) == flops(chunk(start, count), 0)  # nobody reads a row
+
+
 def test_a_chunk_that_does_not_sample_spares_the_head() -> None:
     work = ModelWork.of(ParameterCounts(dense=1000, head=200, tied=False), 2 * 1400, 2, ())
     assert work.step([chunk(0, 5)]) == Work(2000, 10_000)

@@ -70,6 +70,6 @@ def work_of(loaded: LoadedModel) -> ModelWork:
         loaded.model.parameter_counts,
         loaded.weight_bytes,
         loaded.dtype.itemsize,
-        layer_works(layers, values, heads, info.kv_dtype),
+        layer_works(layers, values, heads, info.kv_dtype, len(loaded.model.attention_layers) - 1),
         loaded.rounded_head_bytes,
     )

@@ -2,9 +2,9 @@
 
 Bytes: each weight that the step uses, once, and the KV of each sequence, once. Of routed experts,
 those count that the step's rows are expected to choose. FLOPs: two per weight and row, for the head
-only of sampled rows, for the last layer's MLP only of rows that are read, and those of attention
-(of all rows, as its products, in all layers). These are the least that the work needs, not what the
-kernels really do. So the shares below are comparable between kernels:
+only of sampled rows, and those of attention; in the last layer what is behind its first product
+only of rows that are read. These are the least that the work needs, not what the kernels really do.
+So the shares below are comparable between kernels:
 
     MBU = bytes / seconds / read bandwidth        MFU = FLOPs / seconds / rate of a matrix product
 
@@ -68,7 +68,7 @@ class ParameterCounts:
 @dataclass(frozen=True, slots=True)
 class LayerWork:
     """All layers with one window (0 = unlimited): KV bytes of one token, and FLOPs per (query,
-    key).
+    key), of all of them and, if it is one of them, of the model's last layer.
 
     The sums run over these layers.
     """
@@ -76,6 +76,7 @@ class LayerWork:
     window: int
     kv_bytes: int
     pair_flops: int
+    last_flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class ModelWork:
                 tokens, pairs = seen(start, count, layer.window)
                 read += tokens * layer.kv_bytes
                 flops += pairs * layer.pair_flops
+                flops -= seen(start, count - chunk.rows_read, layer.window)[1] * layer.last_flops
         counts = self.counts
         if sampled:
             read += self.head_bytes
@@ -161,18 +163,24 @@ def seen(start: int, count: int, window: int) -> tuple[int, int]:
 
 
 def layer_works(
-    layers: Sequence[LayerSpec], value_dims: Sequence[int], query_heads: Sequence[int], dtype: str
+    layers: Sequence[LayerSpec],
+    value_dims: Sequence[int],
+    query_heads: Sequence[int],
+    dtype: str,
+    last: int,
 ) -> tuple[LayerWork, ...]:
     """Sum up the layers by window.
 
     `value_dims` are the dims of the vectors that each layer's attention sums up (MLA: its latent).
+    `last`: the index of the model's last layer; a draft head's layer follows.
     """
-    found: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for layer, value_dim, heads in zip(layers, value_dims, query_heads, strict=True):
-        kv_bytes, flops = found[layer.window]
+    found: defaultdict[int, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
+    specs = zip(layers, value_dims, query_heads, strict=True)
+    for index, (layer, value_dim, heads) in enumerate(specs):
+        kv_bytes, flops, of_last = found[layer.window]
         kv_bytes += layer.token_bytes(dtype) + layer.scale_bytes(dtype)
-        flops += 2 * heads * (layer.k_dim + value_dim)
-        found[layer.window] = kv_bytes, flops
+        own = 2 * heads * (layer.k_dim + value_dim)
+        found[layer.window] = kv_bytes, flops + own, own if index == last else of_last
     return tuple(LayerWork(window, *sums) for window, sums in found.items())
 
 

@@ -25,6 +25,7 @@ constexpr int kKeys = 64;             // of a tile
 constexpr int64_t kFewQueries = 96;
 constexpr int64_t kTasks = 8;  // a thread
 constexpr float kLogTwoOfE = 1.44269504f;
+constexpr int64_t kRowsAhead = 8;  // whose queries are asked of memory
 constexpr float kUnseen = -1e30f;  // score of a query that has met no key
 constexpr float kAbove = 8.0f;  // a weight may be 2^8 before it becomes 1 and the others smaller
 
@@ -80,15 +81,19 @@ class PrefillTask {
     const int64_t end = position_ + rows;
     const int64_t begin = a_.window > 0 ? std::max<int64_t>(0, position_ - a_.window + 1) : 0;
     queries_ = rows * group_;
-    for (int64_t m = 0, row = 0; row < rows; ++row)
+    const bf16* q = a_.q + row_ * a_.q_stride + head * group_ * a_.k_dim;
+    for (int64_t m = 0, row = 0; row < rows; ++row, q += a_.q_stride) {
+      if (row + kRowsAhead < rows)  // rows lie far apart
+        for (int64_t i = 0; i < group_ * a_.k_dim; i += 32) ask(q + kRowsAhead * a_.q_stride + i);
       for (int64_t of = 0; of < group_; ++of, ++m) {
         positions_[m] = position_ + row;
-        load_query(m, a_.q + (row_ + row) * a_.q_stride + (head * group_ + of) * a_.k_dim);
+        load_query(m, q + of * a_.k_dim);
         // A sink is a key of its own without a value.
         const float sink = a_.sinks ? a_.sinks[head * group_ + of] * kLogTwoOfE : kUnseen;
         most_[m] = std::max(sink, kUnseen);
         store(&total_[16 * m], select(a_.sinks ? 1 : 0, broadcast(1.0f), broadcast(0.0f)));
       }
+    }
     std::fill_n(sums_, queries_ * wide_, 0.0f);
     // Evenly: 10 queries are 5 and 5, not 6 and 4.
     const int64_t parts = (queries_ + kQueries - 1) / kQueries;

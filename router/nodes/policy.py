@@ -130,9 +130,10 @@ class Ask:
         """Exclude a node that refused the request; `error` becomes the `refusal`."""
         self.excluded, self.refusal = {**self.excluded, boot_id: error}, error
 
-    def served(self) -> None:
-        """Forget the refusals: a node decoded the request since, and others may have room now."""
-        self.excluded, self.refusal = {}, None
+    def served(self, by: str) -> None:
+        """Forget refusals from before the boot `by` decoded the request: others may have room."""
+        self.excluded = {boot: why for boot, why in self.excluded.items() if boot == by}
+        self.refusal = self.excluded.get(by)
 
     def later(self) -> Ask:
         """Return what a node must fulfil to be waited for: one that said that it is unavailable may

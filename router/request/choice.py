@@ -86,7 +86,9 @@ def decode_node(ask: Ask, parts: DispatchParts, trace: RequestTrace, kv: KVHandl
 
 
 def may_move(ask: Ask, parts: DispatchParts, leaving: str) -> bool:
-    """Whether another decode node could take a request over from the boot `leaving`."""
+    """Whether another decode node could take a request over from the boot `leaving`; those that
+    refused it at first may have room by now."""
+    ask.served(leaving)
     nodes = parts.registry.snapshots()
     layout = next((node.fingerprint for node in nodes if node.boot_id == leaving), "")
     others = [node for node in nodes if node.boot_id != leaving]

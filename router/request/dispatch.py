@@ -405,8 +405,8 @@ class Journey:
         self._show_pending()
         if self.output.finished:
             return
-        if self._attempts.shows is not None:
-            self._ask.served()
+        if self._attempts.shows is not None and self._attempts.decode is not None:
+            self._ask.served(self._attempts.decode.boot_id)
         self._trace.node_deaths = self._ask.num_deaths
         if self._num_tries >= MAX_TRIES or await choice.is_guilty(self._ask, self._parts.registry):
             raise failure.error

@@ -96,6 +96,16 @@ async def test_a_node_that_was_full_when_it_began_may_have_room_by_now() -> None
         assert await client.done() == [41, 42]
 
 
+async def test_a_node_that_refuses_it_in_the_middle_is_not_asked_again() -> None:
+    async with cluster("d1", "d2", node_wait_s=SHORT_S) as (router, nodes):
+        client, node, full = await begun_elsewhere(router, nodes)
+        node.fail(node.heard_of(SubmitDecode)[-1].request, "overloaded", retryable=True)
+        request = (await full.hear(SubmitDecode)).request
+        assert (request.epoch, request.output_ids) == (3, ((41,),))
+        full.finish(request, 1, 42)
+        assert await client.done() == [41, 42]
+
+
 async def test_if_that_one_is_still_full_the_stream_waits_for_its_own_node() -> None:
     async with cluster("d1", "d2", node_wait_s=WAIT_S) as (router, nodes):
         client, victim, full = await begun_elsewhere(router, nodes)

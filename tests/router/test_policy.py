@@ -142,7 +142,10 @@ def test_what_refusals_count_for() -> None:
     with pytest.raises(Unavailable, match="no decode node"):  # waits if another one is expected
         names(nodes, ask)
     assert names(nodes, ask.later()) == (None, "d1"), "that one may come as another boot"
-    ask.served()
+    ask.refused("boot-d3", full := Overloaded("full"))
+    ask.served("boot-d3")  # which decoded it, and then refused it as well
+    assert (ask.refusal, names([*nodes, node("d3")], ask)[1]) == (full, "d1")
+    ask.served("boot-d1")
     assert (ask.refusal, names(nodes[1:], ask)) == (None, (None, "d2"))
 
 

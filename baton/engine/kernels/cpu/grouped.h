@@ -25,6 +25,8 @@ class GroupedProducts {
   GroupedProducts(int64_t rows, int64_t most)
       : room_(IntegerProducts::room_of(rows, most)), integers_(rows, room_.data()) {}
 
+  GroupedProducts(const GroupedProducts&) = delete;  // its products know where its room lies
+
   // What each thread of a team runs for y = x W^T + b, by weights of one format. By panels, y of
   // weights `which` lies `which * apart` numbers further.
   void multiply(Team::Member& me, const std::vector<Met>& met, const StepLinear* by,

@@ -54,7 +54,8 @@ inline Floats hyperbolic_tangent(Floats x) {
   return one - two / (exponential(x * two) + one);
 }
 
-// A thread's memory for its tasks, one at a time.
+// A thread's memory for its tasks, one at a time; kept for the thread's next one, so it has one of these
+// at a time.
 class PrefillTask {
  public:
   PrefillTask(const PrefillArgs& args, int64_t height)
@@ -287,9 +288,10 @@ class PrefillTask {
   [[gnu::noinline]] void raise(int64_t m, const Floats scores[M], Floats scale, float* kept) {
     Floats rows[16];  // each of up to 8 twice: half of the work
     BATON_UNROLL for (int i = 0; i < 16; ++i) rows[i] = scores[std::min(M <= 8 ? i % 8 : i, M - 1)];
-    const Floats highest = across_each(rows, higher) * scale;
+    const Floats most = across_each(rows, higher), highest = most * scale;
     const Floats before = load(&most_[m], lanes_of(M));
-    const Lanes above = greater(highest - before, broadcast(kAbove));
+    // The same comparison as the caller's: a query rises or not whatever its neighbours do.
+    const Lanes above = greater(multiply_subtract(most, scale, before), broadcast(kAbove));
     store(&most_[m], select(above, highest, before), lanes_of(M));
     store(kept, select(above, power_of_two(before - highest), broadcast(1.0f)));
     for (int i = 0; i < M; ++i) {

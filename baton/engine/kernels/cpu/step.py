@@ -367,6 +367,7 @@ class StepModel:
         self._scratch = sizes.scratch + residual, sizes.expert_scratch, sizes.latent_scratch
         self._call = kernels.library.baton_decode_step
         self.call_part = kernels.library.baton_layer_part
+        self.call_part.restype = None
 
     def run(
         self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
@@ -419,7 +420,7 @@ class StepModel:
         args.rotated, args.neighbours = first.rotated, first.pairs is PairRotation.NEIGHBOURS
         args.positions, args.rows = inputs.positions.data_ptr(), inputs.positions.shape[0]
         args.block_size = pools.block_size
-        return args, (firsts, tables)
+        return args, (inputs, pools, firsts, tables)
 
     def _constants(self) -> StepArgs:
         """The arguments that are those of every step."""

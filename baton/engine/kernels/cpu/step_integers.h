@@ -33,9 +33,23 @@ class IntegerProducts {
   // `room`: so many numbers as `room_of` says.
   IntegerProducts(int64_t rows, float* room) : rows_(rows), room_(room), row_scales_(rows) {}
 
-  // `most`: inputs of a product.
+  // `most`: inputs of a product, of any format.
   static int64_t room_of(int64_t rows, int64_t most) {
     return rows * RoundedRows::room(kQuad * quads_of(most));
+  }
+
+  // The same of products by one linear's weights, which may be none of integers.
+  static int64_t room_of(int64_t rows, int64_t most, const StepLinear& linear) {
+    int64_t numbers = 0;
+    for (const StepIntegers* by = linear.integers; by != nullptr; by = by->next) {
+      int64_t own = by->has_zeros ? by->groups : 0;
+      if (by->extra != nullptr)
+        own = quads_of(most);
+      else if (by->bits == kW4A8)
+        own = RoundedRows::room(kQuad * quads_of(most));
+      numbers = std::max(numbers, own);
+    }
+    return rows * numbers;
   }
 
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].

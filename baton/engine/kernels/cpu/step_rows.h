@@ -157,16 +157,20 @@ class StepRows {
   IntegerProducts integers_;
 
  private:
-  // Numbers that products by integers need; none without any.
+  // Numbers that products by integers need.
   static int64_t room_of(const StepArgs& a) {
-    const auto rounded = [](const StepLinear* by) { return by && by->integers != nullptr; };
-    bool some = rounded(a.head);
+    int64_t most = 0;
+    const auto add = [&](const StepLinear* by) {
+      if (by == nullptr) return;
+      const int64_t inputs = std::max(a.hidden, a.narrow);
+      most = std::max(most, IntegerProducts::room_of(a.rows, inputs, *by));
+    };
+    add(a.head);
     for (const StepLayer* of = a.layers; of != a.layers + a.num_layers; ++of) {
-      for (const StepLinear* by : {&of->qkv, &of->output, &of->gate_up, &of->down})
-        some |= rounded(by);
-      some |= of->latent != nullptr && rounded(of->latent->query_up);
+      for (const StepLinear* by : {&of->qkv, &of->output, &of->gate_up, &of->down}) add(by);
+      if (of->latent != nullptr) add(of->latent->query_up);
     }
-    return some ? IntegerProducts::room_of(a.rows, std::max(a.hidden, a.narrow)) : 0;
+    return most;
   }
 
   // Those of the rows' positions, to `room`.

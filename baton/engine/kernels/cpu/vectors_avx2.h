@@ -420,7 +420,7 @@ inline __m256 power_of_two(__m256 x) {
   return _mm256_andnot_ps(tiny, sum * scale);
 }
 
-// 2^x for x up to 0, to 3e-6 of it; 0 below -126 (also for -inf).
+// 2^x for x below 127, to 3e-6 of it; 0 below -126 (also for -inf).
 inline Floats power_of_two(Floats x) { return {power_of_two(x.low), power_of_two(x.high)}; }
 
 // 2^(x - 127) or a little more, for x >= 0 in units of 2^-23: x as its own bits.

@@ -6,9 +6,10 @@ Its client cannot just send it again. If no node comes within `node_wait_s`, it 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from baton.protocol.errors import Overloaded, Unavailable
-from baton.protocol.messages import SubmitDecode
+from baton.protocol.messages import Migrate, SubmitDecode
 from baton.protocol.request import RequestState
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import FakeNode, FakeRouter, make_request
@@ -93,6 +94,19 @@ async def test_a_node_that_was_full_when_it_began_may_have_room_by_now() -> None
         request = (await other.hear(SubmitDecode)).request
         assert (request.epoch, request.output_ids) == (3, ((41,),))
         other.finish(request, 1, 42)
+        assert await client.done() == [41, 42]
+
+
+async def test_a_node_that_was_full_when_it_began_may_take_it_over() -> None:
+    async with cluster("d1", "d2") as (router, nodes):
+        client, node, other = await begun_elsewhere(router, nodes)
+        move = asyncio.create_task(router.dispatcher.migrate("r"))
+        await node.hear(Migrate)
+        node.export(replace(node.heard_of(SubmitDecode)[-1].request, output_ids=((41,),)), seq=7)
+        request = (await other.hear(SubmitDecode)).request
+        other.subscribe(request)
+        other.finish(request, 1, 42)
+        assert await move
         assert await client.done() == [41, 42]
 
 

@@ -41,6 +41,14 @@ async def begun_elsewhere(
     return client, node, full
 
 
+async def goes_on(client: Client, node: FakeNode, epoch: int) -> None:
+    """The stream goes on with this node, in this epoch, from token 41 to its end."""
+    request = (await node.hear(SubmitDecode)).request
+    assert (request.epoch, request.output_ids) == (epoch, ((41,),))
+    node.finish(request, 1, 42)
+    assert await client.done() == [41, 42]
+
+
 async def woken(node: FakeNode) -> FakeNode:
     """The same boot at the same address: it had only been stopped."""
     again = FakeNode(node.record)
@@ -62,10 +70,7 @@ async def test_the_only_node_left_is_away_for_a_moment() -> None:
         assert not client.task.done()
         again = await woken(other)
         try:
-            request = (await again.hear(SubmitDecode)).request
-            assert (request.epoch, request.output_ids) == (2, ((41,),))
-            again.finish(request, 1, 42)
-            assert await client.done() == [41, 42]
+            await goes_on(client, again, 2)
         finally:
             await again.stop()
 
@@ -91,10 +96,7 @@ async def test_a_node_that_was_full_when_it_began_may_have_room_by_now() -> None
     async with cluster("d1", "d2", node_wait_s=SHORT_S) as (router, nodes):
         client, victim, other = await begun_elsewhere(router, nodes)
         await victim.stop()
-        request = (await other.hear(SubmitDecode)).request
-        assert (request.epoch, request.output_ids) == (3, ((41,),))
-        other.finish(request, 1, 42)
-        assert await client.done() == [41, 42]
+        await goes_on(client, other, 3)
 
 
 async def test_a_node_that_was_full_when_it_began_may_take_it_over() -> None:
@@ -114,10 +116,7 @@ async def test_a_node_that_refuses_it_in_the_middle_is_not_asked_again() -> None
     async with cluster("d1", "d2", node_wait_s=SHORT_S) as (router, nodes):
         client, node, full = await begun_elsewhere(router, nodes)
         node.fail(node.heard_of(SubmitDecode)[-1].request, "overloaded", retryable=True)
-        request = (await full.hear(SubmitDecode)).request
-        assert (request.epoch, request.output_ids) == (3, ((41,),))
-        full.finish(request, 1, 42)
-        assert await client.done() == [41, 42]
+        await goes_on(client, full, 3)
 
 
 async def test_if_that_one_is_still_full_the_stream_waits_for_its_own_node() -> None:
@@ -133,10 +132,7 @@ async def test_if_that_one_is_still_full_the_stream_waits_for_its_own_node() -> 
         assert not client.task.done()
         again = await back(victim)
         try:
-            request = (await again.hear(SubmitDecode)).request
-            assert (request.epoch, request.output_ids) == (4, ((41,),))
-            again.finish(request, 1, 42)
-            assert await client.done() == [41, 42]
+            await goes_on(client, again, 4)
         finally:
             await again.stop()
 

@@ -127,8 +127,8 @@ class Decoder:
         builder = LayerBuilder(config, read, linears, fixed_shapes, self._between, dispatch)
         self._layers = build(builder.layer, config.num_layers)
         self._final_norm = self._between.norm_weight(read("model.norm.weight"))
-        # Runs a decode step in one call; None = all run by operation. With `shards` they
-        # do: the ranks sum or exchange within each layer.
+        # Runs a step in one call, or in one for each layer; None = all steps run operation by
+        # operation. With `shards` they do: the ranks sum or exchange within each layer.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
         self._frequencies = [
             Frequencies.of(rule, config.turned, config.pairs, device) for rule in config.ropes

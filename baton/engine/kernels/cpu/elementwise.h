@@ -177,7 +177,7 @@ inline void gated_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, 
 template <bool kGelu = false>
 inline void share_gated(Team::Member& me, const bf16* gate_up, bf16* y, int64_t rows, int64_t size,
                         Coming coming = {}) {
-  const int64_t part = rows > 64 ? size : 512;  // numbers
+  const int64_t part = rows < kManyRowsOfPhase ? 512 : size;  // numbers
   const int64_t parts = (size + part - 1) / part;
   const auto work = [&](int64_t unit, int64_t) {
     const int64_t row = unit / parts, from = unit % parts * part;

@@ -3,8 +3,8 @@
 //   output | norm | gate, up | gate | down   of one layer, then
 //   norm | qkv | rotate, store               of the next one, or the last norm
 //
-// For steps that attend layer by layer, as prompts do, since somebody waits for each layer's keys and
-// values. The phases are those of step.h, over the same units.
+// For steps that step.h does not attend: those with prompts, and those of which somebody waits for each
+// layer's keys and values. The phases are those of step.h.
 #pragma once
 
 #include <omp.h>

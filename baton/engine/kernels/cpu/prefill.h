@@ -212,16 +212,18 @@ class PrefillTask {
 
   // sum += x [M, inputs], whose rows lie `stride` apart, by 64 columns of w [inputs / 2, columns, 2].
   template <int M>
-  [[gnu::always_inline]] static void multiply_pairs(const Factor* x, int64_t stride, const bf16* w, int64_t columns,
-                             int64_t inputs, Floats (*sum)[4]) {
+  [[gnu::always_inline]] static void multiply_pairs(const Factor* x, int64_t stride, const bf16* w,
+                                                    int64_t columns, int64_t inputs,
+                                                    Floats (*sum)[4]) {
     BATON_UNROLL for (int from = 0; from < 4; from += kQueryVectors)
       multiply_columns<M>(x, stride, w + 32 * from, columns, inputs, sum, from);
   }
 
   // The same of 16 * kQueryVectors columns, vectors `from` on of the sums.
   template <int M>
-  [[gnu::always_inline]] static void multiply_columns(const Factor* x, int64_t stride, const bf16* w, int64_t columns,
-                               int64_t inputs, Floats (*sum)[4], int from) {
+  [[gnu::always_inline]] static void multiply_columns(const Factor* x, int64_t stride, const bf16* w,
+                                                      int64_t columns, int64_t inputs,
+                                                      Floats (*sum)[4], int from) {
     const Factor* fourth[(M + 3) / 4];  // every fourth row, as in linear.h
     for (int i = 0; i < M; i += 4) fourth[i / 4] = x + i * stride;
     Floats local[M][kQueryVectors];

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,16 @@ from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.quantization.integer import SCHEMES, Scheme
-from tests.engine.test_compiled_step import CPU, Pool, config_of, decoder_of, hidden_of, like
+from tests.engine.test_compiled_step import (
+    CPU,
+    Pool,
+    answers_of,
+    config_of,
+    decoder_of,
+    hidden_of,
+    like,
+    same_answers,
+)
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
 
@@ -25,24 +34,45 @@ def parts_of(decoder: Decoder) -> int:
     return decoder.step.num_parted
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows of a prompt; a head and the MLP, which are whole pieces of products or not."""
+
+    rows: int
+    head: int
+    inner: int
+
+
+SIZES = st.builds(
+    Sizes,
+    st.sampled_from([2, 9, 70, 150]), st.sampled_from([32, 64, 128]), st.sampled_from([128, 160]),
+)  # fmt: skip
+
+
 @settings(max_examples=8)
 @given(
     starts=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 300)), min_size=1, max_size=5),
-    rows=st.sampled_from([2, 9, 70, 150]),
+    sizes=SIZES,
     scheme=st.sampled_from([None, *SCHEMES]),
     kv_dtype=st.sampled_from(["bfloat16", "int8"]),
     reads=st.sampled_from([None, 0, 1, 3]),
 )
 @pytest.mark.parametrize("kind", ["", "biased", "gemma 3", "phi 3", "glm 4"])
 def test_a_step_in_parts_is_its_operations_one_by_one(
-    kind: str, starts: list[int], rows: int, scheme: Scheme | None, kv_dtype: str, reads: int | None
+    kind: str,
+    starts: list[int],
+    sizes: Sizes,
+    scheme: Scheme | None,
+    kv_dtype: str,
+    reads: int | None,
 ) -> None:
     """Prompts beside rows of other sequences; rows that nobody reads; whoever waits for a layer
     finds its keys and values."""
     if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
         return
-    config = replace(config_of(biased=kind == "biased", window=20), head_dim=64)
-    config = like(kind, config)
+    config = config_of(biased=kind == "biased", window=20)
+    config = replace(config, head_dim=sizes.head, intermediate_size=sizes.inner)
+    config, rows = like(kind, config), sizes.rows
     decoder = decoder_of(config, scheme=scheme)
     pools = [Pool(config, starts, kv_dtype, rows) for _ in range(2)]
     steps = [pool.step(rows) for pool in pools]
@@ -71,6 +101,21 @@ def part_of(config: DecoderConfig, kept: list[Tensor], layer: int) -> Tensor:
     """A layer's keys and values of those that Pool.kept returns."""
     assert len(kept) in (config.num_layers, 3 * config.num_layers)
     return kept[layer]
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("inner", [128, 160])
+def test_many_rows_whose_gates_are_made_with_their_products(
+    inner: int, scheme: Scheme | None
+) -> None:
+    if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
+        return
+    config = replace(config_of(), vocab_size=100, intermediate_size=inner)
+    decoder = decoder_of(config, scheme=scheme)
+    got = answers_of(decoder, Pool(config, [3] * 70).step())
+    assert decoder.step is not None
+    assert decoder.step.num_steps == 1
+    assert same_answers(got, answers_of(decoder, Pool(config, [3] * 70).step(), by_layer=True))
 
 
 def test_threads_do_not_change_parts() -> None:

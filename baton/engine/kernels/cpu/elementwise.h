@@ -31,6 +31,11 @@ inline Floats squares(const bf16* x, int64_t count) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+// A multiple of 32 of them.
+inline void copy_numbers(bf16* to, const bf16* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 32) store_line(to + i, load_line(from + i));
+}
+
 // What all norms of a model have in common. `offset` is added to their weights.
 struct NormRule {
   float epsilon, offset;
@@ -114,40 +119,45 @@ inline void rotate_neighbours(bf16* x, const NeighbourFactors& by, int64_t rotat
   }
 }
 
-// Those heads of a row, counted over query heads, then key heads; `turn` rotates one. Norms of 16 heads
-// are computed together: each waits for sums along its numbers, a root and a quotient.
-template <class Turn>
-inline void rotate_each(const RotateArgs& a, int64_t row, HeadRange heads, const Turn& turn) {
-  const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
-  for (int64_t first = heads.first; first < heads.last; first += 16) {
-    const int64_t count = std::min<int64_t>(16, heads.last - first);
-    bf16* const from = a.qkv + row * width + first * a.dim;
+// Heads x [count, dim], normalized by norm(i), unless it is null, and rotated by turn(i, head). Norms of
+// 16 heads are computed together: each waits for sums along its numbers, a root and a quotient.
+template <class Norm, class Turn>
+inline void rotate_each(const RotateArgs& a, bf16* x, int64_t count, const Norm& norm,
+                        const Turn& turn) {
+  for (int64_t first = 0; first < count; first += 16) {
+    const int64_t some = std::min<int64_t>(16, count - first);
     alignas(64) float scales[16];
     if (a.query_norm != nullptr) {
       Floats rows[16];
       for (int64_t i = 0; i < 16; ++i)
-        rows[i] = i < count ? squares(from + i * a.dim, a.dim) : broadcast(0.0f);
+        rows[i] = i < some ? squares(x + i * a.dim, a.dim) : broadcast(0.0f);
       const Floats mean = across_each(rows, added) / broadcast(static_cast<float>(a.dim));
       store(scales, broadcast(1.0f) / square_root(mean + broadcast(a.norms.epsilon)));
     }
-    for (int64_t i = 0; i < count; ++i) {
-      bf16* const x = from + i * a.dim;
-      const bf16* weight = first + i < a.heads ? a.query_norm : a.key_norm;
+    for (int64_t i = 0; i < some; ++i, x += a.dim) {
       if (a.query_norm != nullptr)
-        scale_row(x, weight, x, a.dim, broadcast(scales[i]), a.norms.offset);
-      turn(x);
+        scale_row(x, norm(first + i), x, a.dim, broadcast(scales[i]), a.norms.offset);
+      turn(first + i, x);
     }
   }
 }
 
+// Those heads of a row, counted over query heads, then key heads.
 inline void rotate_heads(const RotateArgs& a, int64_t row, HeadRange heads) {
-  const int64_t half = a.rotated / 2;
+  const int64_t half = a.rotated / 2, width = (a.heads + 2 * a.kv_heads) * a.dim;
   const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
+  bf16* const x = a.qkv + row * width + heads.first * a.dim;
+  const auto all = [&](const auto& turn) {
+    const auto norm = [&](int64_t i) {
+      return heads.first + i < a.heads ? a.query_norm : a.key_norm;
+    };
+    rotate_each(a, x, heads.last - heads.first, norm, turn);
+  };
   if (a.neighbours) {
     const NeighbourFactors by(cos, sin, half);
-    rotate_each(a, row, heads, [&](bf16* x) { rotate_neighbours(x, by, a.rotated); });
+    all([&](int64_t, bf16* head) { rotate_neighbours(head, by, a.rotated); });
   } else {
-    rotate_each(a, row, heads, [&](bf16* x) { rotate_halves(x, cos, sin, half); });
+    all([&](int64_t, bf16* head) { rotate_halves(head, cos, sin, half); });
   }
 }
 
@@ -157,11 +167,15 @@ inline void rotate(const RotateArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) rotate_heads(a, row, {0, a.heads + a.kv_heads});
 }
 
+// x * sigmoid(slope), to 3e-6 of it.
+inline Floats by_sigmoid(Floats x, Floats slope) {
+  return x / (broadcast(1.0f) + power_of_two(slope * broadcast(-kLogTwoOfE)));
+}
+
 // Numbers [from, until) of activation(gate) * up, all [size]: x * sigmoid(x), or GELU by its tanh,
 // which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)).
 template <bool kGelu>
 inline void gated_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, int64_t until) {
-  const Floats one = broadcast(1.0f), zero = broadcast(0.0f);
   for (int64_t i = from; i < until; i += 16) {
     const Floats g = load_wide(gate + i);
     Floats slope = g;
@@ -169,7 +183,7 @@ inline void gated_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, 
       const Floats cube = g * g * g * broadcast(0.044715f);
       slope = (g + cube) * broadcast(1.5957691216057308f);
     }
-    store_rounded(y + i, g / (one + exponential(zero - slope)) * load_wide(up + i));
+    store_rounded(y + i, by_sigmoid(g, slope) * load_wide(up + i));
   }
 }
 
@@ -206,12 +220,11 @@ struct GateHeadsArgs {
 };
 
 inline void gate_some_heads(const GateHeadsArgs& a, int64_t row, HeadRange heads) {
-  const Floats one = broadcast(1.0f), zero = broadcast(0.0f);
   for (int64_t head = heads.first; head < heads.last; ++head) {
     bf16* x = a.x + (row * a.heads + head) * a.dim;
     const bf16* gate = a.gates + row * a.gate_row + head * a.gate_head;
     for (int64_t i = 0; i < a.dim; i += 16)
-      store_rounded(x + i, load_wide(x + i) / (one + exponential(zero - load_wide(gate + i))));
+      store_rounded(x + i, by_sigmoid(load_wide(x + i), load_wide(gate + i)));
   }
 }
 

@@ -40,11 +40,11 @@ struct ExpertsArgs {
 // it, all [size]. A NaN stays one.
 inline void clamped_part(const ExpertsArgs& a, const bf16* gate, const bf16* up, bf16* y,
                          int64_t from, int64_t until) {
-  const Floats one = broadcast(1.0f), most = broadcast(a.limit), least = broadcast(-a.limit);
+  const Floats most = broadcast(a.limit), least = broadcast(-a.limit);
   for (int64_t i = from; i < until; i += 16) {
     const Floats g = min(most, load_wide(gate + i));
     const Floats u = max(least, min(most, load_wide(up + i)));
-    store_rounded(y + i, g / (one + exponential(broadcast(-a.alpha) * g)) * (u + one));
+    store_rounded(y + i, by_sigmoid(g, broadcast(a.alpha) * g) * (u + broadcast(1.0f)));
   }
 }
 

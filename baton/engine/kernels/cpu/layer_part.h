@@ -1,7 +1,7 @@
 // What a dense decoder does with rows between the attention of two layers, in one call:
 //
-//   output | norm | gate, up | gate | down   of one layer, then
-//   norm | qkv | rotate, store               of the next one, or the last norm
+//   output | norm | gate, up and their gate | down   of one layer, then
+//   norm | qkv, rotated and stored                   of the next one, or the last norm
 //
 // For steps that step.h does not attend: those with prompts, and those of which somebody waits for each
 // layer's keys and values. The phases are those of step.h.
@@ -32,12 +32,11 @@ class LayerPart : StepRows {
   // A layer behind its attention.
   Delta end(Team::Member& me, const StepLayer& layer) {
     const Product output{layer.output, part_.attended, delta_, a_.attended, a_.hidden};
-    const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * layer.inner};
+    const Product gate_up{layer.gate_up, a_.out, nullptr, a_.hidden, 2 * layer.inner};
     const Product down{layer.down, narrow_, delta_, layer.inner, a_.hidden};
     multiply(me, output);
     norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming(me, gate_up));
-    multiply(me, gate_up);
-    gate(me, layer.inner, coming(me, down));
+    multiply_gated(me, layer, coming(me, down));
     multiply(me, down);
     return {delta_, layer.mlp_output_norm};
   }
@@ -47,6 +46,13 @@ class LayerPart : StepRows {
     const StepLayer& layer = a_.layers[index];
     const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, a_.qkv};
     norm(me, delta, layer.input_norm, coming(me, qkv));
+    if (!a_.neighbours && in_pieces(layer.qkv, a_.dim)) {
+      const int64_t heads = a_.heads + 2 * a_.kv_heads, count = a_.dim / piece_of(layer.qkv);
+      const auto use = [&](int64_t from, int64_t until, int64_t head, bf16* made) {
+        place_head(index, head, from, until, made);
+      };
+      return multiply_pieces(me, qkv, {heads, count, count, 1}, use);
+    }
     multiply(me, qkv);
     me.share_rows(a_.rows, [&](int64_t row) { place(index, row, {0, a_.kv_heads}); });
   }

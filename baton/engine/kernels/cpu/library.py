@@ -32,7 +32,7 @@ from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 16  # of the structs below
+VERSION: Final = 17  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p

@@ -225,12 +225,13 @@ inline int64_t slab_of(int64_t row_bytes, int64_t block, int64_t rows = 0) {
 // next) for its units, rows [from, until) by a panel; next: the panel after it, `panels` = none.
 template <class Work>
 void share_slabs(Team::Member& me, int64_t rows, int64_t height, int64_t panels,
-                 const Work& work) {
+                 const Work& work, Coming coming = {}) {
   const int64_t units = (rows + height - 1) / height * panels;
-  me.share(units, [&](int64_t unit, int64_t next) {
+  const auto some = [&](int64_t unit, int64_t next) {
     const int64_t from = unit / panels * height;
     work(from, std::min(rows, from + height), unit % panels, next < units ? next % panels : panels);
-  });
+  };
+  me.share(units, some, coming);
 }
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }

@@ -24,7 +24,6 @@ constexpr int kKeys = 64;             // of a tile
 // enough tasks.
 constexpr int64_t kFewQueries = 96;
 constexpr int64_t kTasks = 8;  // a thread
-constexpr float kLogTwoOfE = 1.44269504f;
 constexpr int64_t kRowsAhead = 8;  // whose queries are asked of memory
 constexpr float kUnseen = -1e30f;  // score of a query that has met no key
 constexpr float kAbove = 8.0f;  // a weight may be 2^8 before it becomes 1 and the others smaller

@@ -69,7 +69,7 @@ class _W8A8Args(ctypes.Structure):
         *((n, _POINTER) for n in ("rounded", "row_scales")),
         *((n, _SIZE) for n in ("rows", "inputs", "outputs", "quads")),
         ("wide", _POINTER),
-        ("integers", _SIZE),
+        *((n, _SIZE) for n in ("integers", "stride")),
     )
 
 

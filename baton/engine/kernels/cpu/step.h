@@ -3,7 +3,8 @@
 //
 //   norm | qkv | rotate, store, attend | output | norm | gate, up | gate | down       x layers, norm
 //
-// Where every row's logits are wanted, the head's product is one phase more.
+// Where every row's logits are wanted, the head's product is one phase more. Of many rows, gate is a
+// part of the phase before it.
 //
 // Gated attention has a phase more: what heads attended to, by their gates. In a layer with linear
 // attention the delta rule over the sequences' states takes the place of heads; in one with latent
@@ -106,8 +107,7 @@ class Step : StepRows {
         choose(me, router.wide, mixture->bias, choices_[index]);
       }
       if (layer.inner > 0) {
-        multiply(me, gate_up);
-        gate(me, layer.inner, coming(me, down));
+        multiply_gated(me, layer, coming(me, down));
         multiply(me, down);
       }
       if (mixture != nullptr)

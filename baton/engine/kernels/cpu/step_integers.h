@@ -101,12 +101,12 @@ class IntegerProducts {
   W8A8Args rounding(const StepIntegers& by, const LinearArgs& like) {
     return {like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales, like.bias,
             like.y, reinterpret_cast<uint8_t*>(room_), row_scales_.data(), rows_,
-            like.inputs, like.outputs, quads_of(like.inputs), like.wide};
+            like.inputs, like.outputs, quads_of(like.inputs), like.wide, 0, like.stride};
   }
 
   IntegerArgs widening(const StepIntegers& by, const LinearArgs& like) const {
     return {like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs, like.outputs,
-            by.groups, by.bits, by.has_zeros, by.stride, like.wide};
+            by.groups, by.bits, by.has_zeros, like.stride == 0 ? by.stride : like.stride, like.wide};
   }
 
   const int64_t rows_;

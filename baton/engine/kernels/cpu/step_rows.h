@@ -68,6 +68,61 @@ class StepRows {
     }
   }
 
+  // What a unit takes of a product's outputs: `count` pieces, number unit * step + i * apart.
+  struct Pieces {
+    int64_t units, count, step, apart;
+  };
+
+  // Outputs of a piece.
+  static int64_t piece_of(const StepLinear& by) {
+    return by.integers == nullptr ? kPanel : 2 * kNarrow;
+  }
+
+  // Whether a product is taken in pieces, so many outputs being whole ones. Few rows take long to read
+  // weights, which are best read in their order.
+  bool in_pieces(const StepLinear& by, int64_t outputs) const {
+    const bool one_format = by.integers == nullptr || by.integers->next == nullptr;
+    return a_.rows >= kManyRowsOfPhase && one_format && outputs % piece_of(by) == 0;
+  }
+
+  // A product whose outputs are used where they are made, while they lie in the cache, and stay nowhere:
+  // use(from, until, unit, made): rows [from, until) of a unit's outputs, made [.., count * piece].
+  template <class Use>
+  void multiply_pieces(Team::Member& me, const Product& of, const Pieces& pieces, const Use& use,
+                       Coming coming = {}) {
+    const int64_t size = piece_of(of.by), none = of.outputs / size;
+    LinearArgs args{of.x,    of.by.panels, of.by.bias, nullptr,
+                    a_.rows, of.inputs,    of.outputs};
+    args.stride = pieces.count * size;
+    const auto share = [&](int64_t height, const auto& multiply_piece) {
+      auto* const made = reinterpret_cast<bf16*>(kept_lines<Pieces>(2 * height * args.stride));
+      const auto work = [&](int64_t from, int64_t until, int64_t unit, int64_t next) {
+        const int64_t following = next < pieces.units ? next * pieces.step : none;
+        for (int64_t i = 0, at = unit * pieces.step; i < pieces.count; ++i, at += pieces.apart) {
+          args.y = made - from * args.stride + (i - at) * size;
+          multiply_piece(from, until, at, i + 1 < pieces.count ? at + pieces.apart : following);
+        }
+        use(from, until, unit, made);
+      };
+      share_slabs(me, a_.rows, height, pieces.units, work, coming);
+    };
+    if (of.by.integers == nullptr) {
+      Rows rows(of.x, of.inputs);
+      const int64_t panel = of.inputs * kPanel;
+      return share(linear_slab(of.inputs, a_.rows),
+                   [&](int64_t from, int64_t until, int64_t at, int64_t next) {
+                     multiply_panel(args, rows, from, until, at,
+                                    next < none ? args.w + next * panel : nullptr);
+                   });
+    }
+    const StepIntegers& by = *of.by.integers;
+    integers_.prepare(me, by, args);
+    IntegerRows rows = integers_.rows_of(by, args);
+    share(integers_.height(by, args), [&](int64_t from, int64_t until, int64_t at, int64_t next) {
+      integers_.multiply_unit(by, args, rows, {from, until, at, next});
+    });
+  }
+
   // The panel that this thread multiplies first.
   static Coming coming(const Team::Member& me, const bf16* panels, int64_t inputs,
                        int64_t outputs) {
@@ -82,31 +137,67 @@ class StepRows {
 
   // Queries and keys of a row rotated, its keys and values to their slot.
   void place(int64_t index, int64_t row, HeadRange kv) {
-    const StepLayer& layer = a_.layers[index];
-    const StepPool& pool = a_.pools[index];
-    const StepRotation& rotation = rotations_[layer.rotation];
     if (a_.gated) take_queries(row, kv);
-    const RotateArgs rotating{turned_, rotation.cos, rotation.sin, layer.query_norm, layer.key_norm,
-                              a_.rows, a_.heads, a_.kv_heads, a_.dim, a_.rotated, a_.neighbours,
-                              a_.norms};
+    const RotateArgs rotating = rotation(index, turned_);
     const int64_t group = a_.heads / a_.kv_heads;
     rotate_heads(rotating, row, {kv.first * group, kv.last * group});
     rotate_heads(rotating, row, {a_.heads + kv.first, a_.heads + kv.last});
     const bf16 *keys = turned_ + row * width_ + a_.heads * a_.dim, *values = keys + a_.kv_heads * a_.dim;
+    store_keys(a_.pools[index], row, keys, kv);
+    store_values(a_.pools[index], row, values, kv);
+  }
+
+  // The same of one head, counted over query, key and value heads, of rows [from, until): x [.., dim].
+  // Queries go to `turned_`.
+  void place_head(int64_t index, int64_t head, int64_t from, int64_t until, bf16* x) {
+    const int64_t kv = head - a_.heads, value = kv - a_.kv_heads, half = a_.rotated / 2;
+    if (value < 0) {
+      const RotateArgs by = rotation(index, x);
+      const bf16* const norm = kv < 0 ? by.query_norm : by.key_norm;
+      rotate_each(by, x, until - from, [&](int64_t) { return norm; }, [&](int64_t i, bf16* each) {
+        rotate_halves(each, by.cos + (from + i) * half, by.sin + (from + i) * half, half);
+      });
+    }
+    const StepPool& pool = a_.pools[index];
+    for (int64_t row = from; row < until; ++row, x += a_.dim)
+      if (kv < 0)
+        copy_numbers(turned_ + row * width_ + head * a_.dim, x, a_.dim);
+      else if (value < 0)
+        store_keys(pool, row, x - kv * a_.dim, {kv, kv + 1});
+      else
+        store_values(pool, row, x - value * a_.dim, {value, value + 1});
+  }
+
+  RotateArgs rotation(int64_t index, bf16* qkv) const {
+    const StepLayer& layer = a_.layers[index];
+    const StepRotation& by = rotations_[layer.rotation];
+    return {qkv, by.cos, by.sin, layer.query_norm, layer.key_norm, a_.rows, a_.heads, a_.kv_heads,
+            a_.dim, a_.rotated, a_.neighbours, a_.norms};
+  }
+
+  // Those KV heads of a row to its slot: keys [kv_heads, dim], values likewise.
+  void store_keys(const StepPool& pool, int64_t row, const bf16* keys, HeadRange kv) const {
     const Place at = place_of(pool, row);
     const PoolScales& scales = pool.scales;
-    if (scales.keys != nullptr) {
-      round_heads(keys, static_cast<int8_t*>(pool.keys) + at.of(pool.key_block, pool.key_token),
-                  scales.keys + at.of(scales.key_block, scales.key_token), kv, a_.dim);
-      round_heads(values, static_cast<int8_t*>(pool.values) + at.of(pool.value_block, pool.value_token),
-                  scales.values + at.of(scales.value_block, scales.value_token), kv, a_.dim);
-      return;
-    }
-    const int64_t from = kv.first * a_.dim, bytes = 2 * (kv.last - kv.first) * a_.dim;
-    std::memcpy(static_cast<bf16*>(pool.keys) + at.of(pool.key_block, pool.key_token) + from,
-                keys + from, bytes);
-    std::memcpy(static_cast<bf16*>(pool.values) + at.of(pool.value_block, pool.value_token) + from,
-                values + from, bytes);
+    float* by = scales.keys;
+    if (by != nullptr) by += at.of(scales.key_block, scales.key_token);
+    store_heads(pool.keys, at.of(pool.key_block, pool.key_token), by, keys, kv);
+  }
+
+  void store_values(const StepPool& pool, int64_t row, const bf16* values, HeadRange kv) const {
+    const Place at = place_of(pool, row);
+    const PoolScales& scales = pool.scales;
+    float* by = scales.values;
+    if (by != nullptr) by += at.of(scales.value_block, scales.value_token);
+    store_heads(pool.values, at.of(pool.value_block, pool.value_token), by, values, kv);
+  }
+
+  // To number `to` of a pool on: rounded, with their scales, if there are any.
+  void store_heads(void* pool, int64_t to, float* scales, const bf16* x, HeadRange heads) const {
+    if (scales != nullptr)
+      return round_heads(x, static_cast<int8_t*>(pool) + to, scales, heads, a_.dim);
+    const int64_t from = heads.first * a_.dim, count = (heads.last - heads.first) * a_.dim;
+    copy_numbers(static_cast<bf16*>(pool) + to + from, x + from, count);
   }
 
   // Of a token in a pool.
@@ -141,11 +232,25 @@ class StepRows {
                   bytes * (kv.last - kv.first));
   }
 
-  void gate(Team::Member& me, int64_t inner, Coming coming) {
-    if (a_.gelu)
-      share_gated<true>(me, wide_, narrow_, a_.rows, inner, coming);
-    else
-      share_gated(me, wide_, narrow_, a_.rows, inner, coming);
+  // narrow_ [rows, inner] = activation(gate) * up, of `out`.
+  void multiply_gated(Team::Member& me, const StepLayer& layer, Coming coming) {
+    a_.gelu ? multiply_gated<true>(me, layer, coming) : multiply_gated<false>(me, layer, coming);
+  }
+
+  template <bool kGelu>
+  void multiply_gated(Team::Member& me, const StepLayer& layer, Coming coming) {
+    const int64_t inner = layer.inner, size = piece_of(layer.gate_up), pieces = inner / size;
+    const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * inner};
+    if (!in_pieces(layer.gate_up, inner)) {
+      multiply(me, gate_up);
+      return share_gated<kGelu>(me, wide_, narrow_, a_.rows, inner, coming);
+    }
+    const auto use = [&](int64_t from, int64_t until, int64_t piece, const bf16* made) {
+      bf16* to = narrow_ + from * inner + piece * size;
+      for (int64_t row = from; row < until; ++row, made += 2 * size, to += inner)
+        gated_part<kGelu>(made, made + size, to, 0, size);
+    };
+    multiply_pieces(me, gate_up, {pieces, 2, 1, pieces}, use, coming);
   }
 
   const StepArgs& a_;

@@ -43,6 +43,8 @@ struct HeadRange {
   int64_t first, last;
 };
 
+constexpr float kLogTwoOfE = 1.44269504f;
+
 // Of a polynomial that is 2^x from -0.5 to 0.5, to 3e-6 of it: the highest power first.
 constexpr float kPowerTerms[] = {9.5700873e-3f, 5.5917859e-2f, 2.4024746e-1f, 6.9312179e-1f,
                                  9.9999928e-1f};

@@ -409,6 +409,7 @@ inline Floats exponential(Floats x) { return {exponential(x.low), exponential(x.
 
 inline __m256 power_of_two(__m256 x) {
   const __m256 tiny = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
+  x = _mm256_min_ps(_mm256_set1_ps(128.0f), x);  // x if it is no number
   const __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m256 rest = x - whole;
   __m256 sum = _mm256_set1_ps(kPowerTerms[0]);
@@ -420,7 +421,7 @@ inline __m256 power_of_two(__m256 x) {
   return _mm256_andnot_ps(tiny, sum * scale);
 }
 
-// 2^x for x below 127, to 3e-6 of it; 0 below -126 (also for -inf).
+// 2^x to 3e-6 of it; 0 below -126 (also for -inf), infinite from 127.5 on.
 inline Floats power_of_two(Floats x) { return {power_of_two(x.low), power_of_two(x.high)}; }
 
 // 2^(x - 127) or a little more, for x >= 0 in units of 2^-23: x as its own bits.

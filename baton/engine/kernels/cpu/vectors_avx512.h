@@ -106,7 +106,7 @@ inline Floats exponential(Floats x) {
   return _mm512_maskz_mov_ps(_knot_mask16(tiny), _mm512_scalef_ps(sum, whole));
 }
 
-// 2^x for x below 127, to 3e-6 of it; 0 below -150 (also for -inf).
+// 2^x to 3e-6 of it; 0 below -150 (also for -inf), infinite from 128 on.
 inline Floats power_of_two(Floats x) {
   x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // x if it is no number
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -28,6 +28,7 @@ struct W8A8Args {
   int64_t rows, inputs, outputs, quads;
   float* wide = nullptr;  // [rows, outputs], instead of y
   int64_t integers = 0;   // whether x holds integers of int8; see round_row
+  int64_t stride = 0;     // numbers from a row of y to the next; 0: outputs
 };
 
 inline void round_unsigned(const W8A8Args& a, int64_t row) {
@@ -42,19 +43,20 @@ inline void round_unsigned(const W8A8Args& a, int64_t row) {
 // 16 outputs from `at` on, of any row: exact sums as numbers.
 struct Int8Outputs {
   const W8A8Args& a;
-  const int64_t at;
+  const int64_t at, stride;
   const Lanes lanes;
   const Ints extra;
   const Floats scale;
 
   Int8Outputs(const W8A8Args& args, int64_t first)
-      : a(args), at(first), lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
+      : a(args), at(first), stride(a.stride == 0 ? a.outputs : a.stride),
+        lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
         extra(load_ints(a.extra + at, lanes)), scale(load(a.scales + at, lanes)) {}
 
   void store(int64_t row, Ints sum) const {
     Floats y = difference(sum, extra) * broadcast(a.row_scales[row]) * scale;
     if (a.bias != nullptr) y = y + load_wide(a.bias + at, lanes);
-    store_output(a, row * a.outputs + at, y, lanes);
+    store_output(a, row * stride + at, y, lanes);
   }
 };
 

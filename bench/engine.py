@@ -91,7 +91,9 @@ FURTHER_ROWS: Final = (
     *(EngineRow(model, context, batch) for model in (LARGE, SMALL)
       for context, batch in ((8192, 0), (8192, 1), (128, 32), (128, 64))),
     EngineRow(SMALL, 2048), EngineRow(SMALL, 2048, 1),
-    *(EngineRow(LARGE, 2048, 1, quantization) for quantization in ("int8", "int4", "w8a8")),
+    *(EngineRow(LARGE, context, batch, quantization)
+      for quantization in ("int8", "int4", "w8a8", "w4a8")
+      for context, batch in ((2048, 1), (8192, 0), (8192, 1), (128, 8), (128, 32), (128, 64))),
 )  # fmt: skip
 NUM_KV_BLOCKS: Final = 1280  # of 16 tokens: 64 requests of 128 with 128 more, or one of 8,192
 

@@ -280,7 +280,7 @@ def answers_of(decoder: Decoder, step: Step, by_layer: bool = False) -> tuple[Te
     hidden = hidden_of(decoder, replace(step, batch=replace(step.batch, logits=wanted)), by_layer)
     assert (wanted.made is None) == by_layer
     if wanted.made is not None:
-        return hidden, wanted.made
+        return hidden, wanted.made.clone()  # the next step overwrites them
     with torch.inference_mode():
         return hidden, decoder.logits(hidden)
 

@@ -45,7 +45,7 @@ class Sizes:
 
 SIZES = st.builds(
     Sizes,
-    st.sampled_from([2, 9, 70, 150]), st.sampled_from([32, 64, 128]), st.sampled_from([128, 160]),
+    st.sampled_from([2, 9, 70, 150]), st.sampled_from([32, 64, 128]), st.sampled_from([160, 512]),
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def part_of(config: DecoderConfig, kept: list[Tensor], layer: int) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-@pytest.mark.parametrize("inner", [128, 160])
+@pytest.mark.parametrize("inner", [160, 512])
 def test_many_rows_whose_gates_are_made_with_their_products(
     inner: int, scheme: Scheme | None
 ) -> None:
@@ -116,6 +116,19 @@ def test_many_rows_whose_gates_are_made_with_their_products(
     assert decoder.step is not None
     assert decoder.step.num_steps == 1
     assert same_answers(got, answers_of(decoder, Pool(config, [3] * 70).step(), by_layer=True))
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_rows_of_several_slabs(scheme: Scheme | None) -> None:
+    """Wide rows: fewer than the prompt has stay in a core's cache."""
+    if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
+        return
+    config = replace(config_of(), hidden_size=2048, head_dim=64, intermediate_size=512)
+    config = replace(config, num_layers=1, windows=(0,))
+    decoder = decoder_of(config, scheme=scheme)
+    steps = [Pool(config, [3, 20], rows=400).step(400) for _ in range(2)]
+    assert torch.equal(hidden_of(decoder, steps[0]), hidden_of(decoder, steps[1], by_layer=True))
+    assert parts_of(decoder) == 1
 
 
 def test_threads_do_not_change_parts() -> None:

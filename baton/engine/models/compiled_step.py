@@ -117,8 +117,9 @@ class CompiledStep:
         pools: StepPools,
     ) -> tuple[Tensor, Tensor | None]:
         """Run token_ids [T], positions [T] -> hidden [T, H], and logits [T, vocab] float32 if the
-        batch wants them and the head is of a known format. `residual` [T, H]: the embeddings, which
-        are overwritten; None if `embeds`. Writes KV, and advances the sequences' states."""
+        batch wants them and the head is of a known format; the next call overwrites these.
+        `residual` [T, H]: the embeddings, which are overwritten; None if `embeds`. Writes KV, and
+        advances the sequences' states."""
         tables = [StepTable(t.slots, t.blocks, t.first) for t in batch.tables]
         self.num_steps += 1
         last = max([span.start for span in batch.spans])

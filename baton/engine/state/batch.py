@@ -84,7 +84,8 @@ class States(Protocol):
 @dataclass(slots=True)
 class StepLogits:
     """A wish for the logits of all rows of a step, which a model may make together with their
-    hidden states. `made` [T, vocab] float32; None = `CausalModel.logits` has to make them."""
+    hidden states. `made` [T, vocab] float32, overwritten by the next step; None =
+    `CausalModel.logits` has to make them."""
 
     made: Tensor | None = None
 

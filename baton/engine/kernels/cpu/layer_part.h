@@ -32,10 +32,9 @@ class LayerPart : StepRows {
   // A layer behind its attention.
   Delta end(Team::Member& me, const StepLayer& layer) {
     const Product output{layer.output, part_.attended, delta_, a_.attended, a_.hidden};
-    const Product gate_up{layer.gate_up, a_.out, nullptr, a_.hidden, 2 * layer.inner};
     const Product down{layer.down, narrow_, delta_, layer.inner, a_.hidden};
     multiply(me, output);
-    norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming(me, gate_up));
+    norm(me, {delta_, layer.attention_output_norm}, layer.mlp_norm, coming_gated(me, layer));
     multiply_gated(me, layer, coming(me, down));
     multiply(me, down);
     return {delta_, layer.mlp_output_norm};
@@ -46,8 +45,9 @@ class LayerPart : StepRows {
     const StepLayer& layer = a_.layers[index];
     const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, a_.qkv};
     norm(me, delta, layer.input_norm, coming(me, qkv));
-    if (!a_.neighbours && in_pieces(layer.qkv, a_.dim)) {
-      const int64_t heads = a_.heads + 2 * a_.kv_heads, count = a_.dim / piece_of(layer.qkv);
+    const int64_t heads = a_.heads + 2 * a_.kv_heads;
+    if (!a_.neighbours && !a_.gated && in_pieces(layer.qkv, a_.dim, heads)) {
+      const int64_t count = a_.dim / piece_of(layer.qkv);
       const auto use = [&](int64_t from, int64_t until, int64_t head, bf16* made) {
         place_head(index, head, from, until, made);
       };

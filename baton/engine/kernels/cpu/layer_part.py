@@ -29,8 +29,9 @@ class _PartArgs(ctypes.Structure):
 class LayerParts:
     """One step of T rows.
 
-    `qkv` [T, heads + 2 * kv_heads, dim]: of the layer that is to attend, with queries and keys
-    rotated; the next call overwrites it. `hidden` [T, H]: once the last norm is done.
+    `qkv` [T, heads + 2 * kv_heads, dim]: of the layer that is to attend, with queries rotated; keys
+    and values are in the pool, here perhaps not. The next call overwrites it. `hidden` [T, H]: once
+    the last norm is done.
     """
 
     def __init__(

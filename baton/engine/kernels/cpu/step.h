@@ -80,7 +80,6 @@ class Step : StepRows {
       const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, attends ? a_.qkv : inputs_};
       const Product output{layer.output, narrow_, delta_, attends ? a_.attended : values_,
                            a_.hidden};
-      const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * layer.inner};
       const Product down{layer.down, narrow_, delta_, layer.inner, a_.hidden};
       norm(me, delta, layer.input_norm, coming(me, qkv));
       multiply(me, qkv);
@@ -99,7 +98,7 @@ class Step : StepRows {
       delta = {delta_, layer.mlp_output_norm};
       const StepMixture* mixture = layer.mixture;
       if (mixture == nullptr) {
-        norm(me, attended, layer.mlp_norm, coming(me, gate_up));
+        norm(me, attended, layer.mlp_norm, coming_gated(me, layer));
       } else {
         const LinearArgs router = routing(*mixture);
         norm(me, attended, layer.mlp_norm, coming(me, router.w, router.inputs, router.outputs));

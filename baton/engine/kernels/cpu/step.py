@@ -351,6 +351,7 @@ class StepModel:
         self.embedding = None if embedding is None else embedding.contiguous()
         self._head = None if head is None else StepLinears([head.linear])
         self._vocabulary = 0 if head is None else head.outputs
+        self._logits = torch.empty(0, self._vocabulary, dtype=torch.float32)
         self._weights = tuple(layers)
         self._kept = final_norm
         self._final_norm = final_norm.data_ptr()
@@ -373,13 +374,14 @@ class StepModel:
         self, inputs: StepInputs, pools: StepPools, states: StepStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [T, hidden] after the final norm, and the logits [T, vocabulary]
-        float32 if they are wanted and there is a head. Write the step's KV to the pool, and advance
-        `states`, which layers with linear attention need. Raises IndexError for a token that the
-        embedding has not, or a position that the rotations have not.
+        float32 if they are wanted and there is a head, which the next call overwrites. Write the
+        step's KV to the pool, and advance `states`, which layers with linear attention need. Raises
+        IndexError for a token that the embedding has not, or a position that the rotations have
+        not.
         """
         sizes, rows = self.sizes, inputs.positions.shape[0]
         head = self._head if inputs.logits else None
-        logits = None if head is None else torch.empty(rows, self._vocabulary, dtype=torch.float32)
+        logits = None if head is None else self._room_for_logits(rows)
         out = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16)
         scratch, of_experts, of_latents = (_room(rows * each) for each in self._scratch)
         args, _kept = self.arguments(inputs, pools)
@@ -399,6 +401,12 @@ class StepModel:
         if not self._call(ctypes.byref(args)):
             raise IndexError("a token id is outside the embedding, or a position too high")
         return out, logits
+
+    def _room_for_logits(self, rows: int) -> Tensor:
+        """Return [rows, vocabulary], kept: the kernel gives out so much memory page by page."""
+        if len(self._logits) < rows:
+            self._logits = torch.empty(rows, self._vocabulary, dtype=torch.float32)
+        return self._logits[:rows]
 
     def arguments(self, inputs: StepInputs, pools: StepPools) -> tuple[StepArgs, object]:
         """Return the arguments that whole steps and parts have in common, but for `out` and

@@ -109,7 +109,7 @@ struct StepArgs {
 // A part of a step between the attention of two layers (layer_part.h): from `attended` [rows, attended]
 // of layer `after` on, or the first part if that is -1, to the keys and values of layer `before`, or the
 // last part if that is -1. Of `step`, `residual` and `scratch` go from part to part; what `qkv` makes
-// lies at the beginning of `scratch`, [rows, qkv], with queries and keys rotated.
+// lies at the beginning of `scratch`, [rows, qkv], with queries rotated; keys and values are in the pool.
 struct PartArgs {
   StepArgs step;
   int64_t after, before;

@@ -68,6 +68,8 @@ class StepRows {
     }
   }
 
+  static constexpr int64_t kUnitsOfThread = 4;  // at least, of a product in pieces
+
   // What a unit takes of a product's outputs: `count` pieces, number unit * step + i * apart.
   struct Pieces {
     int64_t units, count, step, apart;
@@ -78,11 +80,12 @@ class StepRows {
     return by.integers == nullptr ? kPanel : 2 * kNarrow;
   }
 
-  // Whether a product is taken in pieces, so many outputs being whole ones. Few rows take long to read
-  // weights, which are best read in their order.
-  bool in_pieces(const StepLinear& by, int64_t outputs) const {
+  // Whether a product is taken in pieces by so many units, `outputs` being whole pieces. Few rows take
+  // long to read weights, which are best read in their order; few units leave threads without work.
+  bool in_pieces(const StepLinear& by, int64_t outputs, int64_t units) const {
     const bool one_format = by.integers == nullptr || by.integers->next == nullptr;
-    return a_.rows >= kManyRowsOfPhase && one_format && outputs % piece_of(by) == 0;
+    const bool many = a_.rows >= kManyRowsOfPhase && units >= kUnitsOfThread * team_.size();
+    return many && one_format && outputs % piece_of(by) == 0;
   }
 
   // A product whose outputs are used where they are made, while they lie in the cache, and stay nowhere:
@@ -237,11 +240,21 @@ class StepRows {
     a_.gelu ? multiply_gated<true>(me, layer, coming) : multiply_gated<false>(me, layer, coming);
   }
 
+  bool gates_in_pieces(const StepLayer& layer) const {
+    return in_pieces(layer.gate_up, layer.inner, layer.inner / piece_of(layer.gate_up));
+  }
+
+  // The panel with which this thread begins there.
+  Coming coming_gated(const Team::Member& me, const StepLayer& layer) const {
+    const int64_t outputs = gates_in_pieces(layer) ? layer.inner : 2 * layer.inner;
+    return coming(me, {layer.gate_up, a_.out, nullptr, a_.hidden, outputs});
+  }
+
   template <bool kGelu>
   void multiply_gated(Team::Member& me, const StepLayer& layer, Coming coming) {
     const int64_t inner = layer.inner, size = piece_of(layer.gate_up), pieces = inner / size;
     const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * inner};
-    if (!in_pieces(layer.gate_up, inner)) {
+    if (!gates_in_pieces(layer)) {
       multiply(me, gate_up);
       return share_gated<kGelu>(me, wide_, narrow_, a_.rows, inner, coming);
     }

@@ -38,6 +38,8 @@ class Team {
  public:
   explicit Team(int64_t threads) : shares_(threads) {}
 
+  int64_t size() const { return static_cast<int64_t>(shares_.size()); }
+
   // One thread's way through the phases.
   class Member {
    public:

@@ -119,8 +119,8 @@ inline void rotate_neighbours(bf16* x, const NeighbourFactors& by, int64_t rotat
   }
 }
 
-// Heads x [count, dim], normalized by norm(i), unless it is null, and rotated by turn(i, head). Norms of
-// 16 heads are computed together: each waits for sums along its numbers, a root and a quotient.
+// Heads x [count, dim], normalized by norm(i), if a model has such norms, and rotated by turn(i, head).
+// Norms of 16 heads are computed together: each waits for sums along its numbers, a root and a quotient.
 template <class Norm, class Turn>
 inline void rotate_each(const RotateArgs& a, bf16* x, int64_t count, const Norm& norm,
                         const Turn& turn) {

@@ -138,6 +138,34 @@ class StepRows {
     return coming(me, of.by.panels, of.inputs, of.outputs);
   }
 
+  // Of a token in a pool.
+  struct Place {
+    int64_t block, token;
+
+    int64_t of(int64_t block_stride, int64_t token_stride) const {
+      return block * block_stride + token * token_stride;
+    }
+  };
+
+  // The keys or the values of a pool: strides in numbers; `scales` null: they are in bfloat16.
+  struct PoolSide {
+    void* numbers;
+    int64_t block, token;
+    float* scales;
+    int64_t scale_block, scale_token;
+  };
+
+  static PoolSide keys_of(const StepPool& pool) {
+    const PoolScales& by = pool.scales;
+    return {pool.keys, pool.key_block, pool.key_token, by.keys, by.key_block, by.key_token};
+  }
+
+  static PoolSide values_of(const StepPool& pool) {
+    const PoolScales& by = pool.scales;
+    return {pool.values, pool.value_block, pool.value_token,
+            by.values,   by.value_block,   by.value_token};
+  }
+
   // Queries and keys of a row rotated, its keys and values to their slot.
   void place(int64_t index, int64_t row, HeadRange kv) {
     if (a_.gated) take_queries(row, kv);
@@ -146,8 +174,10 @@ class StepRows {
     rotate_heads(rotating, row, {kv.first * group, kv.last * group});
     rotate_heads(rotating, row, {a_.heads + kv.first, a_.heads + kv.last});
     const bf16 *keys = turned_ + row * width_ + a_.heads * a_.dim, *values = keys + a_.kv_heads * a_.dim;
-    store_keys(a_.pools[index], row, keys, kv);
-    store_values(a_.pools[index], row, values, kv);
+    const StepPool& pool = a_.pools[index];
+    const Place at = place_of(pool, row);
+    store_heads(keys_of(pool), at, keys, kv);
+    store_heads(values_of(pool), at, values, kv);
   }
 
   // The same of one head, counted over query, key and value heads, of rows [from, until): x [.., dim].
@@ -162,13 +192,13 @@ class StepRows {
       });
     }
     const StepPool& pool = a_.pools[index];
+    const PoolSide side = value < 0 ? keys_of(pool) : values_of(pool);
+    const int64_t kept = value < 0 ? kv : value;  // the KV head
     for (int64_t row = from; row < until; ++row, x += a_.dim)
       if (kv < 0)
         copy_numbers(turned_ + row * width_ + head * a_.dim, x, a_.dim);
-      else if (value < 0)
-        store_keys(pool, row, x - kv * a_.dim, {kv, kv + 1});
       else
-        store_values(pool, row, x - value * a_.dim, {value, value + 1});
+        store_heads(side, place_of(pool, row), x - kept * a_.dim, {kept, kept + 1});
   }
 
   RotateArgs rotation(int64_t index, bf16* qkv) const {
@@ -178,39 +208,16 @@ class StepRows {
             a_.dim, a_.rotated, a_.neighbours, a_.norms};
   }
 
-  // Those KV heads of a row to its slot: keys [kv_heads, dim], values likewise.
-  void store_keys(const StepPool& pool, int64_t row, const bf16* keys, HeadRange kv) const {
-    const Place at = place_of(pool, row);
-    const PoolScales& scales = pool.scales;
-    float* by = scales.keys;
-    if (by != nullptr) by += at.of(scales.key_block, scales.key_token);
-    store_heads(pool.keys, at.of(pool.key_block, pool.key_token), by, keys, kv);
+  // Those KV heads of a row to its slot, keys or values x [kv_heads, dim]: rounded, with their scales, if
+  // the pool has any.
+  void store_heads(const PoolSide& side, const Place& at, const bf16* x, HeadRange kv) const {
+    const int64_t to = at.of(side.block, side.token), from = kv.first * a_.dim;
+    if (side.scales == nullptr)
+      return copy_numbers(static_cast<bf16*>(side.numbers) + to + from, x + from,
+                          (kv.last - kv.first) * a_.dim);
+    float* const scales = side.scales + at.of(side.scale_block, side.scale_token);
+    round_heads(x, static_cast<int8_t*>(side.numbers) + to, scales, kv, a_.dim);
   }
-
-  void store_values(const StepPool& pool, int64_t row, const bf16* values, HeadRange kv) const {
-    const Place at = place_of(pool, row);
-    const PoolScales& scales = pool.scales;
-    float* by = scales.values;
-    if (by != nullptr) by += at.of(scales.value_block, scales.value_token);
-    store_heads(pool.values, at.of(pool.value_block, pool.value_token), by, values, kv);
-  }
-
-  // To number `to` of a pool on: rounded, with their scales, if there are any.
-  void store_heads(void* pool, int64_t to, float* scales, const bf16* x, HeadRange heads) const {
-    if (scales != nullptr)
-      return round_heads(x, static_cast<int8_t*>(pool) + to, scales, heads, a_.dim);
-    const int64_t from = heads.first * a_.dim, count = (heads.last - heads.first) * a_.dim;
-    copy_numbers(static_cast<bf16*>(pool) + to + from, x + from, count);
-  }
-
-  // Of a token in a pool.
-  struct Place {
-    int64_t block, token;
-
-    int64_t of(int64_t block_stride, int64_t token_stride) const {
-      return block * block_stride + token * token_stride;
-    }
-  };
 
   Place place_of(const StepPool& pool, int64_t row) const {
     const int64_t slot = a_.tables[pool.group].slots[row];

@@ -30,7 +30,8 @@ FEATURES: Final = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512
 
 # docs/kernels.md
 OVERRIDES: Final = (
-    "BATON_CPU_KERNELS=amx|avx512bf16|avx512|avx2|off, BATON_CPU_ASKING=1|2|4 (prefetch), "
+    "BATON_CPU_KERNELS=amx|avx512bf16|avx512|avx2|off, BATON_CPU_ASKING=1|2|4 and "
+    "BATON_CPU_ASKING_KEYS=far|near (prefetch), "
     "OMP_WAIT_POLICY, GOMP_SPINCOUNT (how threads wait)"
 )
 

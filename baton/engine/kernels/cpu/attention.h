@@ -7,17 +7,19 @@
 // told in attention_tasks.h. GQA: the query heads of one KV head share what is loaded. Both products
 // are dot products of bfloat16 pairs: of a key's neighbouring numbers, and of two keys' values, by
 // weights as factors.
-// Memory is read in halves of a tile, all heads of 8 keys and then of the next 8, which are asked
-// for meanwhile, line by line: with more at once the first would have left the core's cache before
-// they are needed, and a core that asks for all in one go stands still. They are asked for as they
-// lie, token by token, while products go head by head: in their order short heads came at half the
-// speed, since a processor foresees only addresses that follow each other. They are asked into a core's
-// second cache: the first takes some 16 lines at a time, too few where blocks are scattered. How keys
-// and values are stored is a Pool's (PlainPool; in attention_int8.h Int8Pool): where a token lies, how
-// its numbers are read, and the factors of a tile's scores and weights.
+// Memory is read in groups of 4 or 8 keys, all heads of them, and what comes after them is asked for
+// meanwhile, as it lies: in the order of the products, head by head, short heads came at half the speed,
+// since a processor foresees only addresses that follow each other. A core that waits for many lines
+// forgets some that it is asked for. So where reading is what takes time each line is asked for three
+// times, by each of the three groups before it: what has come, or is on its way, costs an instruction.
+// Into which of a core's caches is measured at the first start (asking.py): some wait for no more than
+// 16 lines of the first. How keys and values are stored is a Pool's (PlainPool; in attention_int8.h
+// Int8Pool): where a token lies, how its numbers are read, and the factors of a tile's scores and
+// weights.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <type_traits>
 
@@ -26,9 +28,12 @@
 namespace baton {
 
 constexpr int kTile = 16;       // keys at once
-constexpr int kHalf = 8;        // keys that are read together
+constexpr int kFour = 4;        // keys that meet a query together
+constexpr int kMostKeys = 8;    // of a group that is read together
+constexpr int kMostAsked = 3;   // groups that are asked for at once
 constexpr int kLanes = 16;      // query heads at once
 constexpr int kMaxDim = 576;    // numbers per head: DeepSeek's latents
+constexpr int64_t kWideToken = 2048, kFewOfHead = 3;  // see Groups
 constexpr int64_t kStretch = 128;    // keys, at least: a KV head's share of a task must be worth it
 constexpr int64_t kStretches = 32;   // of a row, at most
 
@@ -84,6 +89,8 @@ struct PlainPool {
     const bf16 *key, *value;
   };
 
+  static constexpr bool kQuick = kQuickProducts;  // beside reading
+
   const DecodeArgs& a;
 
   Token at(int64_t block, int64_t token) const {
@@ -103,26 +110,61 @@ struct PlainPool {
   static Line value(const Token& token, int64_t at) { return load_line(token.value + at); }
 };
 
-// The next half of a tile, asked of memory as its tokens lie there, line by line.
-class NextHalf {
- public:
-  // `bytes` of each token, in so many steps.
-  NextHalf(int64_t bytes, int64_t steps)
-      : bytes_(bytes), share_(((bytes + 63) / 64 * kHalf + steps - 1) / steps) {}
+// Whether keys and values are asked into a core's first cache, as asking.py has measured it.
+inline std::atomic<bool> asking_near{false};
 
-  // What `steps` of them ask for; `at`: where a token's bytes begin.
+// How many keys are a group, and how many groups after the one at hand are asked for.
+struct Groups {
+  int keys, asked;
+
+  // Of tokens of so many bytes, their KV heads with so many query heads each; quick: as a Pool has it.
+  // Where products take longer than reading, sums go to memory and back less often, and no line is
+  // forgotten.
+  static Groups of(int64_t bytes, int64_t queries, bool quick) {
+    if (quick && (bytes >= kWideToken || queries <= kFewOfHead)) return {kMostKeys / 2, kMostAsked};
+    return {kMostKeys, 1};
+  }
+};
+
+// What is asked of memory while a group is at hand, by the calls that work on it: each for an even share
+// of a token, or for some whole tokens.
+class NextGroups {
+ public:
+  // `bytes` of each token, in at least so many calls. at(i, token): of the i-th group after this one.
   template <class At>
-  void ask(int64_t steps, const At& at) {
-    for (int64_t lines = steps * share_; lines > 0 && token_ < kHalf;) {
-      const auto* from = reinterpret_cast<const char*>(at(token_));
-      for (; lines > 0 && byte_ < bytes_; --lines, byte_ += 64) ask_early(from + byte_);
-      if (byte_ >= bytes_) byte_ = 0, ++token_;
+  NextGroups(Groups groups, int64_t bytes, int64_t calls, const At& at)
+      : groups_(groups), near_(asking_near.load(std::memory_order_relaxed)),
+        calls_(std::max<int64_t>(1, calls / groups.keys)),
+        tokens_((groups.keys + calls - 1) / calls),
+        bytes_((bytes + 64 * calls_ - 1) / (64 * calls_) * 64) {
+    for (int i = 0; i < groups.asked; ++i)
+      for (int token = 0; token < groups.keys; ++token) at_[i][token] = at(i, token);
+  }
+
+  // What one call asks for.
+  void ask() {
+    for (int64_t i = 0; i < tokens_ && token_ < groups_.keys; ++i) {
+      const int64_t from = call_ * bytes_;
+      const char *next = at_[0][token_] + from, *second = at_[1][token_] + from,
+                 *third = at_[2][token_] + from;
+      for (int64_t byte = 0; byte < bytes_; byte += 64) {
+        ask_line(next + byte);
+        if (groups_.asked < kMostAsked) continue;
+        ask_line(second + byte);
+        ask_line(third + byte);
+      }
+      if (++call_ == calls_) call_ = 0, ++token_;
     }
   }
 
  private:
-  const int64_t bytes_, share_;
-  int64_t token_ = 0, byte_ = 0;
+  void ask_line(const char* line) const { near_ ? baton::ask(line) : ask_early(line); }
+
+  const Groups groups_;
+  const bool near_;
+  const int64_t calls_, tokens_, bytes_;  // calls of a token, or tokens of a call; bytes of either
+  const char* at_[kMostAsked][kMostKeys] = {};
+  int64_t token_ = 0, call_ = 0;
 };
 
 // Some KV heads of a row with their query heads, a Running for each 16 of these.
@@ -131,7 +173,8 @@ class DecodeRow {
  public:
   DecodeRow(const Pool& pool, int64_t index, HeadRange kv)
       : pool_(pool), a_(pool.a), index_(index), group_(a_.query_heads / a_.kv_heads),
-        first_(kv.first * group_), last_(kv.last * group_), keys_(pool.a, index) {}
+        first_(kv.first * group_), last_(kv.last * group_), keys_(pool.a, index),
+        groups_(Groups::of(bytes_of(kv), group_, Pool::kQuick)) {}
 
   // One stretch, from nothing. `on`: this thread goes on with the next one.
   void attend(int64_t stretch, bool on, Running* states) {
@@ -173,6 +216,11 @@ class DecodeRow {
 
  private:
   using Token = typename Pool::Token;
+
+  // Of a token, keys or values, whichever are more.
+  int64_t bytes_of(HeadRange kv) const {
+    return (kv.last - kv.first) * std::max(a_.k_dim, a_.v_dim) * sizeof(*Token().key);
+  }
 
   void start(Running* states, const float* sinks) const {
     for (int64_t from = first_; from < last_; from += kLanes) {
@@ -231,6 +279,17 @@ class DecodeRow {
     return {(from + group_ - 1) / group_, (until + group_ - 1) / group_};
   }
 
+  // What is asked for, of those KV heads, while the tile's keys from `key` on, or (`values`) their values
+  // are at hand, in so many calls. A tile's keys come first, then its values, then the next one's keys.
+  NextGroups after(int key, bool values, HeadRange kv, int64_t calls) const {
+    return {groups_, bytes_of(kv), calls, [&](int group, int token) {
+      const Token& of = tile_[key + (group + 1) * groups_.keys + token];
+      return !values
+                 ? reinterpret_cast<const char*>(of.key + kv.first * a_.key_head)
+                 : reinterpret_cast<const char*>(of.value + kv.first * a_.value_head);
+    }};
+  }
+
   // Query heads [from, until) by the tile.
   void attend(Running& state, int64_t from, int64_t until, Lanes exist) {
     Floats score[kLanes];
@@ -253,14 +312,12 @@ class DecodeRow {
     const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + from * a_.k_dim;
     Folded quarters[kLanes][4];
     const HeadRange kv = beginning(from, until);
-    const int64_t bytes = (kv.last - kv.first) * a_.k_dim * sizeof(*tile_->key);
-    for (int half = 0; half < kTile; half += kHalf) {
-      NextHalf next(bytes, kHalf / 4 * (until - from));
+    const int64_t calls = (until - from + 1) / 2 * (groups_.keys / kFour);
+    for (int key = 0; key < kTile; key += groups_.keys) {
+      NextGroups next = after(key, false, kv, calls);
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
-        for (int at = half; at < half + kHalf; at += 4) {
-          next.ask(heads, [&](int64_t token) {
-            return tile_[half + kHalf + token].key + kv.first * a_.key_head;
-          });
+        for (int at = key; at < key + groups_.keys; at += kFour) {
+          next.ask();
           products<heads>(q + lane * a_.k_dim, head, at, quarters + lane);
         }
       });
@@ -325,31 +382,43 @@ class DecodeRow {
         store_factors(factors[lane + h], Pool::weighed(weight[lane + h], scales));
     });
     const HeadRange kv = beginning(from, until);
-    const int64_t bytes = (kv.last - kv.first) * a_.v_dim * sizeof(*tile_->value);
-    for (int at = 0; at < kTile; at += kHalf) {
-      NextHalf next(bytes, (a_.v_dim + 31) / 32 * (until - from));
-      by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
-        const auto add = [&](auto parts, int64_t d) {
-          next.ask(heads * parts, [&](int64_t token) {
-            return tile_[at + kHalf + token].value + kv.first * a_.value_head;
-          });
-          add_values<heads, parts>(state.sum + lane, head, d, at, factors + lane, kept + lane);
-        };
-        int64_t d = 0;
-        if constexpr (kValueParts > 1) {
-          for (; d + 128 <= a_.v_dim; d += 128) add(std::integral_constant<int, 4>(), d);
-          for (; d + 64 <= a_.v_dim; d += 64) add(std::integral_constant<int, 2>(), d);
-        }
-        for (; d < a_.v_dim; d += 32) add(std::integral_constant<int, 1>(), d);
-      });
-      std::fill_n(kept, kLanes, 1.0f);
-    }
+    const auto by_groups = [&](auto keys) {
+      for (int key = 0; key < kTile; key += keys) {
+        values_of<keys>(state, from, until, key, factors, kept, kv);
+        std::fill_n(kept, kLanes, 1.0f);
+      }
+    };
+    if (groups_.keys == kMostKeys)
+      by_groups(std::integral_constant<int, kMostKeys>());
+    else
+      by_groups(std::integral_constant<int, kMostKeys / 2>());
   }
 
-  // sum = sum * kept + the values of 8 keys from `at` on: 32 * Parts numbers from `d` on.
-  template <int Heads, int Parts>
-  [[gnu::always_inline]] void add_values(float (*sum)[kMaxDim], int64_t head, int64_t d, int at,
-                  const Factor (*weights)[kTile], const float* kept) const {
+  // Those of a group of keys from `key` on.
+  template <int Keys>
+  void values_of(Running& state, int64_t from, int64_t until, int key,
+                 const Factor (*factors)[kTile], const float* kept, HeadRange kv) const {
+    const int64_t parts = std::min<int64_t>(kValueParts, a_.v_dim / 32);
+    const int64_t calls = (until - from + 1) / 2 * (a_.v_dim / (32 * parts));
+    NextGroups next = after(key, true, kv, calls);
+    by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
+      const auto add = [&](auto parts, int64_t d) {
+        next.ask();
+        add_values<heads, parts, Keys>(state.sum + lane, head, d, key, factors + lane, kept + lane);
+      };
+      int64_t d = 0;
+      if constexpr (kValueParts > 1) {
+        for (; d + 128 <= a_.v_dim; d += 128) add(std::integral_constant<int, 4>(), d);
+        for (; d + 64 <= a_.v_dim; d += 64) add(std::integral_constant<int, 2>(), d);
+      }
+      for (; d < a_.v_dim; d += 32) add(std::integral_constant<int, 1>(), d);
+    });
+  }
+
+  // sum = sum * kept + the values of those keys: 32 * Parts numbers from `d` on.
+  template <int Heads, int Parts, int Keys>
+  [[gnu::always_inline]] void add_values(float (*sum)[kMaxDim], int64_t head, int64_t d, int key,
+                                         const Factor (*weights)[kTile], const float* kept) const {
     Floats low[Heads][Parts], high[Heads][Parts];
     BATON_UNROLL for (int h = 0; h < Heads; ++h) {
       const Floats each = broadcast(kept[h]);
@@ -358,7 +427,7 @@ class DecodeRow {
         high[h][p] = load(sum[h] + d + 32 * p + 16) * each;
       }
     }
-    BATON_UNROLL for (int i = at; i < at + kHalf; i += 2) {
+    BATON_UNROLL for (int i = key; i < key + Keys; i += 2) {
       Pair pair[Heads];
       BATON_UNROLL for (int h = 0; h < Heads; ++h) pair[h] = broadcast_pair(weights[h] + i);
       BATON_UNROLL for (int p = 0; p < Parts; ++p) {
@@ -384,6 +453,7 @@ class DecodeRow {
   const DecodeArgs& a_;
   const int64_t index_, group_, first_, last_;  // query heads [first, last)
   const Stretches keys_;
+  const Groups groups_;
   Token tile_[2 * kTile];  // the keys at hand, and those after them
 };
 

@@ -16,6 +16,8 @@ struct Int8Pool {
     const float *key_scale, *value_scale;
   };
 
+  static constexpr bool kQuick = false;  // half the bytes, and they must be widened
+
   const DecodeArgs& a;
 
   Token at(int64_t block, int64_t token) const {

@@ -11,6 +11,7 @@ namespace baton {
 // Rows of a unit from which on its panels are widened once, if `bits` are dear to widen.
 constexpr int64_t kWidenedRows = 36;
 constexpr int64_t kManyCached = 4 << 20;  // bytes of rows that stay in a cache behind a core's own
+constexpr int64_t kAskingPasses = 24, kAskedQuads = 16;
 constexpr int64_t kLeastUnits = 4;        // of a thread, unless slabs become too low for widening
 
 #ifdef BATON_WIDENED
@@ -58,15 +59,30 @@ BATON_VNNI void widen_panels(const IntegerWork& work, const IntegerUnit& unit, u
   }
 }
 
+// The next unit's integers, which the passes over this one's ask of memory, each for an even share:
+// `step` bytes with every quad. With many passes rows take the cache, and reading is a small part.
+struct NextIntegers {
+  const uint8_t* from;
+  int64_t step;  // 0: nothing is asked for
+
+  NextIntegers(const IntegerWork& work, const IntegerUnit& unit, int64_t passes)
+      : from(work.head(2 * unit.next, 0)), step(0) {
+    const int64_t asks = passes * work.a.groups * work.at.quads;
+    const bool is_one = 2 * unit.next * kNarrow < work.a.outputs;
+    if (is_one && passes <= kAskingPasses) step = (2 * work.at.panel + asks - 1) / asks;
+  }
+};
+
 // M rows by both panels of a unit.
 template <int M, bool Zeros>
 void multiply_widened(const IntegerWork& work, const Slab& slab, int64_t row, int64_t output,
-                      const uint8_t* lines) {
+                      const uint8_t* lines, const NextIntegers& next) {
   const IntegerArgs& a = work.a;
   const int64_t stride = a.inputs, quads = work.at.quads, groups = a.groups;
   const Factor* x[(M + 3) / 4];  // every fourth row: what lies between is within an address's reach
   for (int m = 0; m < M; m += 4) x[m / 4] = slab.x + (row - slab.from + m) * stride;
   const float* sums = work.sums + row * groups;
+  const uint8_t* asked = next.from + (row - slab.from) / kRows * groups * quads * next.step;
   alignas(64) float total[M][4][16] = {};
   for (int64_t g = 0; g < groups; ++g, ++sums) {
     const auto* header = reinterpret_cast<const float*>(lines);
@@ -74,17 +90,22 @@ void multiply_widened(const IntegerWork& work, const Slab& slab, int64_t row, in
     Floats sum[M][4];
     BATON_UNROLL for (int m = 0; m < M; ++m)
       BATON_UNROLL for (int j = 0; j < 4; ++j) sum[m][j] = broadcast(0.0f);
-    for (int64_t quad = 0; quad < quads; ++quad, lines += 2 * kPairBytes) {
-      BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
-        Pairs w[4];
-        BATON_UNROLL for (int j = 0; j < 4; ++j)
-          w[j] = pairs_of(load_line(lines + pair * kPairBytes + j * sizeof(Line)));
-        BATON_UNROLL for (int m = 0; m < M; ++m) {
-          const Pair two = broadcast_pair(x[m / 4] + m % 4 * stride + 2 * pair);
-          BATON_UNROLL for (int j = 0; j < 4; ++j) sum[m][j] = dot(sum[m][j], two, w[j]);
+    for (int64_t quad = 0; quad < quads;) {
+      const int64_t until = std::min(quad + kAskedQuads, quads);
+      for (const uint8_t* end = asked + (until - quad) * next.step; asked < end; asked += 64)
+        ask_early(asked);
+      for (; quad < until; ++quad, lines += 2 * kPairBytes) {
+        BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
+          Pairs w[4];
+          BATON_UNROLL for (int j = 0; j < 4; ++j)
+            w[j] = pairs_of(load_line(lines + pair * kPairBytes + j * sizeof(Line)));
+          BATON_UNROLL for (int m = 0; m < M; ++m) {
+            const Pair two = broadcast_pair(x[m / 4] + m % 4 * stride + 2 * pair);
+            BATON_UNROLL for (int j = 0; j < 4; ++j) sum[m][j] = dot(sum[m][j], two, w[j]);
+          }
         }
+        BATON_UNROLL for (int i = 0; i < (M + 3) / 4; ++i) x[i] += kQuad;
       }
-      BATON_UNROLL for (int i = 0; i < (M + 3) / 4; ++i) x[i] += kQuad;
     }
     asm volatile("" ::: "memory");  // totals stay in memory: sums fill the registers
     BATON_UNROLL for (int j = 0; j < 4; ++j) {
@@ -103,13 +124,13 @@ void multiply_widened(const IntegerWork& work, const Slab& slab, int64_t row, in
 // Up to M rows likewise.
 template <int M = kRows>
 void multiply_widened_block(const IntegerWork& work, const Slab& slab, int64_t row, int64_t rows,
-                            int64_t output, const uint8_t* lines) {
+                            int64_t output, const uint8_t* lines, const NextIntegers& next) {
   if constexpr (M > 1)
-    if (rows < M) return multiply_widened_block<M - 1>(work, slab, row, rows, output, lines);
+    if (rows < M) return multiply_widened_block<M - 1>(work, slab, row, rows, output, lines, next);
   if (work.a.has_zeros)
-    multiply_widened<M, true>(work, slab, row, output, lines);
+    multiply_widened<M, true>(work, slab, row, output, lines, next);
   else
-    multiply_widened<M, false>(work, slab, row, output, lines);
+    multiply_widened<M, false>(work, slab, row, output, lines, next);
 }
 
 // The rows of a unit by its panels.
@@ -119,9 +140,11 @@ void multiply_widened_unit(const IntegerWork& work, const Slab& slab, const Inte
   const int64_t bytes = work.a.groups * (kHeaderBytes + 2 * work.at.quads * kPairBytes);
   uint8_t* const lines = kept_lines<Widened>(bytes);
   widen_panels<Source>(work, unit, lines);
+  const int64_t passes = (slab.until - slab.from + kRows - 1) / kRows;
+  const NextIntegers next(work, unit, passes);
   for (int64_t row = slab.from; row < slab.until; row += kRows)
     multiply_widened_block(work, slab, row, std::min<int64_t>(kRows, slab.until - row),
-                           2 * unit.two * kNarrow, lines);
+                           2 * unit.two * kNarrow, lines, next);
 }
 
 #else

@@ -217,14 +217,15 @@ class CpuKernels:
         self._gate_heads = library.baton_gate_heads
         self._linear = library.baton_linear
         self._ask_every = library.baton_ask_every
-        self._ask_every.argtypes = (_SIZE,)
+        self._ask_keys_near = library.baton_ask_keys_near
+        self._ask_every.argtypes = self._ask_keys_near.argtypes = (_SIZE,)
         self._rotate = library.baton_rotate
         self._store = library.baton_store_rows
         self._store_int8 = library.baton_store_int8
         self._decode = library.baton_decode_attention
         for function in (
             self._pack, self._add_norm, self._gated, self._linear, self._rotate, self._store,
-            self._decode, self._gate_heads, self._ask_every, self._store_int8,
+            self._decode, self._gate_heads, self._ask_every, self._ask_keys_near, self._store_int8,
         ):  # fmt: skip
             function.restype = None
 
@@ -261,6 +262,11 @@ class CpuKernels:
         """Set how often products of few rows ask memory for the next panel: for each `lines`-th
         cache line. Of the whole library; results do not depend on it."""
         self._ask_every(lines)
+
+    def ask_keys_near(self, near: bool) -> None:
+        """Set whether decode attention asks for keys and values into a core's first cache;
+        likewise."""
+        self._ask_keys_near(near)
 
     def linear(
         self,

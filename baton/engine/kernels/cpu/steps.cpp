@@ -13,6 +13,9 @@ void baton_decode_attention(const baton::DecodeArgs* args) {
   baton::decode_attention(*args);
 }
 
+// Decode attention asks for keys and values into a core's first cache, or its second.
+void baton_ask_keys_near(int64_t near) { baton::asking_near = near != 0; }
+
 void baton_choose_experts(const baton::ChoiceArgs* args) { baton::choose_experts(*args); }
 
 void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }

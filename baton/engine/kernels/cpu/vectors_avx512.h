@@ -14,6 +14,7 @@ constexpr int kLongs = 8;
 constexpr int kPanelVectors = 4;  // of a panel
 // attention.h
 constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
+constexpr bool kQuickProducts = true;  // of decode attention: reading keys takes longer
 constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
 // prefill.h
 constexpr int64_t kManyQueries = 768;  // with their sums 0.6 MB: second caches are of 1 MB and more

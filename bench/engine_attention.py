@@ -21,6 +21,7 @@ from baton.engine.kernels.cpu.library import (
     DecodeLayer,
     DecodeRows,
     PoolScales,
+    asking_state,
     kernels,
 )
 from baton.engine.memory import huge_pages
@@ -138,6 +139,7 @@ def main() -> int:
     compiled = kernels()
     if compiled is None:
         raise SystemExit("no compiled kernels here: `baton doctor` says why")
+    asking_state()  # as a node asks memory
     rounds = 15 if given.full else 5
     heads = LayerHeads(*given.heads)
     cases = [replace(case, heads=heads) for case in CASES]

@@ -67,7 +67,7 @@ def _products(kernels: CpuKernels) -> Callable[[], None]:
 
 
 def _attention(kernels: CpuKernels) -> Callable[[], None]:
-    from baton.engine.kernels.cpu.library import DecodeLayer, DecodeRows
+    from baton.engine.kernels.cpu.library import DecodeLayer, DecodeRows  # imports this module
 
     width = KEYS // BLOCK
     pool = huge_pages.zeros(2, KV_ROWS * width, BLOCK, KV_HEADS, DIM, dtype=torch.bfloat16)
@@ -145,8 +145,7 @@ def _found(question: Question, kernels: CpuKernels, folder: Path | None) -> tupl
 
 
 def measure(question: Question, kernels: CpuKernels) -> str | None:
-    """Return which choice is fastest, in half a second; None if other work takes the cores for
-    BUDGET_S."""
+    """Return which choice is fastest; None if other work takes the cores for BUDGET_S."""
     work = question.work(kernels)
     choices = list(question.choices)
     rounds: list[list[float]] = []

@@ -12,10 +12,10 @@
 // since a processor foresees only addresses that follow each other. A core that waits for many lines
 // forgets some that it is asked for. So where reading is what takes time each line is asked for three
 // times, by each of the three groups before it: what has come, or is on its way, costs an instruction.
-// Into which of a core's caches is measured at the first start (asking.py): some wait for no more than
-// 16 lines of the first. How keys and values are stored is a Pool's (PlainPool; in attention_int8.h
-// Int8Pool): where a token lies, how its numbers are read, and the factors of a tile's scores and
-// weights.
+// Into which of a core's caches is measured at the first start (asking.py): on some processors the first
+// one waits for 16 lines at most. How keys and values are stored is a Pool's (PlainPool; in
+// attention_int8.h Int8Pool): where a token lies, how its numbers are read, and the factors of a tile's
+// scores and weights.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,9 @@ constexpr int kTile = 16;       // keys at once
 constexpr int kFour = 4;        // keys that meet a query together
 constexpr int kMostKeys = 8;    // of a group that is read together
 constexpr int kMostAsked = 3;   // groups that are asked for at once
+constexpr int64_t kLongHead = 128;
 constexpr int kLanes = 16;      // query heads at once
 constexpr int kMaxDim = 576;    // numbers per head: DeepSeek's latents
-constexpr int64_t kWideToken = 2048, kFewOfHead = 3;  // see Groups
 constexpr int64_t kStretch = 128;    // keys, at least: a KV head's share of a task must be worth it
 constexpr int64_t kStretches = 32;   // of a row, at most
 
@@ -117,12 +117,12 @@ inline std::atomic<bool> asking_near{false};
 struct Groups {
   int keys, asked;
 
-  // Of tokens of so many bytes, their KV heads with so many query heads each; quick: as a Pool has it.
-  // Where products take longer than reading, sums go to memory and back less often, and no line is
-  // forgotten.
-  static Groups of(int64_t bytes, int64_t queries, bool quick) {
-    if (quick && (bytes >= kWideToken || queries <= kFewOfHead)) return {kMostKeys / 2, kMostAsked};
-    return {kMostKeys, 1};
+  // Of a model whose KV heads have so many query heads each; quick: as a Pool says. Where products take
+  // longer than reading, memory keeps up: a line is asked for once. And groups are larger, because sums
+  // go to memory and back once for each.
+  static Groups of(int64_t dim, int64_t queries, bool quick) {
+    const bool reads_longer = quick && queries <= (dim >= kLongHead ? 4 : 3);
+    return reads_longer ? Groups{kMostKeys / 2, kMostAsked} : Groups{kMostKeys, 1};
   }
 };
 
@@ -137,8 +137,9 @@ class NextGroups {
         calls_(std::max<int64_t>(1, calls / groups.keys)),
         tokens_((groups.keys + calls - 1) / calls),
         bytes_((bytes + 64 * calls_ - 1) / (64 * calls_) * 64) {
-    for (int i = 0; i < groups.asked; ++i)
-      for (int token = 0; token < groups.keys; ++token) at_[i][token] = at(i, token);
+    for (int i = 0; i < kMostAsked; ++i)
+      for (int token = 0; token < groups.keys; ++token)
+        at_[i][token] = at(std::min(i, groups.asked - 1), token);
   }
 
   // What one call asks for.
@@ -162,7 +163,8 @@ class NextGroups {
 
   const Groups groups_;
   const bool near_;
-  const int64_t calls_, tokens_, bytes_;  // calls of a token, or tokens of a call; bytes of either
+  const int64_t calls_, tokens_;  // calls that a token takes, or tokens that a call takes
+  const int64_t bytes_;           // that a call asks for of a token
   const char* at_[kMostAsked][kMostKeys] = {};
   int64_t token_ = 0, call_ = 0;
 };
@@ -174,7 +176,7 @@ class DecodeRow {
   DecodeRow(const Pool& pool, int64_t index, HeadRange kv)
       : pool_(pool), a_(pool.a), index_(index), group_(a_.query_heads / a_.kv_heads),
         first_(kv.first * group_), last_(kv.last * group_), keys_(pool.a, index),
-        groups_(Groups::of(bytes_of(kv), group_, Pool::kQuick)) {}
+        groups_(Groups::of(a_.k_dim, group_, Pool::kQuick)) {}
 
   // One stretch, from nothing. `on`: this thread goes on with the next one.
   void attend(int64_t stretch, bool on, Running* states) {
@@ -216,11 +218,6 @@ class DecodeRow {
 
  private:
   using Token = typename Pool::Token;
-
-  // Of a token, keys or values, whichever are more.
-  int64_t bytes_of(HeadRange kv) const {
-    return (kv.last - kv.first) * std::max(a_.k_dim, a_.v_dim) * sizeof(*Token().key);
-  }
 
   void start(Running* states, const float* sinks) const {
     for (int64_t from = first_; from < last_; from += kLanes) {
@@ -279,15 +276,29 @@ class DecodeRow {
     return {(from + group_ - 1) / group_, (until + group_ - 1) / group_};
   }
 
-  // What is asked for, of those KV heads, while the tile's keys from `key` on, or (`values`) their values
-  // are at hand, in so many calls. A tile's keys come first, then its values, then the next one's keys.
-  NextGroups after(int key, bool values, HeadRange kv, int64_t calls) const {
-    return {groups_, bytes_of(kv), calls, [&](int group, int token) {
-      const Token& of = tile_[key + (group + 1) * groups_.keys + token];
-      return !values
-                 ? reinterpret_cast<const char*>(of.key + kv.first * a_.key_head)
-                 : reinterpret_cast<const char*>(of.value + kv.first * a_.value_head);
+  // What so many calls ask for that work on the tile's keys from `key` on, of those KV heads: keys of the
+  // groups after them; or values of these.
+  NextGroups keys_after(int key, HeadRange kv, int64_t calls) const {
+    const int64_t bytes = (kv.last - kv.first) * a_.k_dim * sizeof(*tile_->key);
+    return {groups_, bytes, calls, [&](int group, int token) {
+      const auto* from = tile_[key + (group + 1) * groups_.keys + token].key;
+      return reinterpret_cast<const char*>(from + kv.first * a_.key_head);
     }};
+  }
+  NextGroups values_after(int key, HeadRange kv, int64_t calls) const {
+    const int64_t bytes = (kv.last - kv.first) * a_.v_dim * sizeof(*tile_->value);
+    return {groups_, bytes, calls, [&](int group, int token) {
+      const auto* from = tile_[key + (group + 1) * groups_.keys + token].value;
+      return reinterpret_cast<const char*>(from + kv.first * a_.value_head);
+    }};
+  }
+
+  // How many times by_pairs works on query heads [from, until).
+  int64_t count_pairs(int64_t from, int64_t until) const {
+    if (group_ % 2 == 0) return (until - from) / 2;
+    int64_t count = 0;
+    by_pairs(from, until, [&](auto, int64_t, int64_t) { ++count; });
+    return count;
   }
 
   // Query heads [from, until) by the tile.
@@ -312,9 +323,9 @@ class DecodeRow {
     const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + from * a_.k_dim;
     Folded quarters[kLanes][4];
     const HeadRange kv = beginning(from, until);
-    const int64_t calls = (until - from + 1) / 2 * (groups_.keys / kFour);
+    const int64_t calls = count_pairs(from, until) * (groups_.keys / kFour);
     for (int key = 0; key < kTile; key += groups_.keys) {
-      NextGroups next = after(key, false, kv, calls);
+      NextGroups next = keys_after(key, kv, calls);
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
         for (int at = key; at < key + groups_.keys; at += kFour) {
           next.ask();
@@ -398,9 +409,10 @@ class DecodeRow {
   template <int Keys>
   void values_of(Running& state, int64_t from, int64_t until, int key,
                  const Factor (*factors)[kTile], const float* kept, HeadRange kv) const {
-    const int64_t parts = std::min<int64_t>(kValueParts, a_.v_dim / 32);
-    const int64_t calls = (until - from + 1) / 2 * (a_.v_dim / (32 * parts));
-    NextGroups next = after(key, true, kv, calls);
+    constexpr int64_t kMost = 32 * kValueParts;  // numbers of a call: as `add` is called below
+    const int64_t left = a_.v_dim % kMost / 32;
+    const int64_t calls = count_pairs(from, until) * (a_.v_dim / kMost + left / 2 + left % 2);
+    NextGroups next = values_after(key, kv, calls);
     by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
       const auto add = [&](auto parts, int64_t d) {
         next.ask();

@@ -264,8 +264,8 @@ class CpuKernels:
         self._ask_every(lines)
 
     def ask_keys_near(self, near: bool) -> None:
-        """Set whether decode attention asks for keys and values into a core's first cache;
-        likewise."""
+        """Set whether decode attention asks for keys and values into a core's first cache, not its
+        second. Of the whole library; results do not depend on it."""
         self._ask_keys_near(near)
 
     def linear(
@@ -423,8 +423,14 @@ def kernels() -> CpuKernels | None:
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
-    """Return the kernels if they serve tensors of this dtype and device, else None."""
-    return kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    """Return the kernels if they serve tensors of this dtype and device, else None.
+
+    The first call may take a measurement (asking_state).
+    """
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return None
+    asking_state()
+    return kernels()
 
 
 def product_kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
@@ -435,7 +441,6 @@ def product_kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels 
     found = kernels_for(dtype, device)
     if found is None or (torch.cpu._is_amx_tile_supported() and not found.instructions.tiles):
         return None
-    asking_state()
     return found
 
 
@@ -446,8 +451,8 @@ def state() -> str:
 
 @functools.cache
 def asking_state() -> str:
-    """Choose how often products ask memory, and say it: by the first product with panels, since it
-    may take a measurement."""
+    """Choose how the kernels ask memory, and say it: when they are first needed, since it may take
+    a measurement."""
     found = kernels()
     told = "" if found is None else choose_asking(found)
     logger.info("CPU kernels: %s", told)

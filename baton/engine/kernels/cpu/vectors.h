@@ -54,8 +54,8 @@ inline void ask(const void* from) {
   _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
 }
 
-// For one that will be read some microseconds later: to the core's second cache, which takes more lines
-// from memory at once than its first.
+// For one that will be read some microseconds later: to the core's second cache, which on some
+// processors takes more lines from memory at once than its first.
 inline void ask_early(const void* from) {
   _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T1);
 }

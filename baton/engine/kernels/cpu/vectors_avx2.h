@@ -47,7 +47,7 @@ constexpr int kManyRows = kHalfRows;  // at once where there are many
 constexpr int kPartPasses = 0;        // panels are taken whole
 // attention.h
 constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
-constexpr bool kQuickProducts = false;  // of decode attention: reading keys takes longer
+constexpr bool kQuickProducts = false;  // of decode attention: they take longer than reading keys
 constexpr int kValueParts = 1;  // of 32 numbers at once, by two query heads: as many do
 // prefill.h
 constexpr int64_t kManyQueries = 384;  // with their sums 0.3 MB

@@ -8,6 +8,7 @@ Redis share the others. What an option costs: `--other . --flags "--the-option"`
     whole      32 connections, 16 words in, 16 tokens out, not streamed: CPU us per answer
     no redis   the same without Redis
     streams    64 streams of 200 tokens, a token every 20 ms: CPU us per streamed token
+    four       the same with 4 streams
     flood      64 streams of 400 tokens, as fast as they are read: CPU us per streamed token
     first      a stream of one router, then one of the other, and so on, 100 words in: milliseconds
                to the first byte, median of 40 streams
@@ -66,6 +67,7 @@ LOADS: Final = {
     "whole": TreeLoad("whole", "answers", None, _WHOLE),
     "no redis": TreeLoad("whole", "answers", None, _WHOLE, has_redis=False),
     "streams": TreeLoad("streams", "tokens", 20.0, {"connections": 64, "words": 16, "tokens": 200}),
+    "four": TreeLoad("streams", "tokens", 20.0, {"connections": 4, "words": 16, "tokens": 200}),
     "flood": TreeLoad("streams", "tokens", 0.0, {"connections": 64, "words": 16, "tokens": 400}),
     "first": TreeLoad("first", "first byte", 1.0, {}),
 }

@@ -31,6 +31,9 @@ DECODE_STEP_TOKENS = 128
 # Most tokens of a step of a prefill node on a CPU. A larger step is no faster there. And prompts
 # that come together would all get their token 1 only at the end of the step that computes them all.
 PREFILL_STEP_TOKENS = 512
+# Prompt tokens at once of a request with `resume=exact`, on both: a decode node's step has room for
+# so many. Either may compute the prompt, and must do it in the same chunks.
+EXACT_CHUNK_TOKENS = 32
 ROUTER_STOP_S = 10.0
 NODE_STOP_S = 8.0
 STOP_MARGIN_S = 3.0
@@ -298,6 +301,8 @@ def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> 
         values.pop("vision_tower", None)
     given = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if given == (None, None) and options.num_prefill:
+        if values.get("exact_chunk_tokens") is None:
+            values["exact_chunk_tokens"] = EXACT_CHUNK_TOKENS
         if role == "decode":
             values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
         elif computes_on_cpu(flags):

@@ -42,6 +42,7 @@ AUTO_HEADS: Final = {"int8": "int8", "w8a8": "w8a8", "int4": "int8", "w4a8": "w8
 # Measured on a CPU: paged decode attention was 6 % faster with blocks of 32 than with 16. GPU
 # kernels prefer 16.
 DEFAULT_BLOCK_SIZE: Final = {"cpu": 32, "cuda": 16}
+USUAL_CHUNK: Final = 512  # prompt tokens of a row of an exact request
 MAX_BLOCK_SIZE: Final = 1024
 
 _UNITS: Final = {
@@ -134,6 +135,11 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and KV together")
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
+    exact_chunk_tokens: int = option(
+        USUAL_CHUNK,
+        "most prompt tokens at once of a request with resume=exact, the same on all nodes; fewer if"
+        " a step has not the room",
+    )
     async_scheduling: bool = option(
         False, "plan the next step while one runs, where that one only decodes"
     )
@@ -206,6 +212,7 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_kv_blocks", self.num_kv_blocks, 2)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("exact_chunk_tokens", self.exact_chunk_tokens, 1)
         _at_least("num_state_checkpoints", self.num_state_checkpoints, 0)
         _at_least("state_checkpoint_spacing", self.state_checkpoint_spacing, 1)
         _at_least("threads", self.threads, 1)
@@ -251,6 +258,16 @@ class EngineConfig:
                 "spare_cores goes neither with deterministic nor with several ranks",
                 field="spare_cores",
             )
+
+    @property
+    def exact_chunk(self) -> int:
+        """The prompt tokens that a row of an exact request computes (baton/engine/core/replay.py).
+
+        The chunk is so small that a step always has room for it once no older prompt takes the
+        room: decode rows never take more than max_num_seqs, and drafts half of what these leave.
+        """
+        room = (self.max_num_batched_tokens - self.max_num_seqs) // 2
+        return max(1, min(self.exact_chunk_tokens, room))
 
     @property
     def speculates(self) -> bool:

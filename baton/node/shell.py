@@ -19,6 +19,7 @@ from typing import Any
 import baton
 from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
+from baton.engine.core.replay import precision_of
 from baton.engine.state.stats import EngineStats, KVUsage
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.control import NodeControl
@@ -211,7 +212,7 @@ class NodeShell:
             leaving_adapters=adapters.leaving,
             eos_token_ids=info.eos_token_ids,
             max_num_seqs=config.max_num_seqs,
-            precision=info.precision,
+            precision=precision_of(info, config),
             deterministic=config.deterministic,
             group=self._group[0],
             rank=self._group[1],

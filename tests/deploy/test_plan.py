@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import load
 from deploy.plan import (
@@ -157,6 +159,8 @@ def test_ranks_of_a_node_take_free_ports() -> None:
         ({"device": "cpu", "max_num_seqs": "200"}, 1, [None, None]),
         ({"device": "cpu"}, 0, [None]),
         ({"device": "cuda"}, 1, [None, "128"]),
+        ({"device": "cuda", "exact_chunk_tokens": "16"}, 1, [None, "128"]),
+        ({"device": "cpu", "max_num_batched_tokens": "96"}, 1, ["96", "96"]),
         ({"device": "cuda"}, 0, [None]),
     ],
 )
@@ -167,6 +171,16 @@ def test_nodes_apart_take_small_steps(
     nodes = plan_for(options, [0, 1]).nodes
     commands = [flags_of(node_command(node, options, engine, None)) for node in nodes]
     assert [each.get("--max-num-batched-tokens", [None])[0] for each in commands] == tokens
+    assert len({exact_chunk(each) for each in commands}) == 1, "either may compute the prompt"
+
+
+def exact_chunk(flags: Mapping[str, list[str]]) -> int:
+    """The chunks in which a node of these flags computes prompts of exact requests."""
+    config = EngineConfig("m")
+    for name in ("max_num_batched_tokens", "max_num_seqs", "exact_chunk_tokens"):
+        if told := flags.get(f"--{name.replace('_', '-')}"):
+            config = replace(config, **{name: int(told[0])})
+    return config.exact_chunk
 
 
 def test_where_nodes_compute(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import USUAL_CHUNK, EngineConfig
 from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
-from baton.engine.core.replay import EXACT_CHUNK_TOKENS, exact_chunk_of
+from baton.engine.core.replay import exact_chunk_of, precision_of
 from baton.engine.state.interface import SequenceChunk, Task
 from baton.protocol.events import FirstToken
 from baton.protocol.request import Request, Resume
@@ -124,10 +124,30 @@ def test_a_preempted_one_is_computed_in_the_same_shapes(mode: str) -> None:
 
 def test_where_every_shape_gives_the_same_bits_it_is_like_any_other() -> None:
     config = EngineConfig("m")
-    assert exact_chunk_of(exact(), config) == EXACT_CHUNK_TOKENS
+    assert exact_chunk_of(exact(), config) == USUAL_CHUNK
+    assert exact_chunk_of(exact(), replace(config, exact_chunk_tokens=32)) == 32
     assert exact_chunk_of(exact(), replace(config, deterministic=True)) is None
     assert exact_chunk_of(request(), config) is None
     assert exact_chunk_of(exact(), replace(config, max_num_batched_tokens=64)) == 1
+
+
+def test_nodes_of_small_and_large_steps_compute_it_in_one_way() -> None:
+    def shapes(step_tokens: int, **more: Any) -> list[tuple[int, int]]:
+        engine, runner = fake_engine(max_num_batched_tokens=step_tokens, max_num_seqs=4, **more)
+        engine.add(exact())
+        run(engine)
+        return shapes_of(runner)
+
+    assert shapes(40) != shapes(20), "half of what 4 rows leave"
+    assert shapes(40, exact_chunk_tokens=8) == shapes(20, exact_chunk_tokens=8)
+
+
+def test_nodes_of_other_chunks_tell_another_precision() -> None:
+    info, config = fake_engine()[0].info, EngineConfig("m")
+    assert precision_of(info, config) == info.precision
+    small = replace(config, exact_chunk_tokens=32)
+    assert precision_of(info, small) == f"{info.precision}, exact chunks of 32"
+    assert precision_of(info, replace(small, deterministic=True)) == info.precision
 
 
 # ---- between nodes ----

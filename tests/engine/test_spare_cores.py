@@ -104,6 +104,14 @@ def test_short_steps_stay_on_the_own_cores(host: Host) -> None:
     assert host.taken(0) == (1,)
 
 
+def test_a_step_with_an_exact_request_stays_on_the_own_cores(host: Host) -> None:
+    host.owners[0].tell(idle=True)
+    assert host.taken() == (1,)
+    host.cores.take(LEAST_TOKENS, exact=True)
+    assert (torch.get_num_threads(), host.cores.share) == (1, 1.0)
+    assert host.taken() == (1,), "it may use them again at once"
+
+
 def test_this_node_tells_its_own(host: Host, tmp_path: Path) -> None:
     other = CoreBoard(tmp_path / "cores", (5,))
     assert other.idle((0,)) == ()

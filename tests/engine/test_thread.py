@@ -271,8 +271,8 @@ class Told:
     def rest(self, *, resting: bool) -> None:
         self.calls.put("rests" if resting else "works")
 
-    def take(self, num_prefill_tokens: int = 0) -> None:
-        self.calls.put(f"step of {num_prefill_tokens}")
+    def take(self, num_prefill_tokens: int = 0, *, exact: bool = False) -> None:
+        self.calls.put(f"{'exact ' if exact else ''}step of {num_prefill_tokens}")
 
     def give_back(self) -> None: ...
 
@@ -296,6 +296,8 @@ async def test_others_hear_when_the_engine_waits_for_work() -> None:
     assert engine.stats.num_spare_core_steps == 3
     assert told.step_s == 1.5 * engine.stats.step_seconds
     assert told.num_looks == engine.stats.num_steps, "the next step may change it in between"
+    await thread.call(lambda engine: engine.add(request("b", PROMPT, resume="exact")))
+    assert f"exact step of {len(PROMPT)}" in told.until("rests")
     thread.stop()
     assert told.until("rests") == ["rests"], "others may have the cores of the dead"
 

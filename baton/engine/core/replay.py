@@ -8,27 +8,30 @@ with `resume="exact"` is computed in shapes that depend on its own tokens only:
     output   t t t t t t t                  one row each, whether sampled now or known already
 
 So after a node was lost (or after a preemption) the prompt is prefilled alone. The emitted tokens
-follow in decode steps that sample nothing: a replay. Such a request is not speculated on. With
+follow in decode steps that sample nothing: a replay. Such a request is not speculated on, and its
+steps run on the node's own cores alone (torch's products may depend on the number of threads). With
 `--deterministic` every shape gives the same bits: there an exact request is like any other.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
-from baton.engine.config import EngineConfig
+from baton.engine.config import USUAL_CHUNK, EngineConfig
+from baton.engine.state.interface import ModelInfo
 from baton.protocol.request import Request
-
-EXACT_CHUNK_TOKENS: Final = 512  # the same on all nodes whose steps have room for it
 
 
 def exact_chunk_of(request: Request, config: EngineConfig) -> int | None:
-    """Return how many prompt tokens a row of an exact request computes; None for any other request.
-
-    The chunk is so small that a step always has room for it once no older prompt takes the room:
-    decode rows never take more than max_num_seqs, and drafts half of what these leave.
+    """Return how many prompt tokens a row of an exact request computes; None for any other
+    request.
     """
     if request.resume != "exact" or config.deterministic:
         return None
-    room = (config.max_num_batched_tokens - config.max_num_seqs) // 2
-    return max(1, min(EXACT_CHUNK_TOKENS, room))
+    return config.exact_chunk
+
+
+def precision_of(info: ModelInfo, config: EngineConfig) -> str:
+    """Return what nodes must share so that they give the same tokens for a request: the dtypes, and
+    the chunk of exact requests where it is not the usual one."""
+    if config.deterministic or config.exact_chunk == USUAL_CHUNK:
+        return info.precision
+    return f"{info.precision}, exact chunks of {config.exact_chunk}"

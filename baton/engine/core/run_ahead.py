@@ -75,11 +75,15 @@ class RunAhead:
             for index, row in enumerate(plan.rows)
             if row.chunk.token_ids[-1] == PENDING
         }
-        future = self.thread.submit(self._run, chunks, pending, before)
+        future = self.thread.submit(self._run, chunks, pending, before, plan.exact)
         return Flight(plan, future.result, future, before is not None)
 
     def _run(
-        self, chunks: list[SequenceChunk], pending: dict[int, int], before: Flight | None
+        self,
+        chunks: list[SequenceChunk],
+        pending: dict[int, int],
+        before: Flight | None,
+        exact: bool,
     ) -> list[ChunkResult]:
         known = [] if before is None else before.results()  # raises the error of the step before
         for index, source in pending.items():
@@ -88,7 +92,7 @@ class RunAhead:
                 raise InternalError(f"{chunks[index].request_id}: the step before drew nothing")
             chunks[index] = replace(chunks[index], token_ids=sampled.token_ids, history=())
         if self._cores is not None:
-            self._cores.take()
+            self._cores.take(exact=exact)
         return self.runner.run(chunks)
 
     @contextmanager

@@ -166,7 +166,7 @@ class Steps:
 
     def _results(self, flight: Flight) -> list[ChunkResult]:
         if self.cores is not None and flight.ahead is None:
-            self.cores.take(flight.plan.num_prefill_tokens)
+            self.cores.take(flight.plan.num_prefill_tokens, exact=flight.plan.exact)
         try:
             results = flight.results()
         except BaseException:

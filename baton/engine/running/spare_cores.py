@@ -15,7 +15,8 @@ Nor is a core of use to a short step: its threads would have to be woken for eac
 which works for each token, may have the core of a prefill node. So steps of a few milliseconds that
 compute few tokens of prompts stay on the own cores.
 
-A step with more threads adds up some numbers in another order, as it does with other rows.
+Torch's operations may add up numbers in another order with more threads, so a step with an exact
+request (baton/engine/core/replay.py) stays on the own cores. Baton's own kernels do not.
 """
 
 from __future__ import annotations
@@ -137,14 +138,15 @@ class SpareCores:
         """Let the calling thread compute on the own cores alone."""
         self._use(())
 
-    def take(self, num_prefill_tokens: int = 0) -> None:
+    def take(self, num_prefill_tokens: int = 0, *, exact: bool = False) -> None:
         """Let the calling thread run a step on the own cores, and on the others that are idle now.
 
-        The step computes `num_prefill_tokens` tokens of prompts.
+        The step computes `num_prefill_tokens` tokens of prompts. `exact`: it has a row of an exact
+        request, which is computed on as many cores each time.
         """
         idle = self._board.idle(self._others)
         lasts = num_prefill_tokens >= LEAST_TOKENS or self.step_s >= LEAST_STEP_S
-        cores = self._use(idle if lasts and self._are_free(idle) else ())
+        cores = self._use(idle if lasts and not exact and self._are_free(idle) else ())
         self.num_steps += bool(cores)
         self.share = 1 + len(cores) / len(self._own)
 

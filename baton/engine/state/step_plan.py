@@ -46,6 +46,11 @@ class StepPlan:
         return sum(len(group.leader.tokens) for group in exports)
 
     @property
+    def exact(self) -> bool:
+        """Whether a row is one of an exact request (baton/engine/core/replay.py)."""
+        return any(row.sequence.exact_chunk is not None for row in self.rows)
+
+    @property
     def chunks(self) -> list[SequenceChunk]:
         return [row.chunk for row in self.rows]
 

@@ -106,7 +106,8 @@ class SimulatedNode:
         self.debt_s = 0.0  # of the router on this node's core
         # As router.nodes.placement.Node needs it: the load of the last step, and what was sent
         # since. The rate says that a prompt has been computed here before.
-        self.load = NodeLoad(prefill_tokens_per_s=machine.tokens_per_s)
+        rate = machine.tokens_per_s
+        self.load = NodeLoad(prefill_tokens_per_s=rate, own_prefill_tokens_per_s=rate)
         self.unreported_tokens = self.pooling = 0
         self._machine = machine
         self._step_tokens = step_tokens
@@ -173,6 +174,7 @@ class SimulatedNode:
             waiting=len(self.waiting),
             waiting_tokens=sum(each.left for each in self.waiting),
             prefill_tokens_per_s=tokens / seconds,
+            own_prefill_tokens_per_s=tokens / seconds,
         )
         self.unreported_tokens = self.pooling = 0
 

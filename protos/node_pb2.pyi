@@ -147,7 +147,7 @@ class Image(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens", "cached_blocks")
+    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens", "cached_blocks", "own_prefill_tokens_per_s")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OWN_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     swapped: int
@@ -206,7 +207,8 @@ class Load(_message.Message):
     steps: int
     step_tokens: int
     cached_blocks: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+    own_prefill_tokens_per_s: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., own_prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
     __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "group", "rank", "encodes", "needs_rows", "leaving_adapters")

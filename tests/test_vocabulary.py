@@ -308,8 +308,8 @@ def test_counters_are_no_part_of_a_nodes_state() -> None:
     kept = [spec.name for spec in fields(NodeLoad) if getattr(state, spec.name) != spec.default]
     assert kept == [
         "running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens",
-        "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining",
-        "stalled", "kv_token_bytes", "pause", "asleep",
+        "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s",
+        "draining", "stalled", "kv_token_bytes", "pause", "asleep", "own_prefill_tokens_per_s",
     ]  # fmt: skip
     assert replace(every, running=0).without_counters() != state
 

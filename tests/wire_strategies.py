@@ -242,6 +242,7 @@ loads = struct(
     export_bytes=st.integers(0, 2**64 - 1),
     step_seconds=floats,
     prefill_tokens_per_s=floats,
+    own_prefill_tokens_per_s=floats,
     draining=st.booleans(),
     stalled=st.booleans(),
     kv_token_bytes=counts,

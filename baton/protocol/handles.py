@@ -107,6 +107,8 @@ class NodeLoad:
     pause: str = ""  # no counter: "refuse" or "hold" while an operator has paused the node
     asleep: bool = False  # no counter: without weights and KV
     cached_blocks: int = 0  # no counter: of free_blocks, those that hold a known prefix
+    # No counter: prefill_tokens_per_s by the own cores, without those that idle nodes lend.
+    own_prefill_tokens_per_s: float = 0.0
 
     def without_counters(self) -> NodeLoad:
         """Return the load with all counters at 0: the part by which a router decides."""

@@ -12,8 +12,8 @@ D computes the prompt only if that is clearly cheaper (MARGIN). So a burst sprea
 while D decodes little. While D decodes many requests, it gets a prompt only when P's queue, and the
 delay of those who wait at the router, cost more than the standstill of all these requests together.
 There is no threshold for the prompt's length or for a queue; both count by their measured seconds.
-Tokens that this router has sent since a node's last load report are counted as well. If P has
-measured nothing yet, P computes the prompt.
+Tokens that this router has sent since a node's last load report are counted as well. Rates are of
+own cores: D, while idle, lends its cores to P, too. If P has measured nothing, it computes.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Prompt:
 
 def placement_costs(prompt: Prompt, prefill: PlacedNode, decode: PlacedNode) -> Costs | None:
     """Return the costs of both ways; None while the prefill node has not measured its rate."""
-    prefill_rate = prefill.load.prefill_tokens_per_s
+    prefill_rate = prefill.load.own_prefill_tokens_per_s
     if prefill_rate <= 0:
         return None
-    decode_rate = decode.load.prefill_tokens_per_s or prefill_rate
+    decode_rate = decode.load.own_prefill_tokens_per_s or prefill_rate
     to_compute = prompt.num_tokens - prompt.prefill_cached
     on_prefill = tokens_ahead(prefill) + to_compute * (1 + WAITING_SHARE * prompt.behind)
     to_move = prompt.num_tokens - prompt.decode_cached

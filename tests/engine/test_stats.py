@@ -28,6 +28,14 @@ def test_a_rate_follows_a_node_that_has_become_slower() -> None:
     assert stats.prefill_tokens_per_s < 2000, "a step without a prompt says nothing"
 
 
+def test_lent_cores_do_not_make_a_node_look_quick() -> None:
+    stats = EngineStats()
+    for seconds, share in ((0.1, 1.0), (0.05, 2.0), (0.1, 1.0), (0.05, 2.0)):
+        stats.step_done(seconds, 1000, share)
+    assert 10_000 < stats.prefill_tokens_per_s < 20_000
+    assert stats.own_prefill_tokens_per_s == pytest.approx(10_000)
+
+
 def test_steps_are_counted_by_how_many_tokens_they_computed() -> None:
     stats = EngineStats()
     for prompt, generated in ((5, 0), (0, 1), (8, 1), (20_000, 4)):

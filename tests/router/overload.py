@@ -129,7 +129,7 @@ class Cluster:
                 assigned_tokens=tokens, assigned=tokens,
             )  # fmt: skip
 
-        measured = NodeLoad(prefill_tokens_per_s=RATE)
+        measured = NodeLoad(prefill_tokens_per_s=RATE, own_prefill_tokens_per_s=RATE)
         return [
             node(Role.PREFILL, measured, self._prefill_tokens),
             node(Role.DECODE, self._reported, 0),

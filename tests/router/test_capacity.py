@@ -21,9 +21,11 @@ IDLE = (0, 0)  # requests, and their tokens, that are on the way to a node
 def node(role: Role, *, tokens: int = 0, assigned: int = 0, **load: Any) -> NodeSnapshot:
     """`tokens`: queued by this router. 100 blocks of 16 tokens."""
     state = NodeLoad(free_blocks=100, total_blocks=100, prefill_tokens_per_s=RATE)
+    state = replace(state, **load)
+    state = replace(state, own_prefill_tokens_per_s=state.prefill_tokens_per_s)
     return NodeSnapshot(
         role.value, role.value, role, "m", "layout", 16, "float32",
-        load=replace(state, **load), assigned=assigned, assigned_tokens=tokens,
+        load=state, assigned=assigned, assigned_tokens=tokens,
     )  # fmt: skip
 
 

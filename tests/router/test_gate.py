@@ -31,9 +31,11 @@ from tests.router.fakes import PATIENCE_S, FakeClock, make_request
 
 def node(role: Role, tokens: int = 0, **load: Any) -> NodeSnapshot:
     state = NodeLoad(free_blocks=100, total_blocks=100, prefill_tokens_per_s=1000.0, running=1)
+    state = replace(state, **load)
+    state = replace(state, own_prefill_tokens_per_s=state.prefill_tokens_per_s)
     return NodeSnapshot(
         role.value, role.value, role, "m", "layout", 16, "float32",
-        load=replace(state, **load), assigned_tokens=tokens,
+        load=state, assigned_tokens=tokens,
     )  # fmt: skip
 
 

@@ -404,6 +404,7 @@ class Engine:
             waiting_tokens=self.scheduler.num_waiting_tokens,
             step_seconds=self.stats.step_seconds,
             prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
+            own_prefill_tokens_per_s=self.stats.own_prefill_tokens_per_s,
         )
 
     def kv_usage(self) -> KVUsage:

@@ -76,6 +76,8 @@ class EngineStats:
     num_checkpoints_stored: int = 0  # copies of recurrent state that were made for later prompts
     num_checkpoints_replaced: int = 0  # of these: dropped, because another one needed the room
     num_rollbacks: int = 0  # recurrent states that went back behind refused drafts
+    own_prefill_tokens_per_s: float = 0.0  # prefill_tokens_per_s without lent cores
+    recent_own_prefill_seconds: float = 0.0  # as if each step had run on the own cores alone
     utilization: Utilization = field(default_factory=Utilization)
 
     @property
@@ -98,7 +100,7 @@ class EngineStats:
 
     def step_done(self, seconds: float, num_prefill_tokens: int, share: float = 1.0) -> None:
         """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts.
-        `share`: see Utilization.step_done.
+        `share`: the cores that it ran on, over the own ones.
         """
         self.step_seconds = _mean(self.step_seconds, seconds, first=self.num_steps == 0)
         if num_prefill_tokens and seconds > 0:
@@ -108,6 +110,9 @@ class EngineStats:
             self.recent_prefill_tokens = kept * self.recent_prefill_tokens + num_prefill_tokens
             self.recent_prefill_seconds = kept * self.recent_prefill_seconds + seconds
             self.prefill_tokens_per_s = self.recent_prefill_tokens / self.recent_prefill_seconds
+            own = kept * self.recent_own_prefill_seconds + seconds * share
+            self.recent_own_prefill_seconds = own
+            self.own_prefill_tokens_per_s = self.recent_prefill_tokens / own
         self.num_prompt_tokens += num_prefill_tokens
         self.num_steps += 1
         counted = self.num_prompt_tokens + self.num_generated_tokens

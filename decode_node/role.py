@@ -67,9 +67,10 @@ class Seat:
         """Reserve blocks for KV that comes from elsewhere; return None if there is no room.
 
         `precision`: the precisions through which the KV has passed on its way here; None if none.
-        `adopting`: full blocks can stay where they are.
+        `adopting`: full blocks can stay where they are. Raises InvalidRequest, naming the field.
         """
         request = self._entry.request
+        engine.validate(request, Task.LOCAL)
         # A request of several samples cannot adopt: forks share blocks of this pool only.
         adopting = adopting and engine.may_adopt and request.params.width == 1
         self._reservation = engine.reserve(request, num_tokens, precision, adopting)
@@ -108,7 +109,7 @@ class DecodeRole:
         self._pooling = PoolingDesk(self)
         self._stepped: set[str] = set()  # requests of the last step; only for failpoints
         self._admission = FetchAdmission(
-            context.config.max_queued_fetches, context.config.max_ready_fetches
+            context.config.max_queued_fetches, context.config.max_ready_fetches, self.thread.call
         )
 
     @property
@@ -147,7 +148,6 @@ class DecodeRole:
         request = entry.request
         ticket = self._admission.ticket(ready=entry.prefilled.is_set())
         try:
-            await self.thread.call(lambda engine: engine.validate(request, Task.LOCAL))
             admitted = self._admitted(entry, handle, seat, ticket)
             reservation = await self._while_leased(handle, request.epoch, admitted)
             if entry.spans is not None:
@@ -172,7 +172,7 @@ class DecodeRole:
             if reservation.adopting and fetched.held is not None:
                 seat.adopt(self._adoption(request.id, fetched.adopted, fetched.held))
         finally:
-            ticket.release()
+            self._admission.release(ticket)
         self._context.observe_fetch(fetched.seconds)
         if entry.spans is not None:
             entry.spans.fetched(fetched)
@@ -187,10 +187,8 @@ class DecodeRole:
         """
         connector = self._context.connector
         precision, adopting = connector.precision_of(handle), connector.adopts(handle)
-        reservation = await ticket.admit(
-            lambda: self.thread.call(
-                lambda engine: seat.reserve(engine, handle.num_tokens, precision, adopting)
-            )
+        reservation = await self._admission.admit(
+            ticket, lambda engine: seat.reserve(engine, handle.num_tokens, precision, adopting)
         )
         FAILPOINTS.hit("d.reserved")
         entry.note(SpanName.QUEUE, entry.request.arrival, self._context.clock.monotonic())

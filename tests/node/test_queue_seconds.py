@@ -26,6 +26,9 @@ class NoEngine:
     def add(self, *_: object) -> None:
         """Take a request."""
 
+    def validate(self, *_: object) -> None:
+        """Refuse nothing."""
+
     def reserve(self, *_: object) -> object | None:
         return self.room
 

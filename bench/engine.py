@@ -93,7 +93,8 @@ FURTHER_ROWS: Final = (
     EngineRow(SMALL, 2048), EngineRow(SMALL, 2048, 1),
     *(EngineRow(LARGE, context, batch, quantization)
       for quantization in ("int8", "int4", "w8a8", "w4a8")
-      for context, batch in ((2048, 1), (8192, 0), (8192, 1), (128, 8), (128, 32), (128, 64))),
+      for context, batch in ((2048, 0), (2048, 1), (8192, 0), (8192, 1), (128, 8), (128, 32),
+                             (128, 64))),
 )  # fmt: skip
 NUM_KV_BLOCKS: Final = 1280  # of 16 tokens: 64 requests of 128 with 128 more, or one of 8,192
 

@@ -1,9 +1,8 @@
 """The sockets that a router serves HTTP on (TCP ports, or a Unix socket, --uds), and the server.
 
 The router tells its clients long before that it stops (exchanges.py), but some have just connected:
-the kernel has accepted them, and this process has not yet read what they ask. uvicorn closes such
-connections. HttpServer first takes what waits in the listeners, closes these, and then gives every
-new connection a moment to send its request.
+the kernel has accepted them, and nobody has read what they ask. uvicorn closes them. HttpServer
+first takes what waits in the listeners, closes these, and gives each new one a moment to ask.
 """
 
 from __future__ import annotations
@@ -126,7 +125,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, answer whatever has been asked, end."""
-        await asyncio.sleep(ACCEPT_S)
+        for _ in range(5):  # a loop that is late looks at its timers before its sockets
+            await asyncio.sleep(ACCEPT_S / 5)
         for server in self.servers:
             server.close()
         left_s = FIRST_REQUEST_S

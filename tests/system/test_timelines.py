@@ -146,7 +146,7 @@ async def test_only_the_decode_nodes_queue_grows(model: Path, clock: FakeClock) 
 
         await eventually(waits)
         clock.advance(DELAY_S)
-        before.release()
+        role._admission.release(before)
         await asked
         (entry,) = await entries(c, 1)
         found = await ended(c, 1)

@@ -129,16 +129,7 @@ class FetchAdmission:
                     except Exception as error:  # noqa: BLE001  the tickets' owners handle it
                         found = [error] * len(batch)
                 for ticket, result in zip(batch, found, strict=False):
-                    if ticket in self._line:
-                        self._line.remove(ticket)  # also if its owner has gone: never again
-                    if ticket.found.done():
-                        continue  # the owner gives back what was reserved
-                    if isinstance(result, Exception):
-                        ticket.found.set_exception(result)
-                        continue
-                    ticket.has_slot = ticket.needs_slot
-                    self._free_slots -= ticket.has_slot
-                    ticket.found.set_result(result)
+                    self._settle(ticket, result)
                 if len(found) == len(batch) == MOST_AT_ONCE:
                     continue
                 for ticket in seen:  # those that are in the line still have waited
@@ -146,6 +137,18 @@ class FetchAdmission:
                 await self._changed.wait()
         finally:
             self._serving = None
+
+    def _settle(self, ticket: FetchTicket, found: Reservation | Exception) -> None:
+        if ticket in self._line:
+            self._line.remove(ticket)  # also if its owner has gone: it must not reserve again
+        if ticket.found.done():
+            return  # the owner gives back what was reserved
+        if isinstance(found, Exception):
+            ticket.found.set_exception(found)
+            return
+        ticket.has_slot = ticket.needs_slot
+        self._free_slots -= ticket.has_slot
+        ticket.found.set_result(found)
 
     def _may_reserve(self) -> list[FetchTicket]:
         """Return the tickets at the head of the line that may reserve now, with the free slots."""

@@ -151,7 +151,9 @@ class NodeRecord:
     eos_token_ids: tuple[int, ...] = ()
     leaving_adapters: tuple[str, ...] = ()  # those of `adapters` that new requests cannot use
     max_num_seqs: int = 0  # the most sequences that run at once; 0 = not reported
-    precision: str = ""  # dtypes of computing and of KV, "bfloat16, KV int8"; "" = not reported
+    # Dtypes of computing and of KV, "bfloat16, KV int8", and the chunk of exact requests if it is
+    # not the usual one; "" = not reported.
+    precision: str = ""
     deterministic: bool = False
     group: str = ""  # of data-parallel ranks, which end together; "" = it is in none
     rank: int = 0  # among them

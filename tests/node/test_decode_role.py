@@ -104,15 +104,21 @@ async def test_a_fetch_that_begins_at_once_takes_no_slot() -> None:
     assert admission.num_active == 1
 
 
+async def gets_the_slot_of(
+    admission: FetchAdmission, first: FetchTicket, waiting: asyncio.Task[Any]
+) -> None:
+    await settle()
+    assert not waiting.done(), "the only slot is taken"
+    admission.release(first)
+    assert await waiting is RESERVATION
+
+
 async def test_fetches_whose_bytes_are_ready_are_capped() -> None:
     admission = line(max_ready=1)
     first, second = (admission.ticket(ready=True) for _ in range(2))
     await admission.admit(first, room)
     async with started(admission.admit(second, room)) as (waiting,):
-        await settle()
-        assert not waiting.done(), "the only slot is taken"
-        admission.release(first)
-        assert await waiting is RESERVATION
+        await gets_the_slot_of(admission, first, waiting)
 
 
 async def test_a_burst_reserves_between_two_steps() -> None:
@@ -187,10 +193,7 @@ async def test_who_waited_for_room_takes_a_slot_of_the_few() -> None:
         free = True
         admission.wake()
         assert await one is RESERVATION
-        await settle()
-        assert not two.done(), "the only slot is taken"
-        admission.release(first)
-        assert await two is RESERVATION
+        await gets_the_slot_of(admission, first, two)
 
 
 async def test_an_error_of_one_is_not_the_others() -> None:

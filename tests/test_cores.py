@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.cores import parse_cores, pin_process, quota_cores
+from baton.runtime.cores import live_threads, parse_cores, pin_process, quota_cores
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,30 @@ def test_a_containers_share_of_the_cores(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert quota_cores(tmp_path) == cores
+
+
+def test_live_threads_are_those_of_python() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    found = live_threads()
+    end.set()
+    thread.join()
+    assert found[0] == threading.get_native_id()
+    assert thread.native_id in found
+    assert thread.native_id not in live_threads()
+
+
+def test_a_live_thread_has_its_own_id_after_a_fork() -> None:
+    """Python's own note of the main thread's id is that before the fork."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(live_threads()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert pipe.read() == str([child])
+    os.waitpid(child, 0)

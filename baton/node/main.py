@@ -44,7 +44,7 @@ from baton.protocol.kv_spec import BlockLists, layout_fingerprint
 from baton.runtime import config as options
 from baton.runtime import log as logs
 from baton.runtime.addresses import is_loopback
-from baton.runtime.cores import parse_cores, pin_process, quota_cores
+from baton.runtime.cores import live_threads, parse_cores, pin_process, quota_cores
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.health_port import Health, health_port
 from baton.runtime.redis.connections import NODE_CALL, check_redis
@@ -206,6 +206,8 @@ class NodeProcess:
             profiler = EngineProfiler(self.shell.thread, loop) if config.profiling else None
             self._metrics = start_metrics(registry, place, profiler)
         self.address = join_address(config.announced_host, self._server.bind())
+        if self.shell.kind is Role.DECODE and self.engine.steps.cores is not None:
+            self.engine.steps.cores.let_roam(live_threads())  # none of them computes
         await self.shell.start(self.address)
         await self._server.start()
         if self._registry is not None:

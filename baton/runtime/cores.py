@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -54,6 +55,13 @@ def pin_process(cores: tuple[int, ...]) -> None:
     """
     check_cores(cores)
     os.sched_setaffinity(0, cores)
+
+
+def live_threads() -> list[int]:
+    """Return Linux' ids of this thread and of the others that Python has started."""
+    this = threading.current_thread()  # its own note of its id may be that before a fork
+    others = [each.native_id for each in threading.enumerate() if each is not this]
+    return [threading.get_native_id(), *(each for each in others if each is not None)]
 
 
 def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -162,13 +162,23 @@ def test_serves_survives_a_killed_node_and_stops_cleanly(up: Up) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("up", [["--no-warm-up"]], indirect=True)
-def test_a_lonely_prompt_has_all_cores(up: Up) -> None:
-    """Nobody decodes: the prefill node also computes on the decode node's core."""
+def test_idle_cores_are_lent(up: Up) -> None:
+    """While nobody decodes, the prefill node also computes on the decode node's core. While nobody
+    prefills, the decode node's event loop also runs on the prefill node's."""
     ready = json.loads(up.wait_line('"ready": true'))
     assert ask(ready, prompt="abc" * 32)
     page = httpx.get(ready["metrics"]["prefill-0"]).text
     (spare,) = re.findall(r"^baton_engine_steps_on_spare_cores_total.* (\S+)$", page, re.MULTILINE)
     assert float(spare) > 0
+    prefills, decodes = (
+        os.sched_getaffinity(up.child(f"{role}-0")) for role in ("prefill", "decode")
+    )
+    for _ in range(100):  # the prefill node may have told too late that it is idle
+        if decodes == os.sched_getaffinity(0):
+            break
+        ask(ready)
+        decodes = os.sched_getaffinity(up.child("decode-0"))
+    assert prefills < decodes
 
 
 @pytest.mark.long

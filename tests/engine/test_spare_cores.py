@@ -164,6 +164,49 @@ def test_cores_that_the_kernel_refuses_are_never_asked_for_again(
     ]
 
 
+def test_threads_that_do_not_compute_roam_on_idle_cores(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[tuple[int, tuple[int, ...]]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *move: moves.append(move))
+    host.owners[0].tell(idle=True)
+    host.cores.take()
+    assert moves == [], "of a prefill node none may"
+    host.cores.let_roam((11, 12))
+    host.cores.take()
+    host.cores.take()
+    assert moves == [(11, (0, 1)), (12, (0, 1))], "once, until something changes"
+    moves.clear()
+    host.owners[1].tell(idle=True)
+    host.owners[0].tell(idle=False)
+    host.cores.take(exact=True)
+    host.owners[1].tell(idle=False)
+    host.cores.take()
+    assert moves == [(11, (0, 2)), (12, (0, 2)), (11, (0,)), (12, (0,))]
+
+
+def test_a_thread_that_cannot_move_stays(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved: list[int] = []
+
+    def move(thread: int, cores: tuple[int, ...]) -> None:
+        if thread == 11:
+            raise ProcessLookupError(3, "No such process")
+        moved.append(thread)
+
+    monkeypatch.setattr(os, "sched_setaffinity", move)
+    caplog.set_level("INFO")
+    host.cores.let_roam((11, 12))
+    for idle in (True, False):
+        host.owners[0].tell(idle=idle)
+        host.cores.take()
+    assert moved == [12, 12]
+    assert [record.message for record in caplog.records] == [
+        "thread 11 stays where it is: [Errno 3] No such process"
+    ]
+
+
 def test_threads_run_where_they_were_placed() -> None:
     """Of a thread of its own, whose team nobody else uses."""
     found, cores = kernels(), sorted(os.sched_getaffinity(0))

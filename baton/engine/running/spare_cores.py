@@ -17,6 +17,10 @@ compute few tokens of prompts stay on the own cores.
 
 Torch's operations may add up numbers in another order with more threads, so a step with an exact
 request (baton/engine/core/replay.py) stays on the own cores. Baton's own kernels do not.
+
+A decode node's event loop, and gRPC's thread beside it, work for each token. On the core of the
+next step they make that step wait, so they may also run on a spare core, as long as the owner is
+idle. Linux chooses.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -96,6 +100,8 @@ class SpareCores:
         self._kernels = kernels
         self._clock = clock or SystemClock()
         self._team = Team()
+        self._roamers: list[int] = []  # Linux' ids of threads
+        self._roam_on: tuple[int, ...] = ()  # which spare cores
         self._pause_s = SHORTEST_PAUSE_S
         self._not_before = 0.0  # monotonic seconds
         self.num_steps = 0
@@ -130,6 +136,11 @@ class SpareCores:
             return None
         return cls(board, own, others, found)
 
+    def let_roam(self, threads: Iterable[int]) -> None:
+        """Let `threads` (Linux' ids), which compute nothing, also run on spare cores that are idle
+        as a step begins. Before the first step."""
+        self._roamers = list(threads)
+
     def rest(self, *, resting: bool) -> None:
         """Tell whether this node waits for work."""
         self._board.tell(idle=resting)
@@ -145,10 +156,21 @@ class SpareCores:
         request, which is computed on as many cores each time.
         """
         idle = self._board.idle(self._others)
+        if self._roamers and idle != self._roam_on:
+            self._move_roamers(idle)
         lasts = num_prefill_tokens >= LEAST_TOKENS or self.step_s >= LEAST_STEP_S
         cores = self._use(idle if lasts and not exact and self._are_free(idle) else ())
         self.num_steps += bool(cores)
         self.share = 1 + len(cores) / len(self._own)
+
+    def _move_roamers(self, idle: tuple[int, ...]) -> None:
+        self._roam_on = idle
+        for thread in tuple(self._roamers):
+            try:
+                os.sched_setaffinity(thread, (*self._own, *idle))
+            except OSError as error:  # it has ended, or may not use these cores
+                logger.info("thread %d stays where it is: %s", thread, error)
+                self._roamers.remove(thread)
 
     def _are_free(self, idle: Collection[int]) -> bool:
         """Whether other programs leave the `idle` cores alone, as far as is known."""

@@ -301,17 +301,27 @@ def test_lifetimes_outlast_what_renews_them() -> None:
 # ---- loads ----
 
 
-def test_counters_are_no_part_of_a_nodes_state() -> None:
+def test_a_load_is_news_if_more_than_counters_moved() -> None:
     values: dict[str, Any] = {spec.name: i for i, spec in enumerate(fields(NodeLoad), 1)}
-    every = NodeLoad(**values)
-    state = every.without_counters()
-    kept = [spec.name for spec in fields(NodeLoad) if getattr(state, spec.name) != spec.default]
-    assert kept == [
+    told = NodeLoad(**values)
+    changed = {name: replace(told, **{name: 2 * value}) for name, value in values.items()}
+    assert [name for name, load in changed.items() if load.is_news_after(told)] == [
         "running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens",
         "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s",
         "draining", "stalled", "kv_token_bytes", "pause", "asleep", "own_prefill_tokens_per_s",
     ]  # fmt: skip
-    assert replace(every, running=0).without_counters() != state
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "news"),
+    [(0.0, 0.0, False), (0.0, 0.001, True), (0.010, 0.0109, False), (0.010, 0.0091, False),
+     (0.010, 0.0112, True), (0.010, 0.0, True)],
+)  # fmt: skip
+def test_a_mean_of_steps_is_news_if_it_has_moved_by_a_tenth(
+    before: float, now: float, news: bool
+) -> None:
+    told = NodeLoad(step_seconds=before)
+    assert NodeLoad(step_seconds=now).is_news_after(told) == news
 
 
 # ---- names in Redis ----

@@ -76,14 +76,12 @@ class RouterSession:
         self._wake.set()
 
     def changed_load(self, load: NodeLoad) -> NodeLoad | None:
-        """Return `load` if it differs from the state last reported to this router, else None.
+        """Return `load` if it is news to this router, else None.
 
-        A change of counters alone does not count: they are sent with the next state, at the latest
-        with a heartbeat.
+        Counters and small changes are sent with the next news, at the latest with a heartbeat.
         """
         last = self.last_load
-        known = last is not None and last.without_counters() == load.without_counters()
-        return None if known else load
+        return load if last is None or load.is_news_after(last) else None
 
     def cut(self, reason: BatonError) -> None:
         """Send nothing more and drop the unread messages. The first reason is kept."""

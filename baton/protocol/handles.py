@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
 
 from baton.protocol.kv_spec import PROTOCOL_VERSION, PoolFormat
 
@@ -68,6 +70,16 @@ class Role(enum.Enum):
     ENCODE = "encode"
 
 
+# A load's mean of steps moves with every step; less than this share of what was told is no news.
+STEP_NEWS: Final = 0.1
+# The part of a load by which a router decides, but for step_seconds.
+_state = attrgetter(
+    "running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching",
+    "export_bytes", "prefill_tokens_per_s", "draining", "stalled", "kv_token_bytes", "pause",
+    "asleep", "own_prefill_tokens_per_s",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
     """A node's state as its routers see it: numbers of requests, blocks and tokens; seconds.
@@ -110,25 +122,13 @@ class NodeLoad:
     # No counter: prefill_tokens_per_s by the own cores, without those that idle nodes lend.
     own_prefill_tokens_per_s: float = 0.0
 
-    def without_counters(self) -> NodeLoad:
-        """Return the load with all counters at 0: the part by which a router decides."""
-        return replace(
-            self,
-            kv_received_bytes=0,
-            kv_sent_bytes=0,
-            kv_adopted_bytes=0,
-            kv_fetches=0,
-            kv_fetch_failures=0,
-            preemptions=0,
-            prefix_query_tokens=0,
-            prefix_hit_tokens=0,
-            steps=0,
-            step_tokens=0,
-            kv_tail_seconds=0.0,
-            mbu=0.0,
-            mfu=0.0,
-            cached_blocks=0,
-        )
+    def is_news_after(self, told: NodeLoad) -> bool:
+        """Whether a router that knows `told` would decide otherwise by this load.
+
+        Counters do not count, nor does a mean of the steps that has moved by less than STEP_NEWS.
+        """
+        moved = abs(self.step_seconds - told.step_seconds)
+        return moved > STEP_NEWS * told.step_seconds or _state(self) != _state(told)
 
 
 @dataclass(frozen=True, slots=True)

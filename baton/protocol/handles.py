@@ -72,7 +72,7 @@ class Role(enum.Enum):
 
 # A load's mean of steps moves with every step; less than this share of what was told is no news.
 STEP_NEWS: Final = 0.1
-# The part of a load by which a router decides, but for step_seconds.
+# The part of a load that routers hear of at once, but for step_seconds.
 _state = attrgetter(
     "running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching",
     "export_bytes", "prefill_tokens_per_s", "draining", "stalled", "kv_token_bytes", "pause",
@@ -123,9 +123,9 @@ class NodeLoad:
     own_prefill_tokens_per_s: float = 0.0
 
     def is_news_after(self, told: NodeLoad) -> bool:
-        """Whether a router that knows `told` would decide otherwise by this load.
+        """Whether a router that knows `told` must hear of this load before the next heartbeat.
 
-        Counters do not count, nor does a mean of the steps that has moved by less than STEP_NEWS.
+        Not of counters, nor of a mean of the steps that has moved by less than STEP_NEWS.
         """
         moved = abs(self.step_seconds - told.step_seconds)
         return moved > STEP_NEWS * told.step_seconds or _state(self) != _state(told)

@@ -174,7 +174,7 @@ def _images_from_wire(message: node_pb2.Request) -> tuple[ImageInput, ...]:
 
 
 def load_to_wire(value: NodeLoad) -> node_pb2.Load:
-    """Build the message of a load. It is called with every step, and asdict would take 100 us."""
+    """Build the message of a load. Some steps send one, and asdict would take 100 us."""
     return node_pb2.Load(**{name: getattr(value, name) for name in _LOAD})
 
 

@@ -193,7 +193,7 @@ class NodeHealth:
 class Watchdog:
     """Ends the session of a node that is silent though it has requests of this router.
 
-    A node sends a message with every step, and at least once a heartbeat, however long its step
+    A node sends a message with each step that has news, and once a heartbeat, however long its step
     takes. If its engine hangs, the node reports that (baton/node/progress.py). So silence means
     that the node's event loop hangs, although gRPC's own threads still answer pings. A node without
     requests of this router may be silent.

@@ -40,8 +40,8 @@ class NodeSnapshot:
     fields are read only; it is not declared frozen because it is made for each request (2 us).
 
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
-    given the node; they are known at once, while `load` is one step old. `unreported_tokens`: those
-    of `assigned_tokens` that were sent after the node's last load report. `pooling`: groups of
+    given the node; they are known at once, while `load` is what the node has told last.
+    `unreported_tokens`: those of `assigned_tokens` that were sent after that. `pooling`: groups of
     inputs that the node pools for this router. `model`: the key of the model that it serves, which
     is "" where there is one model (router/models.py).
     """

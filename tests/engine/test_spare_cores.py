@@ -164,47 +164,85 @@ def test_cores_that_the_kernel_refuses_are_never_asked_for_again(
     ]
 
 
-def test_threads_that_do_not_compute_roam_on_idle_cores(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves: list[tuple[int, tuple[int, ...]]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *move: moves.append(move))
+@dataclass
+class Masks:
+    """The cores of this process' threads, of which each has core 0 at first. `ended`: whose end is
+    noticed as they are moved."""
+
+    of: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    ended: set[int] = field(default_factory=set[int])
+
+    def move(self, thread: int, cores: set[int]) -> None:
+        if thread in self.ended:
+            raise ProcessLookupError(3, "No such process")
+        self.of[thread] = set(cores)
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> Masks:
+    found = Masks({thread: {0} for thread in (10, 11, 12)})
+    monkeypatch.setattr(os, "listdir", lambda _: [str(each) for each in found.of])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: found.of[thread])
+    monkeypatch.setattr(os, "sched_setaffinity", found.move)
+    return found
+
+
+SHORT = LEAST_TOKENS - 1  # a step that stays on the own cores
+
+
+def test_threads_that_do_not_compute_roam_on_idle_cores(host: Host, masks: Masks) -> None:
     host.owners[0].tell(idle=True)
-    host.cores.take()
-    assert moves == [], "of a prefill node none may"
+    host.cores.take(SHORT)
+    assert masks.of[11] == {0}, "of a prefill node none may"
     host.cores.let_roam((11, 12))
-    host.cores.take()
-    host.cores.take()
-    assert moves == [(11, (0, 1)), (12, (0, 1))], "once, until something changes"
-    moves.clear()
+    host.cores.take(SHORT)
+    assert masks.of == {10: {0}, 11: {0, 1}, 12: {0, 1}}
     host.owners[1].tell(idle=True)
     host.owners[0].tell(idle=False)
-    host.cores.take(exact=True)
+    host.cores.take(SHORT)
+    assert masks.of == {10: {0}, 11: {0, 2}, 12: {0, 2}}
     host.owners[1].tell(idle=False)
-    host.cores.take()
-    assert moves == [(11, (0, 2)), (12, (0, 2)), (11, (0,)), (12, (0,))]
+    host.cores.take(SHORT)
+    assert masks.of == {10: {0}, 11: {0}, 12: {0}}
 
 
-def test_a_thread_that_cannot_move_stays(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    moved: list[int] = []
+def test_roaming_threads_make_room_for_a_step_on_spare_cores(host: Host, masks: Masks) -> None:
+    host.cores.let_roam((11,))
+    host.owners[0].tell(idle=True)
+    host.cores.take(SHORT)
+    assert masks.of[11] == {0, 1}
+    assert host.taken(LEAST_TOKENS) == (1,)
+    assert masks.of[11] == {0}
 
-    def move(thread: int, cores: tuple[int, ...]) -> None:
-        if thread == 11:
-            raise ProcessLookupError(3, "No such process")
-        moved.append(thread)
 
-    monkeypatch.setattr(os, "sched_setaffinity", move)
-    caplog.set_level("INFO")
-    host.cores.let_roam((11, 12))
-    for idle in (True, False):
-        host.owners[0].tell(idle=idle)
-        host.cores.take()
-    assert moved == [12, 12]
-    assert [record.message for record in caplog.records] == [
-        "thread 11 stays where it is: [Errno 3] No such process"
-    ]
+def test_roaming_threads_come_back_when_the_node_rests(host: Host, masks: Masks) -> None:
+    host.cores.let_roam((11,))
+    host.owners[0].tell(idle=True)
+    host.cores.take(SHORT)
+    host.cores.rest(resting=False)
+    assert masks.of[11] == {0, 1}
+    host.cores.rest(resting=True)
+    assert masks.of[11] == {0}
+    host.cores.take(SHORT)
+    assert masks.of[11] == {0, 1}
+
+
+def test_threads_started_by_a_roaming_one_come_back_with_it(host: Host, masks: Masks) -> None:
+    host.cores.let_roam((11,))
+    host.owners[0].tell(idle=True)
+    host.cores.take(SHORT)
+    masks.of |= {13: {0, 1}, 14: {1}}  # the second is of a team on a spare core
+    host.owners[0].tell(idle=False)
+    host.cores.take(SHORT)
+    assert masks.of == {10: {0}, 11: {0}, 12: {0}, 13: {0}, 14: {1}}
+
+
+def test_a_thread_that_has_ended_stops_no_other(host: Host, masks: Masks) -> None:
+    masks.ended = {11}
+    host.cores.let_roam((11, 12, 99))
+    host.owners[0].tell(idle=True)
+    host.cores.take(SHORT)
+    assert masks.of == {10: {0}, 11: {0}, 12: {0, 1}}, "99 is no thread of this process any more"
 
 
 def test_threads_run_where_they_were_placed() -> None:

@@ -19,8 +19,9 @@ Torch's operations may add up numbers in another order with more threads, so a s
 request (baton/engine/core/replay.py) stays on the own cores. Baton's own kernels do not.
 
 A decode node's event loop, and gRPC's thread beside it, work for each token. On the core of the
-next step they make that step wait, so they may also run on a spare core, as long as the owner is
-idle. Linux chooses.
+next step they make that step wait. So while short steps stay on the own cores, these threads may
+also run on the spare ones. Linux chooses. They come back with the first step after the owner has
+begun, and when this node waits for work.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -100,7 +102,7 @@ class SpareCores:
         self._kernels = kernels
         self._clock = clock or SystemClock()
         self._team = Team()
-        self._roamers: list[int] = []  # Linux' ids of threads
+        self._roamers: frozenset[int] = frozenset()  # Linux' ids of threads
         self._roam_on: tuple[int, ...] = ()  # which spare cores
         self._pause_s = SHORTEST_PAUSE_S
         self._not_before = 0.0  # monotonic seconds
@@ -139,10 +141,12 @@ class SpareCores:
     def let_roam(self, threads: Iterable[int]) -> None:
         """Let `threads` (Linux' ids), which compute nothing, also run on spare cores that are idle
         as a step begins. Before the first step."""
-        self._roamers = list(threads)
+        self._roamers = frozenset(threads)
 
     def rest(self, *, resting: bool) -> None:
         """Tell whether this node waits for work."""
+        if resting:
+            self._roam(())
         self._board.tell(idle=resting)
 
     def give_back(self) -> None:
@@ -156,21 +160,24 @@ class SpareCores:
         request, which is computed on as many cores each time.
         """
         idle = self._board.idle(self._others)
-        if self._roamers and idle != self._roam_on:
-            self._move_roamers(idle)
         lasts = num_prefill_tokens >= LEAST_TOKENS or self.step_s >= LEAST_STEP_S
         cores = self._use(idle if lasts and not exact and self._are_free(idle) else ())
+        self._roam(() if cores else idle)
         self.num_steps += bool(cores)
         self.share = 1 + len(cores) / len(self._own)
 
-    def _move_roamers(self, idle: tuple[int, ...]) -> None:
-        self._roam_on = idle
-        for thread in tuple(self._roamers):
-            try:
-                os.sched_setaffinity(thread, (*self._own, *idle))
-            except OSError as error:  # it has ended, or may not use these cores
-                logger.info("thread %d stays where it is: %s", thread, error)
-                self._roamers.remove(thread)
+    def _roam(self, spare: tuple[int, ...]) -> None:
+        """Let the roaming threads run on the own cores and on `spare`."""
+        if not self._roamers or spare == self._roam_on:
+            return
+        before, now = {*self._own, *self._roam_on}, {*self._own, *spare}
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(OSError):  # it has ended, or may not use these cores
+                # Whoever was started by a roaming thread has its cores.
+                started = self._roam_on and os.sched_getaffinity(thread) == before
+                if started or thread in self._roamers:
+                    os.sched_setaffinity(thread, now)
+        self._roam_on = spare
 
     def _are_free(self, idle: Collection[int]) -> bool:
         """Whether other programs leave the `idle` cores alone, as far as is known."""

@@ -77,6 +77,11 @@ class Member:
     def transfers(self) -> Any:
         return self.node.shell.connector.stats
 
+    async def holds_nothing(self) -> bool:
+        """Whether neither the engine has work nor an export may be fetched: each can end first."""
+        idle = await self.node.shell.thread.call(_idle)
+        return idle and self.node.shell.connector.active_exports == 0
+
 
 @dataclass(slots=True)
 class Cluster:
@@ -122,9 +127,8 @@ class Cluster:
         # An abort may cross with the first word of an export: that goes with its lease.
         limit_s = WAIT_S + PATIENT.kv_lease_s
         for member in self.members:
-            await eventually(lambda member=member: member.node.shell.thread.call(_idle), limit_s)
+            await eventually(member.holds_nothing, limit_s)
             await member.node.shell.thread.call(Engine.check)
-            assert member.node.shell.connector.active_exports == 0
             assert member.engine.pool.num_free == member.engine.pool.num_blocks
 
 

@@ -196,7 +196,13 @@ async def _best_s(measure: Callable[[], Coroutine[Any, Any, float]]) -> float:
 
 
 class NoLog:
-    """A router.nodes.session.StepLog that logs nothing."""
+    """A router.nodes.attachments.StepLog that logs nothing."""
+
+    def note(self, event: TokenEvent) -> bool:
+        return True
+
+    def shows_logged(self, request_id: str) -> bool:
+        return False
 
     async def append(self, events: Sequence[TokenEvent]) -> None:
         return

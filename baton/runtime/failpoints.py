@@ -38,7 +38,7 @@ LOG_VARIABLE: Final = "BATON_FAILPOINT_LOG"
 STAGES: Final = (
     "accepted", "logged", "p.queued", "p.mid_chunk", "p.done",
     "kv.first", "kv.half", "kv.last", "kv.acked", "d.reserved", "d.step1", "d.step_n",
-    "sampled_not_logged", "logged_not_sent", "finishing",
+    "sampled_not_logged", "logged_not_sent", "shown_not_logged", "finishing",
 )  # fmt: skip
 IMAGE_STAGES: Final = ("e.encoding", "e.encoded")  # of encode nodes
 STARTS: Final = ("loading",)  # stages of a node's start, before its model is there

@@ -1,13 +1,17 @@
 """Attachments: the requests that this router has on one node, and which events they get.
 
-Not here: the session itself (session.py). No I/O; event loop only.
+Each event goes to the request that it names, if that is attached in the same epoch: first those of
+plain requests, whose tokens are logged later (router/store/guard.py), then those of resumable
+ones, when the tokens of all of them are logged. Not here: the session itself (session.py). No I/O;
+event loop only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.protocol.events import (
     Encoded,
@@ -20,11 +24,14 @@ from baton.protocol.events import (
     TokenEvent,
 )
 from baton.protocol.messages import AbortRequest, RouterMessage
+from baton.runtime.failpoints import FAILPOINTS
+from router.nodes.health import HealthStats
 
 if TYPE_CHECKING:
     from router.nodes.session import NodeSession
 
 FEW: Final = 4
+PART_EVENTS: Final = 256  # events routed in one turn of the loop: some 5 ms with their clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +99,28 @@ def _nobody(event: NodeEvent) -> None:
     """Ignore an event for an attempt that was left."""
 
 
+class StepLog(Protocol):
+    """What a session needs of StoreGuard (router/store/guard.py). `note` logs a plain request's
+    tokens soon, and returns True; those of a resumable one are appended before they are shown."""
+
+    def note(self, event: TokenEvent) -> bool: ...
+
+    def shows_logged(self, request_id: str) -> bool: ...
+
+    async def append(self, events: Sequence[TokenEvent]) -> None: ...
+
+
 class Attachments:
-    """The attempts at one node.
+    """The attempts at one node. `stats` counts the events that none of them waits for.
 
     `by_id`: the attempts by request id; read only. `tokens`: prompt tokens that the node has yet to
     compute for them. `unreported_tokens`: those of `tokens` that were sent since the node last
     reported its load. `pooling`: how many of the requests have pooled inputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: StepLog, stats: HealthStats) -> None:
+        self._log = log
+        self._stats = stats
         self.by_id: dict[str, Attempt] = {}
         self._unreported: dict[str, int] = {}  # request -> prompt tokens
         self.tokens = 0
@@ -151,17 +171,73 @@ class Attachments:
         # Epoch 0: the node refused the message before it could read the epoch.
         return attempt if isinstance(event, RequestFailed) and event.epoch == 0 else None
 
-    def begin(self, attempt: Attempt) -> bool:
-        """Note that the attempt's first token has come, so its prompt is computed.
-
-        Returns True if that changes `tokens`.
-        """
+    def begin(self, attempt: Attempt) -> None:
+        """Note that the attempt's first token has come, so its prompt is computed."""
         attempt.begun = True
-        if not attempt.tokens:
-            return False
         self.tokens -= attempt.tokens
         attempt.tokens = 0
-        return True
+
+    # ---- events ----
+
+    async def show(self, events: Sequence[RequestEvent]) -> None:
+        """Give the events to their attempts, in order; those of resumable requests last.
+
+        Many events go in parts, and the requests that got one run before the next.
+        """
+        later: list[RequestEvent] = []
+        for start in range(0, len(events), PART_EVENTS):
+            if start:
+                await asyncio.sleep(0)
+            later += self._route(events[start : start + PART_EVENTS])
+        if later:
+            await self._show_logged(later)
+
+    async def _show_logged(self, events: Sequence[RequestEvent]) -> None:
+        """Append the tokens to the log, then give the events to their attempts, in order.
+
+        While one part goes to its requests, the store writes the next.
+        """
+        starts = range(0, len(events), PART_EVENTS)
+        parts = [events[start : start + PART_EVENTS] for start in starts]
+        logged = [asyncio.create_task(self._append(part)) for part in parts]
+        try:
+            for part, done in zip(parts, logged, strict=True):
+                await done
+                self._route(part, logged=True)
+                await asyncio.sleep(0)  # the requests that got these events run first
+        finally:
+            for task in logged:
+                task.cancel()
+            await asyncio.gather(*logged, return_exceptions=True)
+
+    async def _append(self, events: Sequence[RequestEvent]) -> None:
+        current = [e for e in events if isinstance(e, TokenEvent) and self.receiver(e)]
+        if current:
+            await self._log.append(current)
+            FAILPOINTS.hit("logged_not_sent")
+
+    def _route(self, events: Sequence[RequestEvent], *, logged: bool = False) -> list[RequestEvent]:
+        """Give the events to their attempts. Unless they are `logged`, return those that have to
+        wait: tokens of resumable requests, and what follows them."""
+        later: list[RequestEvent] = []
+        for event in events:
+            attempt = self.receiver(event)
+            if attempt is None:
+                self._stats.stale_events += 1
+                continue
+            if isinstance(event, TokenEvent):
+                if not logged:
+                    FAILPOINTS.hit("sampled_not_logged")
+                    if not self._log.note(event):
+                        later.append(event)
+                        continue
+                if not attempt.begun:
+                    self.begin(attempt)
+            elif later and self._log.shows_logged(event.request_id):
+                later.append(event)
+                continue
+            attempt.deliver(event)
+        return later
 
 
 def suspects(attached: Collection[Attempt], num_running: int) -> set[str]:

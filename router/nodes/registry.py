@@ -22,6 +22,7 @@ from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from router.events import EventRing
+from router.nodes.attachments import StepLog
 from router.nodes.directory import (
     CouldServe,
     ExpectedNodes,
@@ -32,7 +33,7 @@ from router.nodes.directory import (
 from router.nodes.flows import FlowRate
 from router.nodes.health import Known, NodeHealth
 from router.nodes.policy import NodeSnapshot
-from router.nodes.session import NodeSession, SessionContext, StepLog
+from router.nodes.session import NodeSession, SessionContext
 
 logger = logging.getLogger(__name__)
 STOP_S: Final = 2.0

@@ -4,8 +4,7 @@ The life: run() connects -> Hello both ways, `admit` checks the node's record ->
 stream breaks -> every attached request gets SessionLost -> back-off -> again, until run() is
 cancelled. The next session of the node knows nothing of the broken one. Above: no protobuf.
 
-Steps are routed in one pass. The tokens of all waiting steps are appended to the log in one call.
-Then each event goes to the request that it names, if that request is attached in the same epoch.
+Waiting steps are taken together; their events go to the requests (router/nodes/attachments.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -25,9 +24,8 @@ import grpc.aio
 from baton.protocol import messages, wire
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, NodeLost
-from baton.protocol.events import NodeStep, TokenEvent
+from baton.protocol.events import NodeStep
 from baton.protocol.handles import NodeLoad, NodeRecord
-from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.rotation.deployment_secret import Secrets
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2
@@ -35,8 +33,8 @@ from router.events import EventRing
 from router.nodes.attachments import (
     Attachments,
     Attempt,
-    RequestEvent,
     SessionLost,
+    StepLog,
     in_order,
     suspects,
 )
@@ -50,16 +48,9 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
 UNTAKEN_STEPS: Final = 16  # steps that are read and not routed; beyond that the node must wait
-PART_EVENTS: Final = 256  # events routed in one turn of the loop: some 5 ms with their clients
 PING: Final = "ping timeout"  # gRPC's words for a peer that does not answer
 SESSION_METHOD: Final = "/baton.node.v1.Node/Session"
 BATCH_BYTES: Final = 1 << 20  # no message is added to a batch of this size
-
-
-class StepLog(Protocol):
-    """What a session needs of StoreGuard (router/store/guard.py)."""
-
-    async def append(self, events: Sequence[TokenEvent]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,7 @@ class NodeSession:
         self.boot_id: str | None = None  # the node's incarnation; None while not connected
         self.keys: tuple[str, ...] = (address,)  # the node's names in router/nodes/health.py
         self.refused = ""  # why this router does not use the node
-        self._attached = Attachments()
+        self._attached = Attachments(context.log, context.health.stats)
         self._outbox: deque[messages.RouterMessage] = deque()
         self._writer: asyncio.Future[None] | None = None  # what the writing task waits for
         self._wake = asyncio.Event()
@@ -154,8 +145,9 @@ class NodeSession:
 
     def snapshot(self, record: NodeRecord, model: str = "") -> NodeSnapshot:
         """Return the node's snapshot for the policy; computed only after a change."""
-        if self._snapshot is None:
-            self._snapshot = NodeSnapshot(  # not `replace`, which is three times as slow
+        known = self._snapshot
+        if known is None or known.assigned_tokens != self._attached.tokens:  # a prompt is computed
+            self._snapshot = known = NodeSnapshot(  # not `replace`, which is three times as slow
                 node_id=record.node_id,
                 boot_id=record.boot_id,
                 role=record.role,
@@ -176,7 +168,7 @@ class NodeSession:
                 pooling=self._attached.pooling,
                 shunned=self.stalled,
             )
-        return self._snapshot
+        return known
 
     # ---- requests ----
 
@@ -358,7 +350,7 @@ class NodeSession:
         self._watchdog.heard()
         for step in steps:
             self._note(step)
-        await self._show([event for step in steps for event in in_order(step)])
+        await self._attached.show([event for step in steps for event in in_order(step)])
         if any(step.last for step in steps):
             self._drained = True
             return True
@@ -370,35 +362,6 @@ class NodeSession:
         if isinstance(last, BaseException):
             raise last
         return last is None
-
-    async def _show(self, events: Sequence[RequestEvent]) -> None:
-        """Append the tokens to the log, then route the events, in order.
-
-        Many events go in parts: while one part goes to its requests, the store writes the next.
-        """
-        if len(events) <= PART_EVENTS:
-            await self._log(events)
-            self._route(events)
-            return
-        starts = range(0, len(events), PART_EVENTS)
-        parts = [events[start : start + PART_EVENTS] for start in starts]
-        logged = [asyncio.create_task(self._log(part)) for part in parts]
-        try:
-            for part, done in zip(parts, logged, strict=True):
-                await done
-                self._route(part)
-                await asyncio.sleep(0)  # the requests that got these events run first
-        finally:
-            for task in logged:
-                task.cancel()
-            await asyncio.gather(*logged, return_exceptions=True)
-
-    async def _log(self, events: Sequence[RequestEvent]) -> None:
-        current = [e for e in events if isinstance(e, TokenEvent) and self._attached.receiver(e)]
-        if current:
-            FAILPOINTS.hit("sampled_not_logged")
-            await self._context.log.append(current)
-            FAILPOINTS.hit("logged_not_sent")
 
     async def _write(self, call: Any) -> None:
         """Send the messages of the outbox, in order.
@@ -441,17 +404,6 @@ class NodeSession:
             self._context.health.heard(self.keys, step)
         if step.block_events:
             self.prefix.apply(step.block_events_seq, step.block_events)
-
-    def _route(self, events: Sequence[RequestEvent]) -> None:
-        for event in events:
-            attempt = self._attached.receiver(event)
-            if attempt is None:
-                self._context.health.stats.stale_events += 1
-                continue
-            first = not attempt.begun and isinstance(event, TokenEvent)
-            if first and self._attached.begin(attempt):
-                self._snapshot = None
-            attempt.deliver(event)
 
     def _lose(self, reason: str) -> None:
         """Mark the session as down, detach all requests, and deliver SessionLost to each."""

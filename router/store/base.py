@@ -104,6 +104,7 @@ class Swept:
 
 
 OnAnswer = Callable[[WriteStatus | StoreUnavailable], None]
+OnAppended = Callable[[Sequence[LogEntry], Sequence[WriteStatus] | StoreUnavailable], None]
 Claimed = Callable[[int | StoreUnavailable | None], None]
 
 
@@ -172,6 +173,14 @@ class RequestStore(Protocol):
 
         Tokens that the log already has are skipped, so a repeated or overlapping entry is OK.
         `safe`: answer when replicas of the server have them, too, as the store is configured.
+        """
+        ...
+
+    def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+        """Append without waiting. It takes effect before the next call for its requests.
+
+        Raises nothing. `on_answer` is called once for each part of the entries, at once or later,
+        with that part, and one status per entry or the error.
         """
         ...
 

@@ -3,17 +3,21 @@
 A plain request goes on when the store does not answer. The failed call is counted, and further
 calls are skipped until a heartbeat gets through, so an outage costs each request at most one
 timeout. A request that missed a write is `behind`. Its missed writes are written when the store is
-back (router/store/catch_up.py), also those of requests that have ended. Tokens are appended to the
-log before a client sees them; a repeated append of the same (sample, position) changes nothing.
-The life: start() -> run() as a task -> stop().
+back (router/store/catch_up.py), also those of requests that have ended. Tokens of a resumable
+request are appended to its log before a client sees them. A plain request ends with its router, so
+its tokens are shown first; they are appended LATE_S later, and before its next epoch and its end. A
+repeated append of the same (sample, position) changes nothing. The life: start() -> run() as a task
+-> stop().
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -21,6 +25,7 @@ import msgspec
 from baton.protocol.errors import StoreUnavailable, Unavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState
+from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing
 from router.events import EventRing
 from router.store.base import (
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+LATE_S: Final = 0.1  # shown tokens of plain requests are written this much later
+MAX_ENTRIES: Final = 256  # in one append: some 3 ms of Redis
 MAX_UNSETTLED: Final = (
     10_000  # terminal states kept for the store's return; older ones are swept there
 )
@@ -67,6 +74,9 @@ class StoreGuard:
         self._expected: dict[str, RequestLedger] = {}
         self.stats = StoreStats()
         self.catch_up = CatchUp()
+        self._shown: dict[str, RequestLedger] = {}  # requests with tokens to write, by id
+        self._ending: dict[str, RequestLedger] = {}  # those of them that have ended
+        self._timer: asyncio.TimerHandle | None = None
         self.lease_until = 0.0  # loop time until which no other router sweeps this one's requests
         self.sweeps: Callable[[], bool] = lambda: True  # whether this router may sweep now
         self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # called after every heartbeat
@@ -90,6 +100,7 @@ class StoreGuard:
             await asyncio.sleep(self._heartbeat_s)
 
     async def stop(self) -> None:
+        self.flush()
         await self._store.stop()
 
     async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
@@ -195,42 +206,98 @@ class StoreGuard:
         if ledger.log is not None:
             ledger.log.lose()
 
-    def owe(self, entries: Iterable[LogEntry]) -> None:
-        """Add entries that the store has missed to the backlogs of their requests."""
-        for entry in entries:
-            ledger = self.ledgers.get(entry.request_id)
-            if ledger is not None and (ledger.owes or ledger.owed.cut):
+    def owe(self, ledger: RequestLedger, entries: Sequence[LogEntry]) -> None:
+        """Add entries that the store has missed to the request's backlog, unless it has refused."""
+        if not ledger.refused:
+            for entry in entries:
                 self.catch_up.owe(ledger, entry)
 
-    async def append(self, events: Iterable[TokenEvent]) -> None:
-        """Append the tokens of `events` to the logs in one call, before any of them is shown.
+    def shows_logged(self, request_id: str) -> bool:
+        """Whether the request shows no token that is not logged: it is resumable."""
+        ledger = self.ledgers.get(request_id)
+        return ledger is not None and ledger.log is not None
 
-        Never raises: a request whose tokens cannot be logged goes on without.
+    def note(self, event: TokenEvent) -> bool:
+        """Take tokens that may be shown now, and log them soon. False: they are a resumable
+        request's, so `append` logs them first."""
+        ledger = self.ledgers.get(event.request_id)
+        if ledger is not None and ledger.log is not None:
+            return False
+        if ledger is not None and event.token_ids:
+            ledger.shown.append(event)
+            self._shown[event.request_id] = ledger
+            if event.finish_reason is not None:
+                self._ending[event.request_id] = ledger
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(LATE_S, self._flush_late)
+        return True
+
+    def _flush_late(self) -> None:
+        FAILPOINTS.hit("shown_not_logged")
+        self.flush()
+
+    def flush(self, ledger: RequestLedger | None = None) -> None:
+        """Append the shown tokens of a plain request without waiting, together with those of all
+        that have ended; None: of all requests. What cannot be appended is owed."""
+        shown, self._ending = self._ending, {}
+        if ledger is None:
+            shown, self._shown, self._timer = self._shown, {}, None
+        else:
+            shown[ledger.request_id] = ledger
+        entries = [entry for it in shown.values() for entry in it.due()]
+        for start in range(0, len(entries), MAX_ENTRIES):
+            part = entries[start : start + MAX_ENTRIES]
+            if self.stats.away:
+                self.stats.skipped += 1
+                self._flushed(shown, part, ())
+            else:
+                self._store.post_append(part, partial(self._flushed, shown))
+
+    def _flushed(
+        self,
+        ledgers: Mapping[str, RequestLedger],
+        part: Sequence[LogEntry],
+        answer: Sequence[WriteStatus] | StoreUnavailable,
+    ) -> None:
+        if isinstance(answer, StoreUnavailable):
+            self.lose(answer)
+            answer = ()
+        for entry, status in zip_longest(part, answer):  # None: not answered
+            ledger = ledgers[entry.request_id]
+            ledger.append_over(entry)
+            if status is not WriteStatus.OK:
+                self._missed(ledger, entry, status)
+
+    async def append(self, events: Iterable[TokenEvent]) -> None:
+        """Append the tokens of resumable requests to their logs in one call, before any is shown.
+
+        Never raises: a request whose tokens cannot be logged shows them when they are.
         """
         entries: list[LogEntry] = []
-        logged: list[tuple[RequestLedger, TokenEvent]] = []
+        logged: list[tuple[RequestLedger, RunLog, TokenEvent]] = []
         for event in events:
             ledger = self.ledgers.get(event.request_id)
-            entry = None if ledger is None else ledger.entry(event)
-            if ledger is not None and entry is not None:
-                entries.append(entry)
-                logged.append((ledger, event))
+            if ledger is not None and ledger.log is not None:
+                entry = ledger.entry(event)
+                if entry is not None:
+                    entries.append(entry)
+                    logged.append((ledger, ledger.log, event))
         if not entries:
             return
-        began = {ledger.log: ledger.log.now() for ledger, _ in logged if ledger.log is not None}
+        began = {log: log.now() for _, log, _ in logged}
         try:
-            statuses = await self.call(lambda store: store.append(entries, safe=bool(began)))
+            statuses = await self.call(lambda store: store.append(entries, safe=True))
         finally:
             for log, at in began.items():
                 log.appends.add(at, log.now())
-            for ledger, event in logged:
+            for ledger, _, event in logged:
                 ledger.append_over(event)
         answers = [None] * len(entries) if statuses is None else statuses
-        for (ledger, _), entry, status in zip(logged, entries, answers, strict=True):
+        for (ledger, log, _), entry, status in zip(logged, entries, answers, strict=True):
             if status is not WriteStatus.OK:
                 self._missed(ledger, entry, status)
-            elif ledger.log is not None:
-                ledger.log.confirm([entry])
+            else:
+                log.confirm([entry])
 
     def _missed(self, ledger: RequestLedger, entry: LogEntry, status: WriteStatus | None) -> None:
         """Handle an entry that the log did not take; add it to the backlog unless it was refused.
@@ -242,7 +309,7 @@ class StoreGuard:
             status = None  # an earlier write has just failed: both are written after a heartbeat
         ledger.took(status)
         if status is None:
-            self.owe([entry])
+            self.owe(ledger, [entry])
 
     async def counts(self) -> dict[RequestState, int]:
         """Return the number of requests by state (see RequestStore); empty while it is away."""

@@ -59,6 +59,7 @@ class RequestLedger:
     way; then `recorded` is set in advance. `behind`: a write was skipped. `refused`: the store has
     refused a write, so nothing more is written. `owed`: the writes that the store has missed.
     `log`: for a resumable request, which shows only logged tokens; None for a plain request.
+    `shown`: a plain request's tokens that are not on their way into the log yet.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class RequestLedger:
         self.refused = False
         self.log = log
         self.owed = Owed(dict(fields)) if log is None else log.owed
+        self.shown: list[TokenEvent] = []
         self._in_use = False  # the store has such a request already
         self._claimed: asyncio.Future[None] | None = None  # what the journey waits for, if it does
         self._posted = 0  # posted moves that the store has not answered
-        self._appending: list[TokenEvent] = []  # events on their way into the log
-        self._appended: asyncio.Event | None = None  # set when no event is on its way any more
+        self._appending: list[TokenEvent | LogEntry] = []  # what is on its way into the log
+        self._appended: asyncio.Event | None = None  # set when nothing is on its way any more
 
     def claimed(self, answer: int | StoreUnavailable | None) -> None:
         """Take the answer to the claim: the epoch, None for an id that is in use, or the error."""
@@ -111,43 +113,58 @@ class RequestLedger:
         await self._claimed  # the store's answers have a deadline
 
     def entry(self, event: TokenEvent) -> LogEntry | None:
-        """Return the log entry to append for an event; the event counts as on its way until
-        `append_over`.
+        """Return the entry to append for an event of a resumable request; the event counts as on
+        its way until `append_over`.
 
-        None if there is nothing to append now: the event has nothing to log, the store has refused
-        the request, or the entry was added to the backlog.
+        None if there is nothing to append now: the store has refused the request, or it is owed.
         """
-        if self.refused:
-            return None
         # The ledger's epoch: a prefill that outlived a failover still reports the old one.
-        if self.log is not None:
-            entry = entry_of(event, self.epoch, int(time.time()))
-        elif event.token_ids:
-            entry = LogEntry(
-                event.request_id, self.epoch, event.position, event.token_ids, event.sample
-            )
-        else:
-            return None
-        if self.owes or self.owed.cut:
-            self._guard.owe([entry])
+        entry = entry_of(event, self.epoch, int(time.time()))
+        if self.refused or self.owes or self.owed.cut:
+            self._guard.owe(self, [entry])
             return None
         self._appending.append(event)
         return entry
 
-    def append_over(self, event: TokenEvent) -> None:
-        """Note that the append of `event` is over, with or without success."""
-        self._appending.remove(event)
+    def due(self) -> list[LogEntry]:
+        """Return the entries of the `shown` tokens, to append now, with neighbours in one. They
+        count as on their way until `append_over`."""
+        events, self.shown = self.shown, []
+        runs: list[tuple[TokenEvent, list[int]]] = []
+        last: dict[int, tuple[TokenEvent, list[int]]] = {}  # by sample
+        for event in events:
+            first, ids = last.get(event.sample, (event, []))
+            if event.position != first.position + len(ids):
+                first, ids = event, []
+            if not ids:
+                last[event.sample] = first, ids
+                runs.append((first, ids))
+            ids += event.token_ids
+        entries = [
+            LogEntry(self.request_id, self.epoch, first.position, tuple(ids), first.sample)
+            for first, ids in runs
+        ]
+        if self.refused or self.owes or self.owed.cut:
+            self._guard.owe(self, entries)
+            return []
+        self._appending += entries
+        return entries
+
+    def append_over(self, what: TokenEvent | LogEntry) -> None:
+        """Note that the append of an event or an entry is over, with or without success."""
+        self._appending.remove(what)
         if self._appended is not None and not self._appending:
             self._appended.set()
 
     async def settle(self) -> list[TokenEvent]:
-        """Wait until the events on their way into the log are there, and return them.
+        """Wait until all tokens are in the log; return the events that are not shown yet.
 
         Needed before a new epoch: these events are valid output of the old epoch, because readers
         of the log will see them.
         """
-        events = list(self._appending)
-        if events:
+        self._guard.flush(self)
+        events = [each for each in self._appending if isinstance(each, TokenEvent)]
+        if self._appending:
             self._appended = asyncio.Event()
             await self._appended.wait()  # the store's answers have a deadline
         return events
@@ -203,6 +220,7 @@ class RequestLedger:
         """
         if self.claiming:
             await self._claim_over()
+        self._guard.flush(self)
         kept = kept or bool(self._appending)
         check_transition(self.state, state)
         # A posted move may still fail. Then this move takes its place.

@@ -30,6 +30,7 @@ from router.store.base import (
     LogEntry,
     Move,
     OnAnswer,
+    OnAppended,
     RequestRecord,
     Swept,
     WriteStatus,
@@ -178,6 +179,9 @@ class MemoryStore:
 
     async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
         return [self._append(entry) for entry in entries]
+
+    def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+        on_answer(entries, [self._append(entry) for entry in entries])
 
     def _append(self, entry: LogEntry) -> WriteStatus:
         row = self._row(entry.request_id)

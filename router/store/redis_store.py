@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 from baton.protocol.clock import Clock
@@ -27,6 +28,7 @@ from router.store.base import (
     LogEntry,
     Move,
     OnAnswer,
+    OnAppended,
     RequestRecord,
     Swept,
     WriteStatus,
@@ -169,23 +171,49 @@ class RedisStore:
         return self._ttl_ms if move.kept else 0
 
     async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
-        parts: dict[str, tuple[GroupLink, list[int]]] = {}  # places in `entries`, by key group
-        for place, entry in enumerate(entries):
-            link = self._links.of(entry.request_id)
-            parts.setdefault(link.keys.tag, (link, []))[1].append(place)
+        parts = self._by_group(entries)
         answers = await together([
-            self._append_to(link, [entries[place] for place in places], safe=safe)
-            for link, places in parts.values()
+            self._links.run(
+                link, self._append, *self._appended(link, [entry for _, entry in part]), safe=safe
+            )
+            for link, part in parts
         ])  # fmt: skip
         statuses = [WriteStatus.OK] * len(entries)
-        for (_, places), words in zip(parts.values(), answers, strict=True):
-            for place, word in zip(places, words, strict=True):
+        for (_, part), words in zip(parts, answers, strict=True):
+            for (place, _), word in zip(part, words, strict=True):
                 statuses[place] = _STATUS[word]
         return statuses
 
-    async def _append_to(
-        self, link: GroupLink, entries: Sequence[LogEntry], *, safe: bool
-    ) -> list[bytes]:
+    def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+        for link, part in self._by_group(entries):
+            mine = [entry for _, entry in part]
+            link.scripts.post(
+                self._append, *self._appended(link, mine), partial(self._settle, mine, on_answer)
+            )
+
+    def _settle(
+        self, entries: Sequence[LogEntry], on_answer: OnAppended, answer: list[bytes] | Exception
+    ) -> None:
+        if isinstance(answer, Exception):
+            on_answer(entries, self._links.failed(answer))
+        else:
+            self._links.reached()
+            on_answer(entries, [_STATUS[word] for word in answer])
+
+    def _by_group(
+        self, entries: Sequence[LogEntry]
+    ) -> list[tuple[GroupLink, list[tuple[int, LogEntry]]]]:
+        """Return the entries of each key group, with their places in `entries`."""
+        parts: dict[str, tuple[GroupLink, list[tuple[int, LogEntry]]]] = {}
+        for place, entry in enumerate(entries):
+            link = self._links.of(entry.request_id)
+            parts.setdefault(link.keys.tag, (link, []))[1].append((place, entry))
+        return list(parts.values())
+
+    def _appended(
+        self, link: GroupLink, entries: Sequence[LogEntry]
+    ) -> tuple[Sequence[str], Sequence[str | int]]:
+        """Return keys and arguments of APPEND."""
         keys: list[str] = []
         args: list[str | int] = [self._owner]
         for entry in entries:
@@ -193,7 +221,7 @@ class RedisStore:
             tokens = ",".join(map(str, entry.token_ids))
             args += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
             args.append(entry.more)
-        return await self._links.run(link, self._append, keys, args, safe=safe)
+        return keys, args
 
     async def beat(self, held: Collection[str]) -> list[str]:
         parts = {link.keys.tag: ids for link, ids in self._links.split(held)}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from baton.runtime.failpoints import DATA_STAGES, STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import PLAIN, Cluster, Layout
-from tests.chaos.kills import EARLY, KINDS, PASSAGES, processes_of
+from tests.chaos.kills import EARLY, KINDS, PASSAGES, RESUMABLE_ONLY, processes_of
 from tests.chaos.oracle import Broken, Terms, check_all
 from tests.chaos.streams import Stream, finish_all
 
@@ -30,7 +30,8 @@ async def happens_at(world: World, stage: str, action: str, terms: Terms) -> str
     beside = cluster.begin(world.specs["beside"], "beside")
     await beside.at_least(EARLY)
     cluster.arm(processes_of(cluster, stage), f"{stage}:{PASSAGES.get(stage, 1)}:{action}")
-    stream = cluster.begin(world.specs[world.draw.choice(KINDS)], "fault")
+    resumable = stage == RESUMABLE_ONLY
+    stream = cluster.begin(world.specs[world.draw.choice(KINDS)], "fault", resumable=resumable)
     _, line = await cluster.fired()
     cluster.disarm()
     await finish_all([beside, stream])

@@ -1,4 +1,4 @@
-"""kill -9 of each process at each stage of a request: 4 x 15 cases.
+"""kill -9 of each process at each stage of a request: 4 x 16 cases.
 
 The process in which the stage lies stops itself there (failpoint, action stop: the kernel says T).
 Then the victim is killed, whichever it is, and the stopped one goes on. So the kill hits the stage
@@ -34,7 +34,10 @@ READERS = ("prefill", "decode")  # of each other's memory, over lane shm
 SHM = Layout(lanes="shm")
 COPIED = Layout(lanes="shm", node_flags=("--no-kv-adopt",))  # pages read in place send no DATA
 WHERE = {"p": "p", "kv": "p", "d": "d"}  # the role whose nodes pass a stage
-IN_ROUTER = ("accepted", "logged", "sampled_not_logged", "logged_not_sent", "finishing")
+IN_ROUTER = (
+    "accepted", "logged", "sampled_not_logged", "logged_not_sent", "shown_not_logged", "finishing",
+)  # fmt: skip
+RESUMABLE_ONLY = "logged_not_sent"  # plain requests show first
 
 
 def processes_of(cluster: Cluster, stage: str) -> tuple[str, ...]:
@@ -107,7 +110,8 @@ async def strike(world: World, blow: Blow, name: str) -> Struck:
     for stream in beside:
         await stream.at_least(EARLY)
     cluster.arm(processes_of(cluster, blow.stage), f"{blow.stage}:{blow.passage}:stop")
-    stream = cluster.begin(world.specs[blow.kind], name, resumable=blow.resumable)
+    resumable = blow.resumable or blow.stage == RESUMABLE_ONLY
+    stream = cluster.begin(world.specs[blow.kind], name, resumable=resumable)
     stopped, line = await cluster.fired()
     proofs = [line, await cluster.stopped(stopped)]
     dead = await victim_of(cluster, blow.victim, stopped, stream, world.draw)

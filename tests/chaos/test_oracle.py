@@ -122,6 +122,18 @@ async def test_what_is_wrong_in_the_log_is_seen(rows: list[Mapping[str, str]], w
         await judged(FakeStore(rows))
 
 
+async def test_the_log_of_a_plain_request_may_end_early_where_its_router_died() -> None:
+    cut = stream(event(0, 7, 8))
+    cut.error = Unavailable("gone")
+    rows = cast("Cluster", cast("Any", FakeStore([row(1, 0, 7)])))
+    await check_log(rows, cut, Terms(cut=True))
+    with pytest.raises(Broken, match="2 tokens were shown, 1 logged"):
+        await check_log(rows, cut, STRICT)
+    cut.resumable = True
+    with pytest.raises(Broken, match="2 tokens were shown, 1 logged"):
+        await check_log(rows, cut, Terms(cut=True))
+
+
 async def test_a_record_without_an_end_is_seen() -> None:
     with pytest.raises(Broken, match="recorded as decode"):
         await judged(FakeStore([row(1, 0, 7, 8, 9)], state="decode"))
@@ -130,8 +142,8 @@ async def test_a_record_without_an_end_is_seen() -> None:
 
 def test_all_stages_of_all_victims_are_cases() -> None:
     cases = kill_cases()
-    assert len(cases) == len({case.name for case in cases}) == 68
-    assert sum(case.layout == PLAIN for case in cases) == 60
+    assert len(cases) == len({case.name for case in cases}) == 72
+    assert sum(case.layout == PLAIN for case in cases) == 64
 
 
 def test_a_second_victim_has_another_role() -> None:

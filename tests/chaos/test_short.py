@@ -16,7 +16,7 @@ from tests.chaos.streams import chaos_model, make_specs
 
 SHORT = (
     "prefill at kv.half", "decode at d.step_n", "redis at sampled_not_logged",
-    "router at logged_not_sent",
+    "router at logged_not_sent", "router at shown_not_logged",
 )  # fmt: skip
 
 

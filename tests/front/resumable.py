@@ -35,6 +35,7 @@ from router.store.base import (
     Claimed,
     LogEntry,
     Move,
+    OnAppended,
     RequestRecord,
     RequestStore,
     Swept,
@@ -132,6 +133,12 @@ class CutStore:
 
     async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
         return await self._reached().append(entries, safe=safe)
+
+    def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+        if self.away:
+            on_answer(entries, StoreUnavailable("cut off"))
+        else:
+            self._inner.post_append(entries, on_answer)
 
     async def beat(self, held: Collection[str]) -> list[str]:
         async with self._beating:

@@ -24,10 +24,10 @@ from baton.runtime.rotation.deployment_secret import fixed
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
 from router.events import EventRing
+from router.nodes.attachments import StepLog
 from router.nodes.directory import ModelOf, NodeDirectory, only_model
 from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
-from router.nodes.session import StepLog
 from router.request.dispatch_parts import DispatchParts
 from router.request.dispatcher import Dispatcher
 from router.request.timeline import TimelineRing
@@ -222,6 +222,12 @@ class FakeRouter:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             await self.registry.wait_until(condition)
+
+    async def logged(self, request_id: str) -> list[int]:
+        """The tokens in a request's log, when those that are shown have been written, too."""
+        if (ledger := self.guard.ledgers.get(request_id)) is not None:
+            await ledger.settle()
+        return [token for it in await self.store.read_log(request_id) for token in it.token_ids]
 
 
 @dataclass(frozen=True)

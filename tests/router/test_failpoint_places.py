@@ -1,4 +1,4 @@
-"""The two failpoints around the log: what has happened, and what has not, when a step passes."""
+"""The failpoints around the log: what has happened, and what has not, when a step passes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class Diary:
         self.lines.append(name)
         return False
 
+    def note(self, event: TokenEvent) -> bool:
+        return False
+
+    def shows_logged(self, request_id: str) -> bool:
+        return True
+
     async def append(self, events: Sequence[TokenEvent]) -> None:
         self.lines.append("appending")
         await asyncio.sleep(0)
@@ -35,7 +41,9 @@ class Diary:
         self.shown.set()
 
 
-async def test_a_step_is_sampled_then_logged_then_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resumable_step_is_sampled_then_logged_then_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     diary = Diary()
     async with fake_nodes("d") as (d,), running_router([d], log=diary) as router:
         session = router.registry.session("boot-d")

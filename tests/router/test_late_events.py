@@ -15,6 +15,8 @@ from baton.runtime.metrics import render
 from router.metrics.parts import WatchedParts, watch_failures
 from router.metrics.router import RouterMetrics
 from router.request.retry_budget import RetryBudget
+from router.resumable.replay import Told
+from router.resumable.run_log import RunLog
 from router.store.base import LOGGED, Claimed, LogEntry, WriteStatus
 from router.store.memory_store import MemoryStore
 from tests.router.clients import Client, cluster, first_of, state_of
@@ -75,12 +77,8 @@ async def test_a_prefill_begins_before_the_record_is_there_and_shows_nothing() -
         assert await client.done() == [41, 42]
 
 
-async def logged(router: FakeRouter) -> list[int]:
-    return [token for entry in await router.store.read_log("r") for token in entry.token_ids]
-
-
 async def logged_is(router: FakeRouter, tokens: list[int]) -> bool:
-    return await logged(router) == tokens
+    return await router.logged("r") == tokens
 
 
 async def late_events(router: FakeRouter, count: int) -> bool:
@@ -93,6 +91,7 @@ async def test_what_was_on_its_way_into_the_log_is_known_to_the_next_owner(ended
     lost. They are in the log under the old epoch, so the next owner goes on behind them."""
     store = SlowStore()
     async with fake_nodes("p1", "p2", "d") as (p1, p2, d), running_router([p1, p2, d], store) as r:
+        r.guard.expect("r", RunLog(Told(1), SystemClock()))  # it is resumable
         client = Client(r, make_request())
         victim = await first_of([p1, p2], SubmitPrefill)
         other = p2 if victim is p1 else p1
@@ -112,7 +111,7 @@ async def test_what_was_on_its_way_into_the_log_is_known_to_the_next_owner(ended
             other.export(again)
             decode = await d.hear(SubmitDecode)
             d.finish(decode.request, 2, 43)
-        assert await client.done() == await logged(r)
+        assert await client.done() == await r.logged("r")
         assert await state_of(r) == (RequestState.FINISHED, 1 if ended else 2)
         assert len(other.heard_of(SubmitPrefill)) == (0 if ended else 1)
 
@@ -132,7 +131,7 @@ async def test_a_fenced_owner_is_not_heard_and_not_logged() -> None:
         zombie.finish(old, 3, 97)
         await eventually(lambda: late_events(router, 2))
         other.finish(new, 1, 42)
-        assert await client.done() == [41, 42] == await logged(router)
+        assert await client.done() == [41, 42] == await router.logged("r")
         other.tokens(new, 2, 96)  # after the end
         other.say(tokens=(TokenEvent("nobody", 1, 0, (95,)),))
         await eventually(lambda: late_events(router, 4))

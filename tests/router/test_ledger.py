@@ -14,7 +14,7 @@ from baton.protocol.request import FinishReason, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.resumable.replay import Told as Shown
 from router.resumable.run_log import RunLog
-from router.store.base import Claimed, LogEntry, Move, OnAnswer, WriteStatus
+from router.store.base import Claimed, LogEntry, Move, OnAnswer, OnAppended, WriteStatus
 from router.store.catch_up import CatchUp
 from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
@@ -70,6 +70,14 @@ class FlakyStore(MemoryStore):
         self._reach()
         return await super().append(entries, safe=safe)
 
+    def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+        try:
+            self._reach()
+        except StoreUnavailable as error:
+            on_answer(entries, error)
+        else:
+            super().post_append(entries, on_answer)
+
     async def beat(self, held: object) -> list[str]:
         self._reach()
         return await super().beat(held)  # type: ignore[arg-type]
@@ -79,20 +87,26 @@ def tokens(request_id: str, position: int, *ids: int) -> TokenEvent:
     return TokenEvent(request_id, 1, position, ids)
 
 
+def write(guard: StoreGuard, event: TokenEvent) -> None:
+    """Log a plain request's tokens now."""
+    assert guard.note(event), "they may be shown"
+    guard.flush()
+
+
 async def test_a_request_that_lives_through_an_outage_is_settled_after_it() -> None:
     store = FlakyStore()
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
     await ledger.move(S.PREFILL)
-    await guard.append([tokens("a", 0, 1)])
+    write(guard, tokens("a", 0, 1))
     store.away = True
-    await guard.append([tokens("a", 1, 2)])
+    write(guard, tokens("a", 1, 2))
     assert guard.stats.away
     calls = store.calls
     await ledger.move(S.TRANSFER)
     await ledger.move(S.QUEUED)
     await ledger.move(S.DECODE)
-    await guard.append([tokens("a", 2, 3)])
+    write(guard, tokens("a", 2, 3))
     assert store.calls == calls, "nobody waits for a store that is known to be away"
     assert (ledger.state, ledger.epoch) == (S.DECODE, 2)
     unrecorded = await guard.open(make_request("b"), {})
@@ -133,7 +147,7 @@ async def test_a_request_behind_is_written_through_again_after_a_heartbeat() -> 
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.fields) == (S.TRANSFER, {"decode_node": "d1"})
-    await guard.append([tokens("a", 0, 1)])
+    write(guard, tokens("a", 0, 1))
     await ledger.move(S.DECODE)
     record = await store.read("a")
     assert record is not None
@@ -150,7 +164,7 @@ async def test_a_fenced_request_is_written_no_more() -> None:
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
     assert await store.move(Move("a", 1, S.QUEUED)) is WriteStatus.OK  # epoch 2: somebody else's
-    await guard.append([tokens("a", 0, 1)])
+    write(guard, tokens("a", 0, 1))
     assert guard.stats.refused == 1
     await ledger.move(S.PREFILL)
     await ledger.finish(S.FINISHED)
@@ -176,7 +190,7 @@ async def test_a_move_that_nobody_waits_for_and_the_store_missed_is_caught_up() 
     assert record is not None
     assert (record.state, record.fields["prefill_node"]) == (S.PREFILL, "p")
     await guard.beat()
-    await guard.append([tokens("a", 0, 1)])
+    write(guard, tokens("a", 0, 1))
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.fields["prefill_node"]) == (S.DECODE, "p")
@@ -291,7 +305,7 @@ async def test_a_claim_that_fails_is_made_later() -> None:
     guard = StoreGuard(store, FAST)
     ledger = await guard.enter(make_request("a"), {"seed": "1"})
     store.away = True
-    await guard.append([tokens("a", 0, 1)])  # it was on its way behind the claim
+    write(guard, tokens("a", 0, 1))  # it was on its way behind the claim
     store.claims[0]()
     await ledger.accepted()
     assert (ledger.recorded, guard.stats.away) == (False, True)
@@ -326,9 +340,9 @@ async def test_an_append_that_fails_late_is_still_told_first() -> None:
     ledger = await guard.open(make_request("a"), {})
     store.away = True
     await ledger.move(S.DECODE)
-    await guard.append([tokens("a", 1, 2, 3)])
-    guard.owe([LogEntry("a", 1, 0, (1,))])
-    guard.owe([LogEntry("a", 1, 0, (1, 2))])  # and once more, by the other node
+    write(guard, tokens("a", 1, 2, 3))
+    guard.owe(ledger, [LogEntry("a", 1, 0, (1,))])
+    guard.owe(ledger, [LogEntry("a", 1, 0, (1, 2))])  # and once more, by the other node
     store.away = False
     await guard.beat()
     assert [t for entry in await store.read_log("a") for t in entry.token_ids] == [1, 2, 3]
@@ -341,7 +355,7 @@ async def test_an_end_and_a_heartbeat_tell_the_same_backlog_once() -> None:
     ledger = await guard.open(make_request("a"), {})
     store.away = True
     await ledger.move(S.DECODE)
-    await guard.append([tokens("a", 0, 1, 2)])
+    write(guard, tokens("a", 0, 1, 2))
     store.away = False
     guard.stats.away = False
     await asyncio.gather(guard.catch_up.one(store, ledger), ledger.finish(S.FINISHED), guard.beat())
@@ -361,11 +375,12 @@ class Gapped(FlakyStore):
         super().__init__()
         self.deaf = True
 
-    async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
+    def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
         if self.deaf:
             self.deaf = False
-            raise StoreUnavailable("lost")
-        return await super().append(entries, safe=safe)
+            on_answer(entries, StoreUnavailable("lost"))
+        else:
+            super().post_append(entries, on_answer)
 
 
 async def test_an_append_behind_one_that_failed_is_owed_like_it() -> None:
@@ -373,9 +388,9 @@ async def test_an_append_behind_one_that_failed_is_owed_like_it() -> None:
     store = Gapped()
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
-    await guard.append([tokens("a", 0, 1)])
+    write(guard, tokens("a", 0, 1))
     ledger.behind = guard.stats.away = False  # as if that answer were still on its way
-    await guard.append([tokens("a", 1, 2)])
+    write(guard, tokens("a", 1, 2))
     assert (guard.stats.refused, ledger.behind) == (0, True)
     await guard.beat()
     assert [t for entry in await store.read_log("a") for t in entry.token_ids] == [1, 2]
@@ -447,19 +462,6 @@ async def test_a_resumable_request_that_finds_no_room_is_given_up() -> None:
     store.away = False
     await guard.beat()
     assert await store.read_log("a") == []
-
-
-async def test_a_fence_gives_the_room_of_what_was_owed_back() -> None:
-    store = FlakyStore()
-    guard = StoreGuard(store, FAST)
-    guard.catch_up = CatchUp(max_tokens=2)
-    ledger = await guard.open(make_request("a"), {})
-    store.away = True
-    await guard.append([tokens("a", 0, 1, 2)])
-    ledger.took(WriteStatus.FENCED)
-    await guard.open(make_request("b"), {})
-    await guard.append([tokens("b", 0, 3, 4)])
-    assert guard.catch_up.stats.dropped == 0
 
 
 @pytest.mark.redis

@@ -22,8 +22,7 @@ from baton.protocol.events import (
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.messages import AbortRequest, SubmitDecode
 from router.nodes import session as node_session
-from router.nodes.attachments import Attempt, NodeEvent, SessionLost
-from router.nodes.session import PART_EVENTS
+from router.nodes.attachments import PART_EVENTS, Attempt, NodeEvent, SessionLost
 from tests.router.fakes import (
     PATIENCE_S,
     FakeDirectory,
@@ -202,10 +201,22 @@ async def test_a_node_that_is_down_takes_nothing() -> None:
         assert router.registry.session("boot-d") is None
 
 
-async def test_tokens_are_logged_before_they_are_delivered() -> None:
+class Resumable:
+    """A StepLog of resumable requests only."""
+
+    def note(self, event: TokenEvent) -> bool:
+        return False
+
+    def shows_logged(self, request_id: str) -> bool:
+        return True
+
+    async def append(self, events: Sequence[TokenEvent]) -> None: ...
+
+
+async def test_tokens_of_resumable_requests_are_logged_before_they_are_delivered() -> None:
     order: list[str] = []
 
-    class Log:
+    class Log(Resumable):
         async def append(self, events: Sequence[TokenEvent]) -> None:
             order.append(f"log {len(events)}")
 
@@ -352,7 +363,7 @@ async def test_a_large_step_is_logged_and_shown_in_parts_in_order() -> None:
     told: list[str] = []
     gate = asyncio.Event()
 
-    class Log:
+    class Log(Resumable):
         """Takes the first part, and the others once the first has been shown."""
 
         def __init__(self) -> None:
@@ -393,7 +404,7 @@ async def test_a_large_step_is_logged_and_shown_in_parts_in_order() -> None:
 
 
 async def test_a_bug_of_ours_strands_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    class BrokenLog:
+    class BrokenLog(Resumable):
         async def append(self, events: Sequence[TokenEvent]) -> None:
             raise RuntimeError("a bug")
 

@@ -201,7 +201,9 @@ async def test_requests_go_on_and_come_in_and_the_log_is_whole_afterwards(
             await s.token(before, asked)
             fault.strike(victim)
             await s.token(before, asked)
-            assert guard.stats.away, "the fault has not happened"
+            await eventually(lambda: _answer(guard.stats.away))  # the fault has happened
+            await s.token(before, asked)  # it may have sent the other token before that
+            guard.flush()
             during, asked_anew = await s.begin("comes-meanwhile")
             await s.token(during, asked_anew)
             await s.end(ending, asked_to_end)
@@ -264,6 +266,7 @@ async def test_a_connection_that_the_server_ends_is_no_outage(tmp_path: Path) ->
                 killed = victim.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
                 assert killed >= 1
                 await s.token(client, request)
+                assert len(await s.router.logged("r")) == s.positions["r"]
             await s.end(client, request)
             assert await s.whole("r")
             assert s.router.guard.stats.outages == 0
@@ -352,6 +355,8 @@ async def test_the_backlog_is_bounded(tmp_path: Path) -> None:
             fill(victim)
             for _ in range(4):
                 await s.token(client, request)
+                guard.flush()
+            await eventually(lambda: _answer(guard.stats.away))
             victim.memory(0)
             await eventually(lambda: _answer(guard.catch_up.stats.requests == 1))
             assert guard.catch_up.stats.dropped == 2
@@ -370,9 +375,10 @@ async def test_a_request_swept_by_another_router_stays_unlogged(tmp_path: Path) 
             guard = s.router.guard
             client, request = await s.begin("r")
             await s.token(client, request)
+            assert await s.router.logged("r") == [40]
             fill(victim)
             await s.token(client, request)
-            assert guard.stats.away
+            await eventually(lambda: _answer(guard.stats.away))
             victim.memory(0)
             # As a sweep by another router does it.
             victim.ask("HSET", "{pd}:req:r", "owner", "", "epoch", 2, "state", "cancelled")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from baton.protocol.errors import StoreUnavailable
 from baton.protocol.request import TERMINAL, TRANSITIONS, RequestState
 from router.store.base import (
     ALIAS,
@@ -303,6 +305,30 @@ async def test_appends_are_idempotent_gapless_and_fenced(make_store: StoreMaker)
     assert await store.append([LogEntry("a", 2, 3, (14,))]) == [W.OK]
     assert await store.read_log("b") == [LogEntry("b", 1, 0, (21, 22))]
     assert await store.read_log("none") == []
+
+
+async def test_a_posted_append_comes_before_the_next_call(make_store: StoreMaker) -> None:
+    store = make_store("r1")
+    names = [f"r{number}" for number in range(40)]  # of several key groups
+    for name in names:
+        await walk(store, name, S.DECODE)
+    answers: list[tuple[str, WriteStatus]] = []
+
+    def take(part: Sequence[LogEntry], answer: Sequence[WriteStatus] | StoreUnavailable) -> None:
+        assert not isinstance(answer, StoreUnavailable)
+        answers.extend((e.request_id, each) for e, each in zip(part, answer, strict=True))
+
+    entries = [LogEntry(name, 1, 0, (number,)) for number, name in enumerate(names)]
+    store.post_append([*entries, LogEntry("none", 1, 0, (1,))], take)
+    store.post_append([LogEntry(names[0], 1, 1, (50,)), LogEntry(names[1], 1, 2, (51,))], take)
+    assert await write(store, names[0], 1, S.FINISHED) is W.OK
+    for name in (*names[1:], "none"):  # each waits for what was posted to its key group
+        await store.read(name)
+    expected = [*((name, W.OK) for name in names), ("none", W.GONE)]
+    assert sorted(answers) == sorted([*expected, (names[0], W.OK), (names[1], W.GAP)])
+    record = await store.read(names[0])
+    assert record is not None
+    assert record.fields[LOGGED] == "2"
 
 
 async def test_nothing_is_appended_after_the_end(make_store: StoreMaker) -> None:

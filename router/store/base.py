@@ -58,27 +58,6 @@ class RequestRecord:
     idle_s: float | None = field(default=None, compare=False)
 
 
-class Move(msgspec.Struct, frozen=True):
-    """One transition. `epoch` is the writer's; a move to QUEUED (failover) adds one to it.
-
-    `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
-    older one; then any non-terminal state may move on (the fences still hold).
-    `min_tokens`, `min_ends`: how many tokens and ends of samples the log must have for a terminal
-    state to be accepted. A store that died may have lost the last writes that it confirmed. `kept`:
-    record and log can be read for TERMINAL_TTL_S after the end; if not `kept`, both are deleted at
-    once, and the id is free.
-    """
-
-    request_id: str
-    epoch: int
-    state: RequestState
-    fields: Mapping[str, str] = NO_FIELDS
-    catch_up: bool = False
-    min_tokens: int = 0
-    min_ends: int = 0
-    kept: bool = True
-
-
 class LogEntry(msgspec.Struct, frozen=True):
     """Tokens of one sample; `position` is the output index of the first within the sample.
 
@@ -92,6 +71,29 @@ class LogEntry(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     sample: int = 0
     more: str = ""
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One transition. `epoch` is the writer's; a move to QUEUED (failover) adds one to it.
+
+    `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
+    older one; then any non-terminal state may move on (the fences still hold).
+    `min_tokens`, `min_ends`: how many tokens and ends of samples the log must have for a terminal
+    state to be accepted. A store that died may have lost the last writes that it confirmed. `kept`:
+    record and log can be read for TERMINAL_TTL_S after the end; if not `kept`, both are deleted at
+    once, and the id is free. `entries`: are appended to the log before a terminal state is written;
+    if one is refused, that is the answer.
+    """
+
+    request_id: str
+    epoch: int
+    state: RequestState
+    fields: Mapping[str, str] = NO_FIELDS
+    catch_up: bool = False
+    min_tokens: int = 0
+    min_ends: int = 0
+    kept: bool = True
+    entries: Sequence[LogEntry] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,6 @@ class StoreGuard:
         self.stats = StoreStats()
         self.catch_up = CatchUp()
         self._shown: dict[str, RequestLedger] = {}  # requests with tokens to write, by id
-        self._ending: dict[str, RequestLedger] = {}  # those of them that have ended
         self._timer: asyncio.TimerHandle | None = None
         self.lease_until = 0.0  # loop time until which no other router sweeps this one's requests
         self.sweeps: Callable[[], bool] = lambda: True  # whether this router may sweep now
@@ -226,8 +225,6 @@ class StoreGuard:
         if ledger is not None and event.token_ids:
             ledger.shown.append(event)
             self._shown[event.request_id] = ledger
-            if event.finish_reason is not None:
-                self._ending[event.request_id] = ledger
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(LATE_S, self._flush_late)
         return True
@@ -237,13 +234,12 @@ class StoreGuard:
         self.flush()
 
     def flush(self, ledger: RequestLedger | None = None) -> None:
-        """Append the shown tokens of a plain request without waiting, together with those of all
-        that have ended; None: of all requests. What cannot be appended is owed."""
-        shown, self._ending = self._ending, {}
+        """Append the shown tokens of a plain request without waiting; None: of all of them. What
+        cannot be appended is owed."""
         if ledger is None:
             shown, self._shown, self._timer = self._shown, {}, None
         else:
-            shown[ledger.request_id] = ledger
+            shown = {ledger.request_id: ledger}
         entries = [entry for it in shown.values() for entry in it.due()]
         for start in range(0, len(entries), MAX_ENTRIES):
             part = entries[start : start + MAX_ENTRIES]

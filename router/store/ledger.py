@@ -220,12 +220,12 @@ class RequestLedger:
         """
         if self.claiming:
             await self._claim_over()
-        self._guard.flush(self)
-        kept = kept or bool(self._appending)
         check_transition(self.state, state)
+        entries = self.due()
+        kept = kept or bool(self._appending)
         # A posted move may still fail. Then this move takes its place.
         behind = self.behind or self._posted > 0
-        move = Move(self.request_id, self.epoch, state, fields, catch_up=behind, kept=kept)
+        move = Move(self.request_id, self.epoch, state, fields, behind, kept=kept, entries=entries)
         if self.log is not None and not kept:
             self.log.withdraw()
         if self.log is not None and state is RequestState.FINISHED:
@@ -240,9 +240,12 @@ class RequestLedger:
         if not self.recorded:
             return
         status = await self._guard.call(lambda store: store.finish(move))
-        if status is None:
+        for entry in entries:
+            self.append_over(entry)
+        if status is None or (entries and status is WriteStatus.GAP):  # one before was lost
             self.behind = True
-            self._guard.settle_later(self, move)
+            self._guard.owe(self, entries)
+            self._guard.settle_later(self, msgspec.structs.replace(move, entries=()))
         elif self.log is not None:
             self.ended(status)
 

@@ -165,6 +165,9 @@ class MemoryStore:
 
     def _end(self, move: Move, row: _Row, epoch: int) -> WriteStatus:
         """Write a terminal state; answer GAP if the log lacks tokens or ends that were shown."""
+        for entry in move.entries:
+            if (status := self._append(entry)) is not WriteStatus.OK:
+                return status
         logged = row.lengths.total()
         if logged < move.min_tokens or len(row.ended) < move.min_ends:
             return WriteStatus.GAP

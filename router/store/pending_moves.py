@@ -74,4 +74,5 @@ def _after(earlier: Move, later: Move) -> Move:
         min_tokens=later.min_tokens,
         min_ends=later.min_ends,
         kept=later.kept,
+        entries=later.entries,
     )

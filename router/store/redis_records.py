@@ -22,6 +22,16 @@ def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
+def values_of(entries: Sequence[LogEntry]) -> list[str | int]:
+    """Return what APPEND and MOVE get of each entry."""
+    values: list[str | int] = []
+    for entry in entries:
+        tokens = ",".join(map(str, entry.token_ids))
+        values += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
+        values.append(entry.more)
+    return values
+
+
 def log_entry_of(request_id: str, row: Mapping[bytes, bytes]) -> LogEntry:
     """Return an entry of a log's stream."""
     tokens = row[b"t"]

@@ -36,16 +36,51 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
+# `append(key, log, owner, at)`: one entry, whose values begin at ARGV[at]: epoch, sample, position,
+# count, "t1,t2,...", more. Answers a status.
+_APPEND: Final = f"""
+local function append(key, log, owner, a)
+  local sample, tokens, more = ARGV[a + 1], ARGV[a + 4], ARGV[a + 5]
+  local ends = string.sub(more, 1, 1) == '{END_MARK}'
+  local position, count = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+  local cur = redis.call('HMGET', key, 'state', 'epoch', 'owner', 'n' .. sample)
+  local known = tonumber(cur[4] or 0) - position
+  if not cur[1] then return 'gone' end
+  if cur[3] ~= owner or tonumber(cur[2]) > tonumber(ARGV[a]) then return 'fenced' end
+  if terminal[cur[1]] then return 'illegal' end
+  if known < 0 then return 'gap' end
+  local fresh = known < count
+  if fresh then
+    for _ = 1, known do tokens = string.sub(tokens, string.find(tokens, ',', 1, true) + 1) end
+    redis.call('HINCRBY', key, 'n' .. sample, count - known)
+  else
+    tokens = ''
+  end
+  if fresh or (ends and redis.call('HEXISTS', key, 'z' .. sample) == 0) then
+    local at = position + known
+    if more == '' then
+      redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens)
+    else
+      redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens, 'm', more)
+    end
+    if ends then redis.call('HSET', key, 'z' .. sample, 1) end
+  end
+  return 'ok'
+end
+"""
+
 ALIAS_MS: Final = 25 * 3600 * 1000  # longer than any request; FADE shortens it at the end
 _QUEUED: Final = RequestState.QUEUED.value
 _CANCELLED: Final = RequestState.CANCELLED.value
 
 # KEYS: request, leases, events, states, log. Answers a status; at an end also the request's alias.
 # ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms (0: delete at once),
-# fewest tokens and fewest ends that the log must have for a terminal state, field, value, ...
+# fewest tokens and fewest ends that the log must have for a terminal state, how many entries to
+# append before that, the values of each as for APPEND, field, value, ...
 MOVE: Final = (
     lua_transitions()
     + _NOW
+    + _APPEND
     + f"""
 local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner')
 local state, stored, new, epoch = cur[1], tonumber(cur[2]), ARGV[3], tonumber(ARGV[2])
@@ -57,6 +92,11 @@ if state == new and stored == target then return 'ok' end
 if stored > epoch then return 'fenced' end
 local behind = ARGV[4] == '1' and not terminal[state]
 if not behind and (stored ~= epoch or not allowed[state][new]) then return 'illegal' end
+local fields = 10 + 6 * ARGV[9]
+for at = 10, fields - 1, 6 do
+  local status = append(KEYS[1], KEYS[5], ARGV[1], at)
+  if status ~= 'ok' then return status end
+end
 local logged, ends = 0, 0
 if terminal[new] then
   for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
@@ -67,7 +107,7 @@ if terminal[new] then
 end
 local alias
 redis.call('HSET', KEYS[1], 'state', new, 'epoch', target, 'at', now)
-for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
+for i = fields, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
 redis.call('HINCRBY', KEYS[4], state, -1)
 redis.call('HINCRBY', KEYS[4], new, 1)
 if terminal[new] then
@@ -224,38 +264,11 @@ return out"""
 # count, "t1,t2,...", more
 APPEND: Final = (
     lua_transitions()
-    + f"""
-local out = {{}}
+    + _APPEND
+    + """
+local out = {}
 for i = 1, #KEYS / 2 do
-  local key, log, a = KEYS[2 * i - 1], KEYS[2 * i], 6 * i - 4
-  local sample, tokens, more = ARGV[a + 1], ARGV[a + 4], ARGV[a + 5]
-  local ends = string.sub(more, 1, 1) == '{END_MARK}'
-  local position, count = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
-  local cur = redis.call('HMGET', key, 'state', 'epoch', 'owner', 'n' .. sample)
-  local known = tonumber(cur[4] or 0) - position
-  if not cur[1] then out[i] = 'gone'
-  elseif cur[3] ~= ARGV[1] or tonumber(cur[2]) > tonumber(ARGV[a]) then out[i] = 'fenced'
-  elseif terminal[cur[1]] then out[i] = 'illegal'
-  elseif known < 0 then out[i] = 'gap'
-  else
-    out[i] = 'ok'
-    local fresh = known < count
-    if fresh then
-      for _ = 1, known do tokens = string.sub(tokens, string.find(tokens, ',', 1, true) + 1) end
-      redis.call('HINCRBY', key, 'n' .. sample, count - known)
-    else
-      tokens = ''
-    end
-    if fresh or (ends and redis.call('HEXISTS', key, 'z' .. sample) == 0) then
-      local at = position + known
-      if more == '' then
-        redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens)
-      else
-        redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens, 'm', more)
-      end
-      if ends then redis.call('HSET', key, 'z' .. sample, 1) end
-    end
-  end
+  out[i] = append(KEYS[2 * i - 1], KEYS[2 * i], ARGV[1], 6 * i - 4)
 end
 return out"""
 )

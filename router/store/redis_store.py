@@ -38,7 +38,14 @@ from router.store.pending_moves import PendingMoves
 from router.store.redis_claims import RedisClaims
 from router.store.redis_documents import RedisDocuments
 from router.store.redis_links import GroupLink, Links, RedisServers, together
-from router.store.redis_records import flatten, log_entry_of, pairs, record_of, request_of
+from router.store.redis_records import (
+    flatten,
+    log_entry_of,
+    pairs,
+    record_of,
+    request_of,
+    values_of,
+)
 
 logger = logging.getLogger(__name__)
 _STATUS: Final = {status.value.encode(): status for status in WriteStatus}
@@ -163,7 +170,7 @@ class RedisStore:
         args = (
             self._owner, move.epoch, move.state, int(move.catch_up),
             self._lease_ms, self._ttl_of(move), move.min_tokens, move.min_ends,
-            *flatten(move.fields),
+            len(move.entries), *values_of(move.entries), *flatten(move.fields),
         )  # fmt: skip
         return keys, args
 
@@ -215,13 +222,9 @@ class RedisStore:
     ) -> tuple[Sequence[str], Sequence[str | int]]:
         """Return keys and arguments of APPEND."""
         keys: list[str] = []
-        args: list[str | int] = [self._owner]
         for entry in entries:
             keys += [link.keys.request_key(entry.request_id), link.keys.log_key(entry.request_id)]
-            tokens = ",".join(map(str, entry.token_ids))
-            args += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
-            args.append(entry.more)
-        return keys, args
+        return keys, [self._owner, *values_of(entries)]
 
     async def beat(self, held: Collection[str]) -> list[str]:
         parts = {link.keys.tag: ids for link, ids in self._links.split(held)}

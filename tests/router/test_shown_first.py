@@ -45,11 +45,12 @@ class Watched(FlakyStore):
         return await super().move(move)
 
     async def finish(self, move: Move) -> WriteStatus:
-        self.told.append(f"{move.request_id} {move.state.value}")
+        last = [list(entry.token_ids) for entry in move.entries]
+        self.told.append(f"{move.request_id} {move.state.value} with {last}")
         return await super().finish(move)
 
 
-async def test_steps_are_joined_and_written_before_the_next_epoch_and_the_end() -> None:
+async def test_steps_are_joined_and_written_before_the_next_epoch_and_with_the_end() -> None:
     store = Watched()
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
@@ -61,7 +62,7 @@ async def test_steps_are_joined_and_written_before_the_next_epoch_and_the_end() 
     ledger.post(S.DECODE)
     assert guard.note(tokens("a", 2, 12, 13))  # the next node repeats what it was told
     await ledger.finish(S.FINISHED)
-    assert store.told == ["a 1: [10, 11, 12]", "a queued", "a 2: [12, 13]", "a finished"]
+    assert store.told == ["a 1: [10, 11, 12]", "a queued", "a finished with [[12, 13]]"]
     record = await store.read("a")
     assert record is not None
     assert record.fields[LOGGED] == "4"

@@ -331,6 +331,32 @@ async def test_a_posted_append_comes_before_the_next_call(make_store: StoreMaker
     assert record.fields[LOGGED] == "2"
 
 
+async def test_an_end_brings_entries_or_is_refused_with_them(make_store: StoreMaker) -> None:
+    store = make_store("r1")
+    await walk(store, "a", S.DECODE)
+    assert await store.append([LogEntry("a", 1, 0, (1, 2))]) == [W.OK]
+    gap = (LogEntry("a", 1, 1, (2, 3)), LogEntry("a", 1, 5, (6,)))
+    assert await write(store, "a", 1, S.FINISHED, entries=gap) is W.GAP
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.DECODE
+    last = (LogEntry("a", 1, 1, (2, 3)), LogEntry("a", 1, 0, (7,), sample=1))
+    for _ in range(2):  # the answer to the first try may be lost
+        assert await write(store, "a", 1, S.FINISHED, entries=last, fields={"x": "1"}) is W.OK
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, dict(record.fields)) == (S.FINISHED, {"x": "1", LOGGED: "4"})
+    log = await store.read_log("a")
+    assert [(e.sample, e.position, e.token_ids) for e in log] == [
+        (0, 0, (1, 2)), (0, 2, (3,)), (1, 0, (7,)),
+    ]  # fmt: skip
+    await walk(store, "b", S.DECODE)
+    assert await write(store, "b", 1, S.QUEUED) is W.OK
+    stale = (LogEntry("b", 1, 0, (1,)),)
+    assert await write(store, "b", 1, S.FAILED, entries=stale) is W.FENCED
+    assert await store.read_log("b") == []
+
+
 async def test_nothing_is_appended_after_the_end(make_store: StoreMaker) -> None:
     store = make_store("r1")
     await walk(store, "a", S.DECODE)

@@ -7,6 +7,8 @@ Redis share the others. What an option costs: `--other . --flags "--the-option"`
 
     whole      32 connections, 16 words in, 16 tokens out, not streamed: CPU us per answer
     no redis   the same without Redis
+    steps      64 connections, 16 words in, 200 tokens out, a token every 20 ms, not streamed: CPU us
+               per answer
     streams    64 streams of 200 tokens, a token every 20 ms: CPU us per streamed token
     four       the same with 4 streams
     flood      64 streams of 400 tokens, as fast as they are read: CPU us per streamed token
@@ -66,6 +68,9 @@ _WHOLE: Final[dict[str, float]] = {"seconds": 2, "connections": 32, "words": 16,
 LOADS: Final = {
     "whole": TreeLoad("whole", "answers", None, _WHOLE),
     "no redis": TreeLoad("whole", "answers", None, _WHOLE, has_redis=False),
+    "steps": TreeLoad(
+        "whole", "answers", 20.0, {"seconds": 10, "connections": 64, "words": 16, "tokens": 200}
+    ),
     "streams": TreeLoad("streams", "tokens", 20.0, {"connections": 64, "words": 16, "tokens": 200}),
     "four": TreeLoad("streams", "tokens", 20.0, {"connections": 4, "words": 16, "tokens": 200}),
     "flood": TreeLoad("streams", "tokens", 0.0, {"connections": 64, "words": 16, "tokens": 400}),

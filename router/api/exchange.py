@@ -147,6 +147,8 @@ async def respond_whole(
     exchange: Exchange, runner: CallRunner, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run an exchange and send its non-streaming answer: one JSON body, or the error."""
+    for completion in exchange.completions:
+        completion.trace.gathers = True
     try:
         limit_s = exchange.timeout_s + GRACE_S
         body = await while_connected(receive, exchange.whole(runner), scope, limit_s)

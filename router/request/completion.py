@@ -126,6 +126,7 @@ class Completion:
         # Shows a delta to the client, made by the call of its argument, without a switch to the
         # task that reads `deltas`; False: it must wait for that task. Set by that task.
         self.at_once: Callable[[Callable[[], Delta]], bool] | None = None
+        self._gathered: list[int] = []  # tokens of the only sample, for its next delta
         self._failure: Exception | None = None  # of `at_once`, for that task
         self._samples = [
             SampleText(sample, request, rules, tokenizer)
@@ -197,8 +198,8 @@ class Completion:
                             continue  # was under way when a stop string ended the sample
                         self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
                         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
-                        delta = sample.absorb(event)
                         meter.tokens(clock.monotonic(), len(event.token_ids), event.sample)
+                        delta = sample.absorb(self._with_gathered(event))
                         num_running -= sample.ended
                         if num_running:
                             if sample.stopped_by_text:
@@ -244,23 +245,42 @@ class Completion:
         return None
 
     def _shows(self, meter: RequestMeter, clock: Clock, event: TokenEvent) -> bool:
-        """Show an event of the only sample at once, if that is possible. Raises nothing."""
-        if self.at_once is None or event.prompt_logprobs:
+        """Show or gather an event of the only sample, if it needs no task. Raises nothing."""
+        if event.prompt_logprobs:
             return False
-        try:
-            if not self.at_once(partial(self._samples[0].absorb, event)):
+        if self.trace.gathers and not event.logprobs:
+            self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+            self._gathered += event.token_ids
+        elif self.at_once is None:
+            return False
+        else:
+            try:
+                if not self.at_once(partial(self._samples[0].absorb, event)):
+                    return False
+            except Exception as error:  # noqa: BLE001  the reader's task raises it
+                self._failure = error
                 return False
-        except Exception as error:  # noqa: BLE001  the reader's task raises it
-            self._failure = error
-            return False
         meter.tokens(clock.monotonic(), len(event.token_ids))
         return True
+
+    def _with_gathered(self, event: TokenEvent) -> TokenEvent:
+        """Return the event behind the tokens that were gathered before it, as one event."""
+        ids, self._gathered = self._gathered, []
+        if not ids:
+            return event
+        first = event.position - len(ids)
+        return msgspec.structs.replace(event, position=first, token_ids=(*ids, *event.token_ids))
 
     def _cut_short(self, held: Delta | None) -> list[Delta]:
         """Return the last deltas of a request that an operator has aborted, at least one.
 
-        `held` comes first unless None; then one delta ends each sample that has not ended.
+        `held` comes first unless None, else what was gathered; then one delta ends each sample that
+        has not ended.
         """
+        if self._gathered:
+            sample = self._samples[0]
+            end = sample.num_tokens + len(self._gathered)
+            held = sample.absorb(self._with_gathered(TokenEvent(self.request.id, 0, end, ())))
         ends = [sample.aborted() for sample in self._samples if not sample.ended]
         return ends if held is None else [held, *ends]
 

@@ -187,7 +187,11 @@ class OutputStream:
         )
 
     def _put(self, event: TokenEvent | None) -> None:
-        """Queue an event for the reader and wake it. `event` None ends the stream."""
+        """Queue an event for the reader and wake it, unless it is gathered. `event` None ends the
+        stream."""
+        gathers = self._trace.shows if self._trace.gathers and not self._unread else None
+        if gathers and event and not event.finish_reason and gathers(event):
+            return
         last = self._unread[-1] if self._unread else None
         if event is not None and last is not None and _continues(last, event):
             self._unread[-1] = _joined(last, event)

@@ -68,6 +68,7 @@ class RequestTrace:
     # Its reader's, while tokens need not wait for the reader's task: takes an event that continues
     # the only sample, in the turn of the loop in which it came. False: it goes to the task instead.
     shows: Callable[[TokenEvent], bool] | None = None
+    gathers: bool = False  # its reader wants all tokens together, so `shows` keeps them
     # What its journey has reached, in order.
     marks: list[TimelineMark] = field(default_factory=list[TimelineMark])
     work: list[NodeWork] = field(default_factory=list[NodeWork])  # what nodes told of it

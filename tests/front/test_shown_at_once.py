@@ -6,14 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 
+from baton.protocol.errors import Cancelled
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
 from router.api.openai.chat_choices import ChatFrames
-from router.request.completion import Delta
+from router.request.completion import Delta, SampleText
 from router.request.trace import RequestTrace
 from tests.front.fakes import FakeDispatcher, Front, serving
 
@@ -59,7 +61,63 @@ async def test_the_client_gets_the_same_frames_once_each() -> None:
     assert dispatcher.taken > 5
 
 
-@pytest.mark.parametrize("more", [{"stop": ["zzz"]}, {"n": 2}, {"stream": False}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "stream": False}),
+        ("/v1/completions", {"prompt": "hello", "seed": 1}),
+        ("/v1/responses", {"input": "hello", "store": False}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"seed": 1}}),
+    ],
+)
+async def test_an_answer_that_is_not_streamed_is_decoded_once(
+    path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are gathered until the last one comes, and nothing of it differs."""
+    absorb, absorbed = SampleText.absorb, list[TokenEvent]()
+
+    def noted(sample: SampleText, event: TokenEvent) -> Delta:
+        absorbed.append(event)
+        return absorb(sample, event)
+
+    monkeypatch.setattr(SampleText, "absorb", noted)
+    answers: list[dict[str, Any]] = []
+    for dispatcher in (FakeDispatcher(answer=AtOnce.answer), AtOnce()):
+        async with (
+            serving(Front(dispatcher=dispatcher)) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        ):
+            answers.append((await client.post(path, json=body)).raise_for_status().json())
+    *one_by_one, gathered = absorbed
+    assert len(one_by_one) > 5
+    assert gathered.position == 0
+    assert gathered.token_ids == tuple(t for event in one_by_one for t in event.token_ids)
+    assert answers[0]["usage"] == answers[1]["usage"]
+    texts = [answer.get("choices") or answer["output"][0]["content"] for answer in answers]
+    assert texts[0] == texts[1]
+
+
+async def test_an_aborted_answer_has_the_gathered_tokens() -> None:
+    @dataclass
+    class Aborted(AtOnce):
+        async def run(
+            self, request: Request, trace: RequestTrace
+        ) -> AsyncGenerator[TokenEvent, None]:
+            async for event in super().run(request, trace):
+                if event.finish_reason is not None:
+                    trace.aborted = True
+                    raise Cancelled("an operator has aborted the request")
+                yield event
+
+    dispatcher = Aborted()
+    answer = json.loads(await streamed(dispatcher, stream=False))
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] == dispatcher.answer
+    assert choice["finish_reason"] == "abort"
+    assert answer["usage"]["completion_tokens"] == dispatcher.taken > 5
+
+
+@pytest.mark.parametrize("more", [{"stop": ["zzz"]}, {"n": 2}, {"stop": ["z"], "stream": False}])
 async def test_what_needs_the_task_goes_to_the_task(more: dict[str, object]) -> None:
     dispatcher = AtOnce(samples=("one", "two"))
     await streamed(dispatcher, **more)

@@ -209,3 +209,25 @@ async def test_a_waiting_reader_takes_what_continues_the_sample_at_once() -> Non
     assert not output.show_next(event(9, 10)), "so is a gap"
     assert output.output_ids == ((5, 6, 7, 8, 9),)
     assert (output.num_tokens, trace.output_tokens) == (5, 5)
+
+
+async def test_a_reader_that_gathers_is_woken_by_the_end_alone() -> None:
+    trace, gathered = RequestTrace(gathers=True), list[TokenEvent]()
+    request = replace(make_request(), params=SamplingParams(temperature=0.0, seed=1))
+    output = OutputStream(request, trace, FakeClock())
+
+    def shows(event: TokenEvent) -> bool:
+        gathered.append(event)
+        return not event.prompt_logprobs
+
+    trace.shows = shows
+    waiting = asyncio.create_task(output.next())
+    output.show(event(0, 5))  # by the journey
+    assert output.show_next(event(1, 6))
+    assert output.show_next(event(1, 6, 7))
+    assert gathered == [event(0, 5), event(1, 6), event(2, 7)]
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    output.show(event(3, 8, end=True))
+    assert await waiting == event(3, 8, end=True)
+    assert len(gathered) == 3

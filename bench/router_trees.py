@@ -7,8 +7,8 @@ Redis share the others. What an option costs: `--other . --flags "--the-option"`
 
     whole      32 connections, 16 words in, 16 tokens out, not streamed: CPU us per answer
     no redis   the same without Redis
-    steps      64 connections, 16 words in, 200 tokens out, a token every 20 ms, not streamed: CPU us
-               per answer
+    steps      64 connections, 16 words in, 200 tokens out, not streamed, a token every 20 ms: CPU
+               us per answer
     streams    64 streams of 200 tokens, a token every 20 ms: CPU us per streamed token
     four       the same with 4 streams
     flood      64 streams of 400 tokens, as fast as they are read: CPU us per streamed token

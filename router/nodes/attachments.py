@@ -2,8 +2,8 @@
 
 Each event goes to the request that it names, if that is attached in the same epoch: first those of
 plain requests, whose tokens are logged later (router/store/guard.py), then those of resumable
-ones, when the tokens of all of them are logged. Not here: the session itself (session.py). No I/O;
-event loop only.
+ones, when the tokens of all of them are logged. Not here: the session itself (session.py). Event
+loop only.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Attachments:
         for start in range(0, len(events), PART_EVENTS):
             if start:
                 await asyncio.sleep(0)
-            later += self._route(events[start : start + PART_EVENTS])
+            self._route(events[start : start + PART_EVENTS], later)
         if later:
             await self._show_logged(later)
 
@@ -203,7 +203,7 @@ class Attachments:
         try:
             for part, done in zip(parts, logged, strict=True):
                 await done
-                self._route(part, logged=True)
+                self._route(part)
                 await asyncio.sleep(0)  # the requests that got these events run first
         finally:
             for task in logged:
@@ -216,17 +216,18 @@ class Attachments:
             await self._log.append(current)
             FAILPOINTS.hit("logged_not_sent")
 
-    def _route(self, events: Sequence[RequestEvent], *, logged: bool = False) -> list[RequestEvent]:
-        """Give the events to their attempts. Unless they are `logged`, return those that have to
-        wait: tokens of resumable requests, and what follows them."""
-        later: list[RequestEvent] = []
+    def _route(
+        self, events: Sequence[RequestEvent], later: list[RequestEvent] | None = None
+    ) -> None:
+        """Give the events to their attempts, but add those that have to wait to `later`: tokens of
+        resumable requests, and what follows them. `later` None: they are logged."""
         for event in events:
             attempt = self.receiver(event)
             if attempt is None:
                 self._stats.stale_events += 1
                 continue
             if isinstance(event, TokenEvent):
-                if not logged:
+                if later is not None:
                     FAILPOINTS.hit("sampled_not_logged")
                     if not self._log.note(event):
                         later.append(event)
@@ -237,7 +238,6 @@ class Attachments:
                 later.append(event)
                 continue
             attempt.deliver(event)
-        return later
 
 
 def suspects(attached: Collection[Attempt], num_running: int) -> set[str]:

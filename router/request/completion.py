@@ -73,6 +73,7 @@ class OutputRules:
     discard: bool = False
 
 
+MAX_GATHERED: Final = 1024  # tokens that are decoded in one turn of the loop
 PLAIN_OUTPUT: Final = OutputRules()  # for requests that set none of these rules
 
 
@@ -248,8 +249,8 @@ class Completion:
         """Show or gather an event of the only sample, if it needs no task. Raises nothing."""
         if event.prompt_logprobs:
             return False
-        if self.trace.gathers and not event.logprobs:
-            self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+        if self.trace.gathers and not event.logprobs and len(self._gathered) < MAX_GATHERED:
+            self.cached_tokens = self.trace.cached_tokens
             self._gathered += event.token_ids
         elif self.at_once is None:
             return False

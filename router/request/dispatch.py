@@ -426,7 +426,7 @@ class Journey:
         await self._next_epoch(ledger)
 
     def _show_pending(self) -> None:
-        """Show the delivered events that nobody has read: the log has them, so they are output."""
+        """Show the delivered events that nobody has read: the log gets them, so they are output."""
         for attempt, event in self._attempts.pending_events():
             if isinstance(event, TokenEvent) and attempt is self._attempts.prefill:
                 self.output.show(event)
@@ -435,7 +435,7 @@ class Journey:
                 self.output.decoded(event, self._attempts.handle is not None)
 
     async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
-        """Leave the failed epoch's nodes, and show the tokens that the log has got by then."""
+        """Leave the failed epoch's nodes, and show the tokens that the log has got meanwhile."""
         elsewhere = self._attempts.handle is not None
         if keeps_export:
             self._attempts.drop_decode()

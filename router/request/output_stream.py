@@ -3,7 +3,7 @@
 No token comes twice and none is left out. Nodes may repeat tokens (the decode node's first event
 repeats token 1), but they may never skip any. The log-probabilities of the prompt come first: only
 a prefill node reports them, so the events of a faster decode node wait for the prefill node. All
-events that are shown here are in the log already. Event loop only.
+events of a resumable request that are shown here are in the log already. Event loop only.
 """
 
 from __future__ import annotations

@@ -179,7 +179,8 @@ class RequestStore(Protocol):
         ...
 
     def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
-        """Append without waiting. It takes effect before the next call for its requests.
+        """Append without waiting. It takes effect before the next call for its requests, unless it
+        had to be sent again: because its keys were just moving, or the connection was lost.
 
         Raises nothing. `on_answer` is called once for each part of the entries, at once or later,
         with that part, and one status per entry or the error.

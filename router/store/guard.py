@@ -230,6 +230,7 @@ class StoreGuard:
         return True
 
     def _flush_late(self) -> None:
+        self._timer = None
         FAILPOINTS.hit("shown_not_logged")
         self.flush()
 
@@ -237,7 +238,7 @@ class StoreGuard:
         """Append the shown tokens of a plain request without waiting; None: of all of them. What
         cannot be appended is owed."""
         if ledger is None:
-            shown, self._shown, self._timer = self._shown, {}, None
+            shown, self._shown = self._shown, {}
         else:
             shown = {ledger.request_id: ledger}
         entries = [entry for it in shown.values() for entry in it.due()]
@@ -261,7 +262,8 @@ class StoreGuard:
         for entry, status in zip_longest(part, answer):  # None: not answered
             ledger = ledgers[entry.request_id]
             ledger.append_over(entry)
-            if status is not WriteStatus.OK:
+            # An end brings along what was on its way when it was written.
+            if status is not WriteStatus.OK and not ledger.state.terminal:
                 self._missed(ledger, entry, status)
 
     async def append(self, events: Iterable[TokenEvent]) -> None:

@@ -177,6 +177,8 @@ class RequestLedger:
 
     async def move(self, state: RequestState, **fields: str) -> None:
         """Move the request to a non-terminal state, and write that. Raises IllegalTransition."""
+        if state is RequestState.QUEUED:
+            await self.settle()  # behind the next epoch, tokens of this one would be fenced
         move = self._moved(state, fields)
         if move is not None:
             self.took(await self._guard.call(lambda store: store.move(move)), fields)
@@ -221,7 +223,8 @@ class RequestLedger:
         if self.claiming:
             await self._claim_over()
         check_transition(self.state, state)
-        entries = self.due()
+        due = self.due()
+        entries = [it for it in self._appending if isinstance(it, LogEntry)]
         kept = kept or bool(self._appending)
         # A posted move may still fail. Then this move takes its place.
         behind = self.behind or self._posted > 0
@@ -240,7 +243,7 @@ class RequestLedger:
         if not self.recorded:
             return
         status = await self._guard.call(lambda store: store.finish(move))
-        for entry in entries:
+        for entry in due:
             self.append_over(entry)
         if status is None or (entries and status is WriteStatus.GAP):  # one before was lost
             self.behind = True

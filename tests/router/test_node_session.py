@@ -21,8 +21,17 @@ from baton.protocol.events import (
 )
 from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from baton.protocol.messages import AbortRequest, SubmitDecode
+from router.nodes import attachments
 from router.nodes import session as node_session
-from router.nodes.attachments import PART_EVENTS, Attempt, NodeEvent, SessionLost
+from router.nodes.attachments import (
+    PART_EVENTS,
+    Attachments,
+    Attempt,
+    NodeEvent,
+    SessionLost,
+    in_order,
+)
+from router.nodes.health import HealthStats
 from tests.router.fakes import (
     PATIENCE_S,
     FakeDirectory,
@@ -401,6 +410,43 @@ async def test_a_large_step_is_logged_and_shown_in_parts_in_order() -> None:
     for part in range(3):
         first = part * PART_EVENTS
         assert told.index(f"logged {first}") < told.index(f"shown {first}")
+
+
+async def test_nothing_overtakes_the_tokens_of_a_resumable_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its failure waits, too, also in a later part of the step; other requests do not."""
+    monkeypatch.setattr(attachments, "PART_EVENTS", 1)
+    told: list[str] = []
+
+    class Log(Resumable):
+        def note(self, event: TokenEvent) -> bool:
+            return not self.shows_logged(event.request_id)
+
+        def shows_logged(self, request_id: str) -> bool:
+            return request_id == "r"
+
+        async def append(self, events: Sequence[TokenEvent]) -> None:
+            told.append("logged")
+
+    attached = Attachments(Log(), HealthStats())
+
+    def deliver(event: NodeEvent) -> None:
+        assert isinstance(event, TokenEvent | RequestFailed)
+        told.append(f"{event.request_id} {type(event).__name__}")
+
+    for request_id in ("r", "plain"):
+        attached.add(Attempt(request_id, 1, deliver))
+    step = NodeStep(
+        tokens=(TokenEvent("r", 1, 0, (1,)), TokenEvent("plain", 1, 0, (2,))),
+        failed=tuple(
+            RequestFailed(it, 1, "internal", "lost", retryable=True) for it in ("r", "plain")
+        ),
+    )
+    await attached.show(in_order(step))
+    assert told == [
+        "plain TokenEvent", "plain RequestFailed", "logged", "r TokenEvent", "r RequestFailed",
+    ]  # fmt: skip
 
 
 async def test_a_bug_of_ours_strands_no_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.protocol.clock import SystemClock
-from baton.protocol.errors import StoreUnavailable
+from baton.protocol.errors import InternalError, StoreUnavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import RequestState
@@ -57,8 +57,7 @@ async def test_steps_are_joined_and_written_before_the_next_epoch_and_with_the_e
     for position in range(3):
         assert guard.note(tokens("a", position, 10 + position))
     assert not store.told
-    assert await ledger.settle() == [], "nobody has to show them"
-    await ledger.move(S.QUEUED)
+    await ledger.move(S.QUEUED)  # as a migration does it
     ledger.post(S.DECODE)
     assert guard.note(tokens("a", 2, 12, 13))  # the next node repeats what it was told
     await ledger.finish(S.FINISHED)
@@ -153,6 +152,56 @@ async def test_what_fails_beside_the_end_is_written_with_it_later() -> None:
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.fields[LOGGED]) == (S.FINISHED, "2")
+
+
+async def test_an_end_brings_along_what_is_on_its_way() -> None:
+    """The append is sent again behind the end, as when its keys are moving in a Cluster."""
+    behind: list[Callable[[], None]] = []
+
+    class Overtaken(FlakyStore):
+        def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+            behind.append(partial(super().post_append, entries, on_answer))
+
+    store = Overtaken()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    ledger.post(S.DECODE)
+    write(guard, tokens("a", 0, 1, 2))
+    assert guard.note(tokens("a", 2, 3))
+    await ledger.finish(S.FINISHED)
+    [late] = behind
+    late()  # it is answered `illegal`
+    assert [e.token_ids for e in await store.read_log("a")] == [(1, 2), (3,)]
+    assert (guard.stats.refused, ledger.owed.num_tokens) == (0, 0)
+
+
+async def test_an_error_at_the_failpoint_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "LATE_S", 0.0)
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    await guard.open(make_request("a"), {})
+    failing = True
+
+    class Plan:
+        def hit(self, name: str) -> bool:
+            nonlocal failing
+            if failing:
+                failing = False
+                raise InternalError("armed")
+            return False
+
+    monkeypatch.setattr(FAILPOINTS, "_plan", Plan())
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    assert guard.note(tokens("a", 0, 1))
+    await eventually(lambda: answer(not failing))
+    assert not await written(store, "a")
+    assert guard.note(tokens("a", 1, 2))
+    await eventually(lambda: written(store, "a"))
+    assert [e.token_ids for e in await store.read_log("a")] == [(1, 2)]
+
+
+async def answer(value: bool) -> bool:
+    return value
 
 
 async def test_the_failpoint_of_tokens_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

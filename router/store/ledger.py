@@ -164,7 +164,7 @@ class RequestLedger:
         """
         self._guard.flush(self)
         events = [each for each in self._appending if isinstance(each, TokenEvent)]
-        if self._appending:
+        while self._appending:
             self._appended = asyncio.Event()
             await self._appended.wait()  # the store's answers have a deadline
         return events
@@ -238,7 +238,8 @@ class RequestLedger:
         self.state = state
         self.abandon()
         if self.owes:
-            await self._guard.settle(self, move)
+            self._guard.owe(self, entries)  # what is on its way may fail, too
+            await self._guard.settle(self, msgspec.structs.replace(move, entries=()))
             return
         if not self.recorded:
             return

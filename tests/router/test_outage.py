@@ -217,7 +217,7 @@ async def test_requests_go_on_and_come_in_and_the_log_is_whole_afterwards(
                 await s.end(client, request)
             for request_id in ("before", "comes-meanwhile", "ends-meanwhile"):
                 assert await s.whole(request_id)
-            assert guard.catch_up.stats.tokens >= 3, "appended late"
+            assert guard.catch_up.stats.tokens >= 2, "appended late"
             assert (guard.stats.refused, guard.catch_up.stats.dropped) == (0, 0)
 
 

@@ -175,6 +175,32 @@ async def test_an_end_brings_along_what_is_on_its_way() -> None:
     assert (guard.stats.refused, ledger.owed.num_tokens) == (0, 0)
 
 
+async def test_what_is_on_its_way_at_the_end_of_an_outage_is_owed_like_the_rest() -> None:
+    """The store counts as away while an append has no answer; it fails after the end."""
+    failing: list[Callable[[], None]] = []
+
+    class Stalling(FlakyStore):
+        def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
+            failing.append(partial(on_answer, entries, StoreUnavailable("late")))
+
+    store = Stalling()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    ledger.post(S.DECODE)
+    write(guard, tokens("a", 0, 1, 2))
+    guard.lose(StoreUnavailable("a heartbeat failed"))
+    write(guard, tokens("a", 2, 3))
+    await ledger.finish(S.FINISHED)
+    [fail] = failing
+    fail()
+    await guard.beat()
+    assert [t for e in await store.read_log("a") for t in e.token_ids] == [1, 2, 3]
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.fields[LOGGED]) == (S.FINISHED, "3")
+    assert (guard.stats.refused, ledger.owed.num_tokens) == (0, 0)
+
+
 async def test_an_error_at_the_failpoint_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "LATE_S", 0.0)
     store = FlakyStore()

@@ -189,11 +189,14 @@ class Attachments:
             if start:
                 await asyncio.sleep(0)
             self._route(events[start : start + PART_EVENTS], later)
-        if later:
-            await self._show_logged(later)
+        if len(later) > PART_EVENTS:
+            await self._show_in_parts(later)
+        elif later:
+            await self._append(later)
+            self._route(later)
 
-    async def _show_logged(self, events: Sequence[RequestEvent]) -> None:
-        """Append the tokens to the log, then give the events to their attempts, in order.
+    async def _show_in_parts(self, events: Sequence[RequestEvent]) -> None:
+        """Append the tokens to the log, then give the events to their attempts, part by part.
 
         While one part goes to its requests, the store writes the next.
         """

@@ -8,7 +8,7 @@ server or a connection, and every time-out, becomes StoreUnavailable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -68,12 +68,14 @@ class Links:
         """Return the link that has the request, alias or owner of this name."""
         return self.all[group_of(name, len(self.all))]
 
-    def split(self, names: Collection[str]) -> list[tuple[GroupLink, list[str]]]:
-        """Return the links that have these names, each with those that it has, in order."""
-        parts: dict[str, tuple[GroupLink, list[str]]] = {}
-        for name in names:
-            link = self.of(name)
-            parts.setdefault(link.keys.tag, (link, []))[1].append(name)
+    def split(
+        self, items: Iterable[T], name_of: Callable[[T], str]
+    ) -> list[tuple[GroupLink, list[T]]]:
+        """Return the links that have these items by their names, each with its own, in order."""
+        parts: dict[str, tuple[GroupLink, list[T]]] = {}
+        for item in items:
+            link = self.of(name_of(item))
+            parts.setdefault(link.keys.tag, (link, []))[1].append(item)
         return list(parts.values())
 
     async def each(self, work: Callable[[GroupLink], Awaitable[T]]) -> list[T]:

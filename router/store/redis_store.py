@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, cast
 
 from baton.protocol.clock import Clock
@@ -178,7 +179,7 @@ class RedisStore:
         return self._ttl_ms if move.kept else 0
 
     async def append(self, entries: Sequence[LogEntry], *, safe: bool = False) -> list[WriteStatus]:
-        parts = self._by_group(entries)
+        parts = self._links.split(enumerate(entries), lambda placed: placed[1].request_id)
         answers = await together([
             self._links.run(
                 link, self._append, *self._appended(link, [entry for _, entry in part]), safe=safe
@@ -192,10 +193,9 @@ class RedisStore:
         return statuses
 
     def post_append(self, entries: Sequence[LogEntry], on_answer: OnAppended) -> None:
-        for link, part in self._by_group(entries):
-            mine = [entry for _, entry in part]
+        for link, part in self._links.split(entries, attrgetter("request_id")):
             link.scripts.post(
-                self._append, *self._appended(link, mine), partial(self._settle, mine, on_answer)
+                self._append, *self._appended(link, part), partial(self._settle, part, on_answer)
             )
 
     def _settle(
@@ -207,16 +207,6 @@ class RedisStore:
             self._links.reached()
             on_answer(entries, [_STATUS[word] for word in answer])
 
-    def _by_group(
-        self, entries: Sequence[LogEntry]
-    ) -> list[tuple[GroupLink, list[tuple[int, LogEntry]]]]:
-        """Return the entries of each key group, with their places in `entries`."""
-        parts: dict[str, tuple[GroupLink, list[tuple[int, LogEntry]]]] = {}
-        for place, entry in enumerate(entries):
-            link = self._links.of(entry.request_id)
-            parts.setdefault(link.keys.tag, (link, []))[1].append((place, entry))
-        return list(parts.values())
-
     def _appended(
         self, link: GroupLink, entries: Sequence[LogEntry]
     ) -> tuple[Sequence[str], Sequence[str | int]]:
@@ -227,7 +217,7 @@ class RedisStore:
         return keys, [self._owner, *values_of(entries)]
 
     async def beat(self, held: Collection[str]) -> list[str]:
-        parts = {link.keys.tag: ids for link, ids in self._links.split(held)}
+        parts = {link.keys.tag: ids for link, ids in self._links.split(held, str)}
         lost = await self._links.each(
             lambda link: self._beat_of(link, parts.get(link.keys.tag, ()))
         )
@@ -314,7 +304,7 @@ class RedisStore:
                 link, self._release, [link.keys.leases, *map(link.keys.request_key, ids)],
                 [self._owner],
             )
-            for link, ids in self._links.split(request_ids)
+            for link, ids in self._links.split(request_ids, str)
         ])  # fmt: skip
 
     async def counts(self) -> dict[RequestState, int]:
